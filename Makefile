@@ -1,0 +1,60 @@
+# Two commands do everything on a fresh machine:
+#   make demo    set up, run one federated run on embedded data, say where to look
+#   make test    set up, run the tests
+# Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+# A CPU-only machine spares itself the CUDA packages with
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+# Further arguments: make test ARGS="-k svt"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+
+help:
+	@echo "make demo    set up, then one federated run on embedded data"
+	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
+	@echo "make check   set up, then lint, format and types"
+	@echo "make format  rewrite the code in the house format"
+	@echo "make setup   only the environment, in $(VENV)        (PYTHON=..., TORCH_INDEX=...)"
+	@echo "make clean   remove the environment and all caches; runs/ is kept"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "trishul-ray needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo absent); name another: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "Setting up $(VENV): PyTorch first, then the rest; some minutes, once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) --editable '.[dev]'
+	@touch $(STAMP)
+	@echo "Set up: $(BIN)/trishul"
+
+demo: setup
+	$(BIN)/trishul run --central $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

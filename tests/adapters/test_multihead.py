@@ -1,0 +1,236 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from trishul_ray.adapters.base import LayerSpec
+from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.adapters.multihead_linear import choose_routes, multihead_linear
+from trishul_ray.errors import InputError
+
+ROUTES = [(True, True), (True, False), (False, True), (False, False)]
+
+
+def case(d_out, d_in, heads, rank, tokens, dtype=torch.float64, *, bias=True, seed=0, scale=True):
+    """A layer with random everything: adapter, tensors, input."""
+    adapter = MultiHead(heads, rank, init="random_normal", train_scale=scale)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    spec = LayerSpec("layer", "layer", d_out, d_in)
+    constants = {k: v.to(dtype) for k, v in adapter.constants(spec, 7).items()}
+    params = {name: normal(*shape) for name, shape in adapter.shapes(spec).items()}
+    x, weight = normal(*tokens, d_in), normal(d_out, d_in) / d_in**0.5
+    return adapter, constants, params, x, weight, normal(d_out) if bias else None
+
+
+def plain(x, weight, bias, constants, params):
+    """Eq. (forward) term by term, for autograd."""
+    core = params["core"]
+    heads, rank, _ = core.shape
+    y = functional.linear(x, weight, bias)
+    for i in range(heads):
+        columns = slice(i * rank, (i + 1) * rank)
+        scale = params["scale"][i] if "scale" in params else 1.0
+        thin = x @ constants["basis_A"][columns].T @ core[i].T
+        y = y + scale * thin @ constants["basis_B"][:, columns].T
+    return y
+
+
+def gradients(function, x, params):
+    x = x.clone().requires_grad_()
+    params = {k: v.clone().requires_grad_() for k, v in params.items()}
+    y = function(x, params)
+    cotangent = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)
+    y.backward(cotangent)
+    return y.detach(), {"x": x.grad, **{k: v.grad for k, v in params.items()}}
+
+
+shapes = st.tuples(
+    st.integers(6, 14),  # d_out
+    st.integers(6, 14),  # d_in
+    st.integers(1, 4),  # heads
+    st.integers(1, 6),  # rank
+    st.sampled_from([(1,), (3,), (40,), (2, 5), (4, 9), (1, 1)]),  # tokens
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes, st.sampled_from(["auto", "merged", "factored"]), st.booleans(), st.booleans())
+def test_values_and_gradients_are_those_of_the_formula(shape, path, bias, scale):
+    adapter, constants, params, x, weight, b = case(*shape, bias=bias, scale=scale)
+    y, got = gradients(lambda x, p: adapter.forward(x, weight, b, constants, p, path), x, params)
+    y_ref, expected = gradients(lambda x, p: plain(x, weight, b, constants, p), x, params)
+    torch.testing.assert_close(y, y_ref, rtol=1e-12, atol=1e-12)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("d_out, d_in", [(5, 9), (9, 5)])
+@pytest.mark.parametrize("tokens", [(2,), (3, 4)])
+def test_gradcheck(routes, d_out, d_in, tokens):
+    adapter, constants, params, x, weight, bias = case(d_out, d_in, 2, 2, tokens)
+    product = adapter.product(params)
+
+    def layer(x, product):
+        return multihead_linear(
+            x, weight, bias, constants["basis_B"], constants["basis_A"], product, routes
+        )
+
+    assert torch.autograd.gradcheck(layer, (x.requires_grad_(), product.requires_grad_()))
+
+
+@pytest.mark.parametrize("d_out, d_in", [(96, 96), (48, 96), (96, 48)])
+@pytest.mark.parametrize("tokens", [(8,), (4, 200)])
+def test_routes_agree_in_float32(d_out, d_in, tokens):
+    adapter, constants, params, x, weight, bias = case(
+        d_out, d_in, 4, 10, tokens, dtype=torch.float32
+    )
+    results = []
+    for routes in ROUTES:
+        results.append(
+            gradients(
+                lambda x, p, routes=routes: multihead_linear(
+                    x,
+                    weight,
+                    bias,
+                    constants["basis_B"],
+                    constants["basis_A"],
+                    adapter.product(p),
+                    routes,
+                ),
+                x,
+                params,
+            )
+        )
+    y_ref, expected = results[0]
+    for y, got in results[1:]:
+        assert (y - y_ref).abs().max() <= 1e-5 * y_ref.abs().max()
+        for name in expected:
+            error = (got[name] - expected[name]).abs().max()
+            assert error <= 1e-5 * expected[name].abs().max(), name
+
+
+@pytest.mark.parametrize("path", ["merged", "factored"])
+def test_routes_agree_to_1e_12_in_float64(path):
+    adapter, constants, params, x, weight, bias = case(64, 48, 4, 8, (50,))
+    y, _ = gradients(lambda x, p: adapter.forward(x, weight, bias, constants, p, path), x, params)
+    expected = functional.linear(x, weight + adapter.delta(constants, params), bias)
+    assert (y - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_the_frozen_weight_gets_no_gradient_and_bases_neither():
+    adapter, constants, params, x, weight, bias = case(8, 8, 2, 2, (4,))
+    weight.requires_grad_()
+    bias.requires_grad_()
+    params["core"].requires_grad_()
+    for path in ("merged", "factored"):
+        adapter.forward(x, weight, bias, constants, params, path).sum().backward()
+    assert weight.grad is None
+    assert bias.grad is None
+    assert params["core"].grad is not None
+
+
+def test_no_graph_where_nothing_trains():
+    adapter, constants, params, x, weight, bias = case(8, 8, 2, 2, (4,))
+    assert not adapter.forward(x, weight, bias, constants, params).requires_grad
+    assert not torch.isnan(adapter.forward(x, weight, bias, constants, params)).any()
+
+
+@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+def test_the_start_is_the_pretrained_layer(path):
+    adapter, constants, _, x, weight, bias = case(16, 16, 2, 4, (40,), dtype=torch.float32)
+    start = adapter.initial(LayerSpec("layer", "layer", 16, 16), seed=1)
+    assert torch.equal(start["core"], torch.zeros(2, 4, 4))
+    assert torch.equal(start["scale"], torch.ones(2))
+    expected = functional.linear(x, weight, bias)
+    # W + 0 is W: equal bits.
+    assert torch.equal(adapter.forward(x, weight, bias, constants, start, path), expected)
+
+
+def test_bases_are_drawn_per_layer_and_seed():
+    adapter = MultiHead(2, 3)
+    one, two = LayerSpec("one", "b", 8, 9), LayerSpec("two", "b", 8, 9)
+    first = adapter.constants(one, 0)
+    assert first["basis_B"].shape == (8, 6)
+    assert first["basis_A"].shape == (6, 9)
+    assert torch.equal(first["basis_B"], adapter.constants(one, 0)["basis_B"])
+    assert not torch.equal(first["basis_B"], adapter.constants(two, 0)["basis_B"])
+    assert not torch.equal(first["basis_B"], adapter.constants(one, 1)["basis_B"])
+
+
+def test_the_update_has_the_norm_of_its_cores_under_orthonormal_bases():
+    adapter = MultiHead(3, 4)
+    spec = LayerSpec("layer", "layer", 20, 16)
+    constants = {k: v.double() for k, v in adapter.constants(spec, 0).items()}
+    params = {"core": torch.randn(3, 4, 4).double(), "scale": torch.tensor([1.0, -2.0, 0.5])}
+    product = adapter.product(params)
+    delta = adapter.delta(constants, params)
+    assert delta.dtype == torch.float64
+    torch.testing.assert_close(delta.norm(), product.norm(), rtol=1e-5, atol=0)
+    nuclear = torch.linalg.matrix_norm
+    torch.testing.assert_close(
+        nuclear(delta, "nuc"), nuclear(product, "nuc").sum(), rtol=1e-5, atol=0
+    )
+
+
+def test_bfloat16_weights_keep_small_updates_and_float32_core_gradients():
+    adapter, constants, params, x, weight, bias = case(32, 32, 2, 8, (64,), dtype=torch.float32)
+    tiny = {k: 1e-4 * v for k, v in params.items()}
+    low = {k: v.to(torch.bfloat16) for k, v in (("x", x), ("w", weight), ("b", bias))}
+    tiny["core"].requires_grad_()
+    y = adapter.forward(low["x"], low["w"], low["b"], constants, tiny)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    assert tiny["core"].grad.dtype == torch.float32
+    reference = {k: v.detach().double().clone() for k, v in tiny.items()}
+    reference["core"].requires_grad_()
+    wide = {k: v.double() for k, v in low.items()}
+    bases = {k: v.double() for k, v in constants.items()}
+    plain(wide["x"], wide["w"], wide["b"], bases, reference).square().sum().backward()
+    error = (tiny["core"].grad - reference["core"].grad).norm() / reference["core"].grad.norm()
+    assert error < 0.02
+    # A merged bfloat16 weight would lose an update this small.
+    assert (
+        choose_routes(6304, 768, 768, 4, 110, core_grad=True, input_grad=True, low_precision=True)[
+            0
+        ]
+        is False
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "routes"),
+    [(6304, (True, True)), (16, (False, False))],
+)
+def test_routes_follow_the_number_of_tokens(tokens, routes):
+    assert choose_routes(tokens, 768, 768, 4, 110, core_grad=True, input_grad=True) == routes
+
+
+def test_no_heads_leave_the_layer_alone():
+    adapter, spec = MultiHead(0, 4), LayerSpec("layer", "layer", 8, 8)
+    assert adapter.shapes(spec) == adapter.constants(spec, 0) == adapter.initial(spec, 0) == {}
+    assert adapter.num_parameters(spec) == adapter.num_scalars(spec) == 0
+    x, weight = torch.randn(3, 8), torch.randn(8, 8)
+    assert torch.equal(adapter.forward(x, weight, None, {}, {}), x @ weight.T)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [((-1, 2), "heads=-1"), ((2, 0), "rank=0: must be at least 1")]
+)
+def test_sizes_that_mean_nothing_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        MultiHead(*arguments)
+
+
+def test_heads_that_do_not_fit_are_refused_or_overflow():
+    spec = LayerSpec("layer", "layer", 16, 8)
+    with pytest.raises(InputError):
+        MultiHead(3, 4).constants(spec, 0)
+    bases = MultiHead(3, 4, overflow="independent").constants(spec, 0)
+    assert bases["basis_A"].shape == (12, 8)

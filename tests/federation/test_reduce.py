@@ -1,0 +1,103 @@
+"""Judging and summing uploads: exact means, masks, refusals, and a tree nobody can see."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trishul_ray.federation.jobs import Upload
+from trishul_ray.federation.reduce import (
+    FAN_IN,
+    Expected,
+    combine,
+    finish,
+    groups,
+    judge,
+    partial_sum,
+)
+
+UNITS = np.array([4, 4, 9, 3])
+EXPECTED = Expected({"shared": 20}, UNITS)
+
+
+def uploads_of(count, seed=0, masked=False):
+    rng = np.random.default_rng(seed)
+    return [
+        Upload(
+            client=c,
+            rows=int(rng.integers(1, 100)),
+            arrays={"shared": rng.normal(size=20).astype(np.float32)},
+            active=rng.random(4) < 0.5 if masked else None,
+        )
+        for c in range(count)
+    ]
+
+
+def reduce_in_groups(uploads, weighting):
+    parts = [
+        partial_sum([uploads[i] for i in group], weighting, EXPECTED)
+        for group in groups([u.client for u in uploads])
+    ]
+    return combine(parts)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    count=st.integers(1, 3 * FAN_IN),
+    seed=st.integers(0, 1000),
+    weighting=st.sampled_from(["uniform", "size"]),
+    masked=st.booleans(),
+)
+def test_mean_over_those_who_trained(count, seed, weighting, masked):
+    """Theorem 1: the reduced value is the exact weighted mean, unit by unit."""
+    uploads = uploads_of(count, seed, masked)
+    before = {"shared": np.full(20, 7.0, dtype=np.float32)}
+    mean, trained = finish(reduce_in_groups(uploads, weighting), before, EXPECTED)
+    start = 0
+    for unit, size in enumerate(UNITS):
+        part = slice(start, start + size)
+        start += size
+        who = [u for u in uploads if u.active is None or u.active[unit]]
+        assert trained[unit] == bool(who)
+        if not who:
+            assert (mean["shared"][part] == 7.0).all()
+            continue
+        weights = np.array([1.0 if weighting == "uniform" else u.rows for u in who])
+        values = np.stack([u.arrays["shared"][part].astype(np.float64) for u in who])
+        expected = (weights[:, None] * values).sum(0) / weights.sum()
+        np.testing.assert_allclose(mean["shared"][part], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_groups_are_of_the_cohort_alone():
+    assert [len(g) for g in groups(range(FAN_IN))] == [FAN_IN]
+    assert [len(g) for g in groups(range(2 * FAN_IN + 3))] == [FAN_IN, FAN_IN, 3]
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.zeros(19, np.float32), "shape (19,), expected (20,)"),
+        (np.full(20, np.nan, np.float32), "20 non-finite"),
+        (np.array([np.inf] + [0] * 19, np.float32), "1 non-finite"),
+        (np.full(20, 1e13, np.float32), "above 1e+12"),
+    ],
+)
+def test_unsound_uploads_are_left_out_and_named(array, says):
+    good = uploads_of(3)
+    bad = Upload(client=9, rows=5, arrays={"shared": array})
+    assert says in judge(bad, EXPECTED)
+    total = partial_sum([*good, bad], "size", EXPECTED)
+    assert total.clients == [0, 1, 2]
+    assert says in total.refused[9]
+    alone = partial_sum(good, "size", EXPECTED)
+    np.testing.assert_array_equal(total.sums["shared"], alone.sums["shared"])
+
+
+def test_unexpected_keys_are_refused():
+    upload = Upload(client=0, rows=1, arrays={"other": np.zeros(20, np.float32)})
+    assert "other, shared" in judge(upload, EXPECTED)
+
+
+def test_a_mask_of_another_length_is_refused():
+    upload = Upload(0, 1, {"shared": np.zeros(20, np.float32)}, active=np.ones(3, bool))
+    assert "3 units, expected 4" in judge(upload, EXPECTED)

@@ -1,0 +1,262 @@
+"""Diagnostics against their definitions, and their conventions at the edges."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trishul_ray.errors import InputError
+from trishul_ray.rng import torch_rng
+from trishul_ray.spectral.diagnostics import (
+    aggregation_variance,
+    client_covariance,
+    diagnose,
+    dominant_direction_similarity,
+    effective_rank,
+    left_spectrum,
+    principal_angle_similarity,
+    significant,
+    spectral_entropy,
+)
+
+PAIRWISE = {"principal_angle_similarity", "dominant_similarity", "client_cosine"}
+
+
+def uploads(m: int = 3, n: int = 4, r: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(m, n, r, r, generator=torch_rng(seed, "test"))
+
+
+def low_rank(m: int, n: int, r: int, rank: int, seed: int = 0) -> Tensor:
+    generator = torch_rng(seed, "low rank")
+    return torch.randn(m, n, r, rank, generator=generator) @ torch.randn(
+        m, n, rank, r, generator=generator
+    )
+
+
+def similarity(z: Tensor, top_k: int) -> Tensor:
+    return principal_angle_similarity(*left_spectrum(z), top_k)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=20))
+def test_entropy_and_effective_rank_by_definition(values):
+    entropy = float(spectral_entropy(torch.tensor(values)))
+    total = np.float32(values).astype(float).sum()
+    shares = [float(np.float32(v)) / total for v in values if np.float32(v) > 0] if total else []
+    assert entropy == pytest.approx(-sum(p * math.log(p) for p in shares), abs=1e-9)
+    expected = math.exp(entropy) if shares else 0.0
+    assert float(effective_rank(torch.tensor(values))) == pytest.approx(expected)
+
+
+def test_entropy_of_flat_one_direction_and_zero_spectra():
+    values = torch.tensor([[2.0, 2.0, 2.0, 2.0], [3.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(
+        spectral_entropy(values), torch.tensor([math.log(4), 0.0, 0.0]).double()
+    )
+    torch.testing.assert_close(effective_rank(values), torch.tensor([4.0, 1.0, 0.0]).double())
+
+
+def test_left_spectrum_is_that_of_the_svd():
+    z = uploads(2, 3, 12)
+    vectors, values = left_spectrum(z)
+    u, s, _ = torch.linalg.svd(z.double())
+    torch.testing.assert_close(values, s, atol=1e-7, rtol=0)
+    overlap = (vectors.mT @ u).abs()
+    torch.testing.assert_close(
+        overlap, torch.eye(12).double().expand_as(overlap), atol=1e-5, rtol=0
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(r=st.integers(2, 12), k=st.integers(1, 12), seed=st.integers(0, 999))
+def test_principal_angles_are_those_of_scipy(r, k, seed):
+    k = min(k, r)
+    z = uploads(3, 2, r, seed)
+    found = similarity(z, k)
+    u = torch.linalg.svd(z.double())[0][..., :k].numpy()
+    for head in range(2):
+        for first in range(3):
+            for second in range(3):
+                angles = scipy.linalg.subspace_angles(u[first, head], u[second, head])
+                expected = (np.cos(angles) ** 2).mean()
+                assert float(found[head, first, second]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_similarity_of_equal_orthogonal_and_scaled_cores():
+    z = torch.zeros(3, 1, 6, 6)
+    z[0, 0, 0, 0], z[0, 0, 1, 1] = 2.0, 1.0
+    z[1, 0, 2, 0], z[1, 0, 3, 1] = 2.0, 1.0  # other left directions, same right ones
+    z[2] = -5.0 * z[0]
+    torch.testing.assert_close(
+        similarity(z, 2)[0], torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).double()
+    )
+    dominant = dominant_direction_similarity(*left_spectrum(z))[0]
+    torch.testing.assert_close(dominant, torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).double())
+
+
+def test_dominant_similarity_is_the_absolute_cosine_of_the_first_vectors():
+    z = uploads(2, 5, 8)
+    u = torch.linalg.svd(z.double())[0][..., 0]  # [2, 5, 8]
+    expected = (u[0] * u[1]).sum(dim=-1).abs()
+    found = dominant_direction_similarity(*left_spectrum(z))[:, 0, 1]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_directions_a_core_does_not_have_are_not_compared():
+    z = torch.zeros(2, 1, 6, 6)
+    z[0, 0, 0, 0] = 1.0  # rank 1, inside the span of the other
+    z[1, 0] = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0, 0, 0]))
+    assert float(similarity(z, 3)[0, 0, 1]) == pytest.approx(1.0)
+    z[0] = 0.0
+    assert math.isnan(float(similarity(z, 3)[0, 0, 1]))
+
+
+def test_unrelated_subspaces_have_similarity_k_over_r():
+    found = similarity(uploads(2, 400, 12), 3)[:, 0, 1].mean()
+    assert float(found) == pytest.approx(3 / 12, abs=0.02)
+
+
+def test_significant_ignores_float32_rounding():
+    z = low_rank(2, 3, 20, 5)
+    _, values = left_spectrum(z)
+    assert bool((significant(values).sum(dim=-1) == 5).all())
+    assert not bool(significant(torch.zeros(4)).any())
+
+
+def test_covariance_is_centred_or_not():
+    z = uploads(4, 3, 5).double()
+    flat = z.flatten(1)
+    plain = client_covariance(z, centred=False)
+    torch.testing.assert_close(plain, flat @ flat.mT / 3)
+    centred = client_covariance(z)
+    torch.testing.assert_close(centred.sum(dim=1), torch.zeros(4).double(), atol=1e-9, rtol=0)
+    expected = np.cov(flat.numpy().T, bias=True).trace() * 4 / 3
+    assert float(centred.trace()) == pytest.approx(expected)
+
+
+def test_variance_of_equal_weights_is_numpys():
+    z = uploads(5, 3, 4)
+    expected = z.double().numpy().reshape(5, 3, -1).var(axis=0).sum(axis=-1)
+    np.testing.assert_allclose(aggregation_variance(z, torch.ones(5)).numpy(), expected)
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes=st.lists(st.integers(0, 4), min_size=2, max_size=5), seed=st.integers(0, 99))
+def test_a_weight_of_k_is_k_equal_clients(sizes, seed):
+    z = uploads(len(sizes), 2, 3, seed)
+    if sum(sizes) == 0:
+        assert bool((aggregation_variance(z, torch.tensor(sizes)) == 0).all())
+        return
+    repeated = z.repeat_interleave(torch.tensor(sizes), dim=0)
+    torch.testing.assert_close(
+        aggregation_variance(z, torch.tensor(sizes)),
+        aggregation_variance(repeated, torch.ones(sum(sizes))),
+    )
+
+
+def test_diagnose_by_hand():
+    z = torch.zeros(2, 2, 4, 4)
+    z[0, 0] = z[1, 0] = torch.diag(torch.tensor([1.0, 1.0, 0, 0]))
+    z[0, 1] = torch.diag(torch.tensor([3.0, 0, 0, 0]))
+    z[1, 1] = torch.diag(torch.tensor([-3.0, 0, 0, 0]))
+    result = diagnose(z, torch.tensor([1.0, 1.0]), top_k=2)
+    assert result == pytest.approx(
+        {
+            "spectral_entropy": math.log(2) / 2,
+            "effective_rank": 1.5,
+            "top_singular_value": 2.0,
+            "zeroed": 10 / 16,
+            "aggregation_variance": (0 + 9) / 2,
+            "principal_angle_similarity": 1.0,
+            # u_1 is any unit vector of the first head's plane: the two are equal by construction
+            "dominant_similarity": 1.0,
+            "client_cosine": 0.0,
+        }
+    )
+    assert all(type(value) is float for value in result.values())
+
+
+def test_diagnose_is_the_mean_of_the_parts():
+    z, weights = uploads(3, 4, 6), torch.tensor([1.0, 2.0, 3.0])
+    result = diagnose(z, weights, top_k=3)
+    s = torch.linalg.svdvals(z.double())
+    assert result["spectral_entropy"] == pytest.approx(float(spectral_entropy(s).mean()))
+    assert result["effective_rank"] == pytest.approx(float(effective_rank(s).mean()))
+    assert result["zeroed"] == 0.0
+    assert result["aggregation_variance"] == pytest.approx(
+        float(aggregation_variance(z, weights).mean())
+    )
+    upper = torch.ones(3, 3).triu(1).bool()
+    assert result["principal_angle_similarity"] == pytest.approx(
+        float(similarity(z, 3)[:, upper].mean())
+    )
+    a, b, c = z.double().flatten(2).unbind()
+    cosines = [torch.cosine_similarity(x, y, dim=-1) for x, y in ((a, b), (a, c), (b, c))]
+    assert result["client_cosine"] == pytest.approx(float(torch.stack(cosines).mean()))
+
+
+def test_diagnose_does_not_depend_on_the_scale_of_cores_or_weights():
+    z, weights = uploads(), torch.tensor([1.0, 2.0, 3.0])
+    one = diagnose(z, weights, 2)
+    two = diagnose(z * 2.0**-30, weights * 7, 2)
+    two["top_singular_value"] *= 2.0**30
+    two["aggregation_variance"] *= 2.0**60
+    assert two == pytest.approx(one)
+
+
+def test_heads_a_client_did_not_train_do_not_count():
+    z, weights = uploads(3, 4, 6), torch.tensor([1.0, 2.0, 3.0])
+    active = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0]]).bool()
+    result = diagnose(z, weights, 3, active)
+    rubbish = torch.where(active[..., None, None], z, torch.tensor(math.nan))
+    assert diagnose(rubbish, weights, 3, active) == result
+    trained = torch.linalg.svdvals(z.double())[active]
+    assert result["spectral_entropy"] == pytest.approx(float(spectral_entropy(trained).mean()))
+    heads = [(0, [0, 1, 2]), (1, [0, 2]), (2, [0, 1])]
+    variances = [aggregation_variance(z[c][:, [i]], weights[c]) for i, c in heads]
+    assert result["aggregation_variance"] == pytest.approx(float(torch.cat(variances).mean()))
+    pairs = [similarity(z[c][:, [i]], 3)[0] for i, c in heads]
+    values = torch.cat([p[torch.ones_like(p).triu(1).bool()] for p in pairs])
+    assert result["principal_angle_similarity"] == pytest.approx(float(values.mean()))
+
+
+def test_one_client_and_zero_cores_have_no_pairs():
+    assert not PAIRWISE & diagnose(uploads(1), torch.ones(1), 2).keys()
+    zero = diagnose(torch.zeros(3, 2, 4, 4), torch.ones(3), 2)
+    assert zero == {
+        "spectral_entropy": 0.0,
+        "effective_rank": 0.0,
+        "top_singular_value": 0.0,
+        "zeroed": 1.0,
+        "aggregation_variance": 0.0,
+    }
+
+
+def test_nothing_to_diagnose():
+    assert diagnose(torch.zeros(2, 0, 3, 3), torch.ones(2), 2) == {}
+    assert diagnose(uploads(), torch.ones(3), 2, torch.zeros(3, 4).bool()) == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: diagnose(torch.zeros(2, 3, 4), torch.ones(2), 2), r"shape \(2, 3, 4\)"),
+        (lambda: diagnose(uploads(), torch.ones(2), 2), r"weights of shape \(2,\) must be \[3\]"),
+        (lambda: diagnose(uploads(), torch.tensor([1.0, -1, 1]), 2), "weights="),
+        (lambda: diagnose(uploads(), torch.ones(3), 0), "top_k=0"),
+        (lambda: diagnose(uploads() * math.inf, torch.ones(3), 2), "NaN or infinite"),
+        (
+            lambda: diagnose(uploads(), torch.ones(3), 2, torch.ones(3).bool()),
+            r"active of shape \(3,\)",
+        ),
+        (lambda: similarity(uploads(), 0), "top_k=0"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(InputError, match=message):
+        call()

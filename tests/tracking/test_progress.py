@@ -1,0 +1,163 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from trishul_ray.tracking import progress as module
+from trishul_ray.tracking.progress import RunProgress, count, duration
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that moves only when told to."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def plain():
+    return Console(file=io.StringIO(), width=40)
+
+
+def lines(console):
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 s"), (4.21, "4.2 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"),
+     (7620, "2 h 07 min"), (float("nan"), "?")],
+)  # fmt: skip
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (812, "812"), (12_345, "12.3 k"), (1_840_000, "1.84 M")]
+)
+def test_count(number, text):
+    assert count(number) == text
+
+
+def test_plain_lines_one_a_round_with_accuracy_seconds_and_time_left(clock):
+    console = plain()
+    with RunProgress(3, console) as progress:
+        progress.phase("starting 2 actors")
+        clock.now += 10
+        for number in (1, 2, 3):
+            clock.now += 2
+            progress.advance(
+                number,
+                {
+                    "accuracy": 0.5 + number / 10,
+                    "loss": 1.0,
+                    "uploaded_parameters": 1e6,
+                    "seconds": 2,
+                },
+            )
+    assert lines(console) == [
+        "starting 2 actors",
+        "round 1/3  accuracy 60.00%  loss 1  1 M up  2.0 s  4.0 s left",
+        "round 2/3  accuracy 70.00%  loss 1  2 M up  2.0 s  2.0 s left",
+        "round 3/3  accuracy 80.00%  loss 1  3 M up  2.0 s  done",
+    ]
+
+
+def test_round_zero_is_the_untouched_backbone_and_no_round_of_training(clock):
+    console = plain()
+    with RunProgress(3, console) as progress:
+        clock.now += 60  # set-up: no measure of how long a round takes
+        progress.advance(0, {"accuracy": 0.1, "loss": 2.3})
+        progress.advance(1, {"accuracy": 0.2, "seconds": 2})
+    assert lines(console) == [
+        "untouched backbone  accuracy 10.00%  loss 2.3",
+        "round 1/3  accuracy 20.00%  2.0 s  4.0 s left",
+    ]
+
+
+def test_a_round_without_evaluation_repeats_no_old_accuracy_in_plain_lines(clock):
+    console = plain()
+    with RunProgress(4, console) as progress:
+        progress.advance(1, {"accuracy": 0.5, "seconds": 1})
+        progress.advance(2, {"seconds": 1})
+    assert "accuracy" in lines(console)[0]
+    assert "accuracy" not in lines(console)[1]
+
+
+def test_time_left_follows_the_lengths_of_the_rounds_even_when_told_all_at_once(clock):
+    console = plain()
+    with RunProgress(100, console) as progress:
+        for number in range(1, 41):
+            progress.advance(number, {"seconds": 3 if number < 35 else 6})
+    assert lines(console)[-1] == "round 40/100  6.0 s  4 min 48 s left"  # 60 x (4x3 + 6x6)/10
+
+
+def test_without_seconds_the_clock_is_read(clock):
+    console = plain()
+    with RunProgress(10, console, start=8) as progress:
+        clock.now += 3
+        progress.advance(9, {})
+    assert lines(console) == ["round 9/10  3.0 s  3.0 s left"]
+
+
+def test_a_resumed_run_counts_what_it_had_uploaded_before(clock):
+    console = plain()
+    with RunProgress(3, console, start=1, uploaded=1e6) as progress:
+        progress.advance(2, {"uploaded_parameters": 5e5, "seconds": 1})
+    assert "1.5 M up" in lines(console)[0]
+
+
+def test_notes_that_repeat_do_not_flood(clock):
+    console = plain()
+    with RunProgress(1, console) as progress:
+        for _ in range(50):
+            progress.note("actor 3 [cpu] restarted")
+        progress.note("another thing")
+    assert lines(console) == [
+        "actor 3 [cpu] restarted",
+        "actor 3 [cpu] restarted",
+        "actor 3 [cpu] restarted (again; further ones are only counted)",
+        "another thing",
+        "actor 3 [cpu] restarted (50 times in all)",
+    ]
+
+
+def test_preparation_tells_its_end_and_not_every_step(clock):
+    console = plain()
+    with RunProgress(1, console) as progress:
+        tell = progress.task_progress("digits")
+        for step in range(1001):
+            tell("decoding", step / 1000)
+            clock.now += 0.01
+        tell("decoding", 1.0)
+    assert lines(console) == [
+        "digits: decoding   0%",
+        "digits: decoding  50%",
+        "digits: decoding 100%",
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_the_figures_and_notes_above_it(clock):
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None,
+                      legacy_windows=False, _environ={"TERM": "xterm"})  # fmt: skip
+    with RunProgress(2, console) as progress:
+        progress.phase("loading [cifar100]")
+        progress.task_progress("data")("decoding", 0.25)
+        clock.now += 5
+        progress.advance(1, {"accuracy": 0.4321, "loss": 2.5, "uploaded_parameters": 2_000_000})
+        progress.note("actor 1 restarted")
+        clock.now += 5
+        progress.advance(2, {"accuracy": 0.5432})
+    shown = console.file.getvalue()
+    assert "\x1b[?25l" in shown and shown.rstrip().endswith("\x1b[?25h")  # cursor given back
+    assert "actor 1 restarted" in shown
+    last = [line for line in shown.replace("\r", "\n").splitlines() if "round" in line][-1]
+    for part in ("round 2/2", "accuracy 54.32%", "loss 2.5", "2 M up", "done"):
+        assert part in last

@@ -1,0 +1,78 @@
+import pytest
+
+from trishul_ray.errors import InputError
+from trishul_ray.tracking.store import (
+    experiment_id,
+    open_client,
+    sqlite_file,
+    store_lock,
+    tracking_uri,
+)
+
+
+def test_default_store_lies_in_the_runs_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking_uri(None, "runs") == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert tracking_uri(None, f"file://{tmp_path}/r") == f"sqlite:///{tmp_path}/r/mlflow.db"
+
+
+def test_a_bare_database_path_is_sqlite(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking_uri("my.db", "runs") == f"sqlite:///{tmp_path}/my.db"
+    assert tracking_uri("http://host:5000", "s3://b/runs") == "http://host:5000"
+
+
+@pytest.mark.parametrize(
+    ("uri", "runs", "says"),
+    [
+        (None, "s3://bucket/runs", "storage.runs='s3://bucket/runs' is remote"),
+        ("mlruns", "runs", "no longer writes folders of files"),
+        ("file:///tmp/mlruns", "runs", "no longer writes folders of files"),
+        ("sqlite://", "runs", "name a file"),
+        ("sqlite:///:memory:", "runs", "name a file"),
+    ],
+)
+def test_a_wrong_store_is_refused_in_one_line(uri, runs, says):
+    with pytest.raises(InputError) as caught:
+        tracking_uri(uri, runs)
+    assert says in str(caught.value)
+    assert "tracking.uri" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sqlite_file(tmp_path):
+    assert sqlite_file(f"sqlite:///{tmp_path}/a.db") == tmp_path / "a.db"
+    assert sqlite_file(f"sqlite:///{tmp_path}/a.db?timeout=3") == tmp_path / "a.db"
+    assert sqlite_file("http://host") is None
+    assert sqlite_file("sqlite:///:memory:") is None
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path):
+    file = tmp_path / "mlflow.db"
+    file.write_bytes(b"this is not a database, and long enough not to be taken for an empty one")
+    with pytest.raises(InputError, match=r"mlflow\.db.*does not answer: .*not a database"):
+        open_client(f"sqlite:///{file}")
+
+
+def test_an_unreachable_server_is_named(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(InputError, match=r"127\.0\.0\.1:9.*does not answer") as caught:
+        open_client("http://user:hunter2@127.0.0.1:9")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_deleted_experiment_is_named(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = open_client(uri)
+    client.delete_experiment(experiment_id(client, "gone", None))
+    with pytest.raises(InputError, match=r"tracking\.experiment='gone' was deleted"):
+        experiment_id(client, "gone", None)
+
+
+def test_a_folder_that_cannot_exist_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(InputError, match="cannot write in"),
+        store_lock(f"sqlite:///{tmp_path}/file/mlflow.db"),
+    ):
+        pass

@@ -1,0 +1,294 @@
+"""Attaching adapters to a Hugging Face model, and taking them off again.
+
+The targeted ``nn.Linear`` modules are replaced by :class:`AdaptedLinear`, which keeps their weight
+and bias and owns no trainable: those are views of one flat vector, handed over by ``bind``.
+
+Legend: P length of the flat vector of trainables.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trishul_ray.adapters.base import LOW_PRECISION, LayerAdapter, Path
+from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
+from trishul_ray.adapters.targets import find_layers, head_parameters, spec_of
+from trishul_ray.errors import InputError
+
+__all__ = ["AdaptedLinear", "AdaptedModel", "find_layers", "head_parameters"]
+
+
+class AdaptedLinear(nn.Module):
+    """Stands in for one ``nn.Linear``. Without bound trainables it computes just that layer."""
+
+    def __init__(
+        self, linear: nn.Linear, adapter: LayerAdapter, constants: dict[str, Tensor], path: Path
+    ) -> None:
+        """Keep the linear layer's own weight and bias."""
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.adapter, self.path = adapter, path
+        self.constants = constants  # float32, for exact updates
+        #: In the weight's dtype, for the forward: cast once (the same tensors in float32).
+        self.working = {k: v.to(linear.weight.dtype) for k, v in constants.items()}
+        #: A bound state that does not train is merged once for all its forwards.
+        self.mergeable = path != "factored" and linear.weight.dtype not in LOW_PRECISION
+        self.params: dict[str, Tensor] | None = None
+        self.merged: Tensor | None = None
+
+    def bind(self, params: dict[str, Tensor] | None) -> None:
+        """Take trainables by suffix, or None to compute the frozen layer alone."""
+        self.params, self.merged = params, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The adapted layer: x [..., d_in] -> [..., d_out]."""
+        if self.params is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        if self.mergeable and not any(p.requires_grad for p in self.params.values()):
+            if self.merged is None:
+                self.merged = self.adapter.merged_weight(self.weight, self.constants, self.params)
+            return nn.functional.linear(x, self.merged, self.bias)
+        return self.adapter.forward(x, self.weight, self.bias, self.working, self.params, self.path)
+
+
+class AdaptedModel:
+    """A frozen model with adapters on the named layers and, if asked, a trainable head.
+
+    Args:
+        model: it is changed in place (frozen, adapted, put in evaluation mode) until
+            :meth:`detach`.
+        adapters: how each layer is adapted, by module name; an adapter without trainables (no
+            heads) leaves its layer as it is.
+        seed: of the frozen bases and the initial trainables.
+        train_head: train the classification head too, where there is one.
+        path: how adapted layers compute.
+        device: where the model lies and the frozen bases go.
+
+    Attributes:
+        layout: names of all trainables in the flat vector.
+        specs: the layers in ``adapters``, in the model's order.
+        adapters: as given.
+        head_size: numbers in the trainable head (0 where it is not trained).
+
+    Raises:
+        InputError: a name is no ``nn.Linear`` of the model, or lies in the trainable head; or an
+            adapter does not fit its layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        adapters: Mapping[str, LayerAdapter],
+        *,
+        seed: int,
+        train_head: bool,
+        path: Path = "auto",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Attach; see the class."""
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        self.adapters = dict(adapters)
+        self.specs = tuple(
+            sorted((spec_of(model, name) for name in adapters), key=lambda s: order[s.name])
+        )
+        self._seed = seed
+        self._model = model
+        self._head = head_parameters(model) if train_head else []
+        self._check_head()
+        shapes = [
+            (f"{spec.name}.{suffix}", shape)
+            for spec in self.specs
+            for suffix, shape in self.adapters[spec.name].shapes(spec).items()
+        ]
+        head_shapes = [
+            (HEAD_PREFIX + name, tuple(model.get_parameter(name).shape)) for name in self._head
+        ]
+        self.layout = Layout.of([*shapes, *head_shapes])
+        self.head_size = sum(model.get_parameter(name).numel() for name in self._head)
+
+        constants = {
+            spec.name: self.adapters[spec.name].constants(spec, seed, device)
+            for spec in self.specs
+            if self.adapters[spec.name].shapes(spec)
+        }
+        # Nothing has been changed up to here: a refused adapter leaves the model as it was.
+        self._required = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._training = {name: module.training for name, module in model.named_modules()}
+        model.requires_grad_(False)
+        model.eval()
+        self._linears: dict[str, nn.Linear] = {}
+        self._layers: dict[str, AdaptedLinear] = {}
+        for name, frozen in constants.items():
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            layer = AdaptedLinear(linear, self.adapters[name], frozen, path).eval()
+            self._linears[name], self._layers[name] = linear, layer
+            model.set_submodule(name, layer)
+        # Where each head parameter lives: (owner, attribute, the model's own parameter).
+        self._head_slots = {name: self._slot(name) for name in self._head}
+        self._head_leaves: dict[str, Tensor] = {}
+
+    def _check_head(self) -> None:
+        for spec in self.specs:
+            if any(name.startswith(spec.name + ".") for name in self._head):
+                raise InputError(
+                    f"adapter.targets: {spec.name!r} is part of the classification head, which is "
+                    "trained whole; leave it out or set model.train_head=false"
+                )
+
+    def _slot(self, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+        owner, _, attribute = name.rpartition(".")
+        return self._model.get_submodule(owner), attribute, self._model.get_parameter(name)
+
+    @property
+    def model(self) -> nn.Module:
+        """The adapted model itself."""
+        return self._model
+
+    @property
+    def attached(self) -> bool:
+        """False once :meth:`detach` was called."""
+        return all(self._model.get_submodule(n) is layer for n, layer in self._layers.items())
+
+    def initial(self) -> Tensor:
+        """The untrained vector [P], float32 on the CPU: zero update, the model's own head."""
+        values = {
+            f"{spec.name}.{suffix}": value
+            for spec in self.specs
+            for suffix, value in self.adapters[spec.name].initial(spec, self._seed).items()
+        }
+        for name, (_, _, parameter) in self._head_slots.items():
+            values[HEAD_PREFIX + name] = parameter.detach().float().cpu()
+        return self.layout.pack(values)
+
+    def bind(self, vector: Tensor, grad: Tensor | None = None) -> None:
+        """Let the layers compute with ``vector`` until :meth:`unbind`.
+
+        With ``grad``, ``backward`` adds into it (it is not zeroed here), and ``vector`` may change
+        in place between steps. Without, nothing is trained, updates are merged into weights at the
+        first forward, and ``vector`` must stay as it is while bound.
+
+        Args:
+            vector: [P] float32 on the model's device.
+            grad: [P] float32 on the same device, or None.
+
+        Raises:
+            InputError: a shape, dtype or device differs; or the adapters were detached.
+        """
+        if not self.attached:
+            raise InputError("the adapters were detached from this model: attach them again")
+        for name, given in (("vector", vector), ("grad", grad)):
+            if given is not None and (given.dtype, given.device) != (torch.float32, vector.device):
+                raise InputError(
+                    f"{name} is {given.dtype} on {given.device}, expected torch.float32 on "
+                    f"{vector.device}"
+                )
+        leaves = self.layout.views(vector.detach())
+        if grad is not None:
+            for name, slot in self.layout.views(grad.detach()).items():
+                # A leaf whose .grad exists is added to in place: the sums land in ``grad``.
+                leaves[name].requires_grad_()
+                leaves[name].grad = slot
+        for spec in self.specs:
+            if spec.name in self._layers:
+                suffixes = self.adapters[spec.name].shapes(spec)
+                self._layers[spec.name].bind({s: leaves[f"{spec.name}.{s}"] for s in suffixes})
+        self._head_leaves = {name: leaves[HEAD_PREFIX + name] for name in self._head}
+        self._point_head_at_leaves()
+
+    def _point_head_at_leaves(self) -> None:
+        for name, leaf in self._head_leaves.items():
+            owner, attribute, parameter = self._head_slots[name]
+            # A module reads ``_parameters`` for the attribute; any tensor there will do.
+            owner._parameters[attribute] = leaf.to(parameter.dtype)  # type: ignore[assignment]
+
+    def unbind(self) -> None:
+        """Let go of the vector: the model computes as it was pretrained."""
+        for layer in self._layers.values():
+            layer.bind(None)
+        self._head_leaves = {}
+        for owner, attribute, parameter in self._head_slots.values():
+            owner._parameters[attribute] = parameter
+
+    def forward(self, **inputs: Any) -> Any:
+        """The model's output for ``inputs``, with the bound vector or, unbound, as pretrained."""
+        if any(slot[2].dtype != torch.float32 for slot in self._head_slots.values()):
+            self._point_head_at_leaves()  # a cast is part of one graph: make it anew
+        return self._model(**inputs)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch the backbone's dropout on or off; trainables are not concerned."""
+        self._model.train(mode)
+
+    def detach(self) -> nn.Module:
+        """Restore the original model: the same linear modules, flags and modes; return it."""
+        self.unbind()
+        for name, linear in self._linears.items():
+            self._model.set_submodule(name, linear)
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(self._required[name])
+        for name, module in self._model.named_modules():
+            module.training = self._training[name]
+        return self._model
+
+    def states(self, vector: Tensor) -> Iterator[tuple[str, LayerAdapter, dict[str, Tensor]]]:
+        """Name, adapter and trainables by suffix (views into ``vector``) of each adapted layer."""
+        views = self.layout.views(vector)
+        for spec in self.specs:
+            if spec.name in self._layers:
+                adapter = self.adapters[spec.name]
+                suffixes = adapter.shapes(spec)
+                yield spec.name, adapter, {s: views[f"{spec.name}.{s}"] for s in suffixes}
+
+    def constants(self, name: str) -> dict[str, Tensor]:
+        """The frozen tensors of one adapted layer, float32."""
+        return self._layers[name].constants
+
+    def head(self, vector: Tensor) -> dict[str, Tensor]:
+        """The trainable head's tensors by parameter name, views into ``vector``."""
+        views = self.layout.views(vector)
+        return {name: views[HEAD_PREFIX + name] for name in self._head}
+
+    def deltas(self, vector: Tensor) -> dict[str, Tensor]:
+        """The update of each adapted weight, float64 [d_out, d_in], by module name."""
+        return {
+            name: adapter.delta(self.constants(name), params)
+            for name, adapter, params in self.states(vector)
+        }
+
+    @torch.no_grad()
+    def merge(self, vector: Tensor) -> nn.Module:
+        """A plain copy of the model with updates and head written into its weights.
+
+        Sums are taken in float64 and cast once; a zero update leaves a weight bitwise as it is.
+        This model stays adapted and as it was.
+        """
+        with self._plain():
+            merged = copy.deepcopy(self._model)
+        for name, delta in self.deltas(vector).items():
+            weight = merged.get_parameter(name + ".weight")
+            weight.copy_((weight.double() + delta.to(weight.device)).to(weight.dtype))
+        for name, value in self.head(vector).items():
+            merged.get_parameter(name).copy_(value)
+        return merged
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        bound = {name: layer.params for name, layer in self._layers.items()}
+        leaves = self._head_leaves
+        self.unbind()
+        for name, linear in self._linears.items():
+            self._model.set_submodule(name, linear)
+        try:
+            yield
+        finally:
+            for name, layer in self._layers.items():
+                self._model.set_submodule(name, layer)
+                layer.bind(bound[name])
+            self._head_leaves = leaves
+            self._point_head_at_leaves()

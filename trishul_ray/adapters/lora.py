@@ -1,0 +1,127 @@
+"""Low-rank adaptation: ``y = W x + scale · B A x`` (Hu et al., arXiv 2106.09685).
+
+B starts at zero and A at ``N(0, 1/(3 d_in))``: the Gaussian that RAVAN's appendix states for its
+LoRA baselines, whose scale is not published, with the variance of the uniform distribution that
+PEFT (and so FedIT's own code) draws from.
+
+Legend: r rank, n tokens, d_out and d_in the layer's width; A [r, d_in], B [d_out, r].
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trishul_ray.adapters.base import LOW_PRECISION, LayerAdapter, LayerSpec, Path
+from trishul_ray.errors import InputError
+from trishul_ray.rng import torch_rng
+
+
+def merging_pays(n: int, d_out: int, d_in: int, rank: int, *, backward: bool) -> bool:
+    """Whether forming ``W + scale B A`` needs fewer multiplications than the thin products."""
+    thin = n * rank * (d_out + d_in)
+    merge = rank * d_out * d_in
+    if not backward:
+        return merge < thin
+    # Merged: dY^T X, then one product for each factor. Factored: two thin products per factor.
+    return n * d_out * d_in + 3 * merge < 3 * thin
+
+
+@dataclass(frozen=True)
+class LoRA(LayerAdapter):
+    """A trained pair of thin factors.
+
+    Attributes:
+        rank: r.
+        scale: what multiplies B A (alpha / r).
+        train_A: train both factors, or freeze A as it was drawn (FFA-LoRA, arXiv 2403.12313).
+    """
+
+    rank: int
+    scale: float = 1.0
+    train_A: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a rank that means nothing."""
+        if self.rank < 1:
+            raise InputError(f"rank={self.rank}: must be at least 1")
+
+    def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+        """``lora_A`` [r, d_in] if trained, and ``lora_B`` [d_out, r]."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.train_A:
+            shapes["lora_A"] = (self.rank, spec.d_in)
+        shapes["lora_B"] = (spec.d_out, self.rank)
+        return shapes
+
+    def constants(
+        self, spec: LayerSpec, seed: int, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """``lora_A`` [r, d_in] if it is frozen; nothing otherwise."""
+        return {} if self.train_A else {"lora_A": self._draw(spec, seed).to(device)}
+
+    def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
+        """A drawn, B = 0: the layer starts as the pretrained one."""
+        start = {"lora_A": self._draw(spec, seed)} if self.train_A else {}
+        return start | {"lora_B": torch.zeros(spec.d_out, self.rank)}
+
+    def _draw(self, spec: LayerSpec, seed: int) -> Tensor:
+        generator = torch_rng(seed, "lora", spec.name)
+        return torch.randn(self.rank, spec.d_in, generator=generator) / math.sqrt(3 * spec.d_in)
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        constants: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        path: Path = "auto",
+    ) -> Tensor:
+        """The adapted layer: x [..., d_in] -> [..., d_out], in the weight's dtype."""
+        factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
+        factor_B = params["lora_B"]
+        d_out, d_in = weight.shape
+        merged = path == "merged" or (
+            path == "auto"
+            and weight.dtype not in LOW_PRECISION
+            and merging_pays(
+                x.numel() // d_in,
+                d_out,
+                d_in,
+                self.rank,
+                backward=torch.is_grad_enabled() and factor_B.requires_grad,
+            )
+        )
+        if merged:
+            return functional.linear(x, self.merged_weight(weight, constants, params), bias)
+        factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
+        thin = functional.linear(x, factor_A)  # [..., r]
+        if self.scale != 1.0:
+            thin = thin * self.scale
+        return functional.linear(x, weight, bias) + functional.linear(thin, factor_B)
+
+    def merged_weight(
+        self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The weight with the update added, [d_out, d_in] in the weight's dtype."""
+        factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
+        factor_B = params["lora_B"]
+        dtype = torch.promote_types(weight.dtype, factor_B.dtype)
+        return torch.addmm(
+            weight.to(dtype), factor_B.to(dtype), factor_A.to(dtype), alpha=self.scale
+        ).to(weight.dtype)
+
+    def lora_factors(
+        self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """``scale · B`` [d_out, r] and A [r, d_in], float64."""
+        factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
+        return self.scale * params["lora_B"].detach().double(), factor_A.detach().double()
+
+    def num_parameters(self, spec: LayerSpec) -> int:
+        """The r (d_in + d_out) entries, or r d_out where A is frozen."""
+        return self.rank * (spec.d_out + (spec.d_in if self.train_A else 0))

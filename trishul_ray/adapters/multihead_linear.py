@@ -1,0 +1,208 @@
+"""The multi-head adapted layer as one autograd function with two exact routes per direction.
+
+* merged: the weight ``W + B blockdiag(P) A`` is formed once a call and used by the forward and by
+  the input gradient; the core gradient is ``B_i^T (dY^T X) A_i^T``, head by head;
+* factored: the thin products ``X A^T`` and ``dY B`` are formed token by token.
+
+Which is cheaper follows from the shapes alone; see :func:`choose_routes`. The frozen weight never
+gets a gradient. There is no second derivative.
+
+Legend: h heads, r rank of one head, R = h r, n tokens, d_out and d_in the layer's width,
+P_i the core times its scalar [r, r]; X [n, d_in], dY [n, d_out], B [d_out, R], A [R, d_in].
+"""
+
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from trishul_ray.adapters.base import Path
+
+
+@lru_cache(maxsize=4096)
+def choose_routes(
+    n: int,
+    d_out: int,
+    d_in: int,
+    heads: int,
+    rank: int,
+    *,
+    core_grad: bool,
+    input_grad: bool,
+    path: Path = "auto",
+    low_precision: bool = False,
+) -> tuple[bool, bool]:
+    """Which routes one call takes: ``(merged forward, merged core gradient)``.
+
+    On ``auto`` the pair with the fewest multiplications beside those of the plain layer; in low
+    precision the forward is always factored.
+    """
+    if path != "auto":
+        return path == "merged", path == "merged"
+    total, small = heads * rank, min(d_out, d_in)
+    merge = total * d_out * d_in + small * total * rank  # W + B (P A); dX = dY W_eff is then free
+    thin = n * total * (d_out + d_in)  # X A^T and the way back up
+    factored = thin + total * rank * min(n, d_out)
+    if input_grad:
+        factored += thin + total * rank * min(n, d_in)
+    per_head = n * total * rank  # U_i^T V_i
+    merged_core = n * d_out * d_in + merge  # dY^T X, then B_i^T (.) A_i^T
+    costs: dict[tuple[bool, bool], int] = {}
+    for merged_forward in (False,) if low_precision else (True, False):
+        base = merge if merged_forward else factored
+        if not core_grad:
+            costs[merged_forward, merged_forward] = base
+            continue
+        costs[merged_forward, True] = base + merged_core
+        # A factored forward has X A^T already, and dY B if the input gradient is wanted.
+        again = thin if merged_forward else (0 if input_grad else n * total * d_out)
+        costs[merged_forward, False] = base + again + per_head
+    return min(costs, key=lambda routes: costs[routes])
+
+
+def effective_weight(weight: Tensor, basis_B: Tensor, basis_A: Tensor, product: Tensor) -> Tensor:
+    """``W + B blockdiag(P) A``, [d_out, d_in] in the weight's dtype.
+
+    Args:
+        weight: [d_out, d_in].
+        basis_B: [d_out, h r].
+        basis_A: [h r, d_in].
+        product: [h, r, r].
+    """
+    dtype = torch.promote_types(weight.dtype, product.dtype)
+    basis_B, basis_A, product = basis_B.to(dtype), basis_A.to(dtype), product.to(dtype)
+    heads, rank, _ = product.shape
+    d_out, d_in = weight.shape
+    if d_in <= d_out:
+        mixed = torch.bmm(product, basis_A.view(heads, rank, d_in))  # [h, r, d_in]
+        merged = torch.addmm(weight.to(dtype), basis_B, mixed.view(-1, d_in))
+    else:
+        mixed = mix_output(basis_B, product)  # [R, d_out]
+        merged = torch.addmm(weight.to(dtype), mixed.t(), basis_A)
+    return merged.to(weight.dtype)
+
+
+def mix_output(basis_B: Tensor, product: Tensor) -> Tensor:
+    """(B blockdiag(P))^T, [R, d_out]."""
+    heads, rank, _ = product.shape
+    per_head = basis_B.t().view(heads, rank, -1)  # [h, r, d_out], a view of the transpose
+    return torch.bmm(product.transpose(1, 2), per_head).view(heads * rank, -1)
+
+
+def _per_head(thin: Tensor, matrices: Tensor) -> Tensor:
+    """[n, R] times [h, r, r], head by head -> [n, R]."""
+    heads, rank, _ = matrices.shape
+    out = torch.bmm(thin.view(-1, heads, rank).transpose(0, 1), matrices)  # [h, n, r]
+    return out.transpose(0, 1).reshape(-1, heads * rank)
+
+
+class _MultiHeadLinear(torch.autograd.Function):
+    """The adapted layer with the gradients of ``x`` and ``product`` alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        basis_B: Tensor,
+        basis_A: Tensor,
+        product: Tensor,
+        routes: tuple[bool, bool],
+    ) -> Tensor:
+        merged_forward, merged_core = routes
+        ctx.routes, ctx.product_dtype = routes, product.dtype
+        thin_x: Tensor | None = None
+        if merged_forward:
+            used = effective_weight(weight, basis_B, basis_A, product)
+            y = functional.linear(x, used, bias)
+        else:
+            used = weight
+            product = product.to(weight.dtype)
+            y = functional.linear(x, used, bias).view(-1, weight.shape[0])
+            thin_x = x.reshape(-1, weight.shape[1]) @ basis_A.t()  # V = X A^T, [n, R]
+            if len(y) < weight.shape[0]:
+                y.addmm_(_per_head(thin_x, product.transpose(1, 2)), basis_B.t())
+            else:
+                y.addmm_(thin_x, mix_output(basis_B, product))
+            y = y.view(*x.shape[:-1], weight.shape[0])
+        ctx.save_for_backward(x, used, basis_B, basis_A, product, None if merged_core else thin_x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, used, basis_B, basis_A, product, thin_x = ctx.saved_tensors
+        merged_forward, merged_core = ctx.routes
+        need_x, need_core = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        d_out, d_in = used.shape
+        heads, rank, _ = product.shape
+        dy2, x2 = dy.reshape(-1, d_out), x.reshape(-1, d_in)
+        thin_dy: Tensor | None = None  # U = dY B, [n, R]
+        if (need_x and not merged_forward) or (need_core and not merged_core):
+            thin_dy = dy2 @ basis_B
+        dx: Tensor | None = None
+        if need_x:
+            dx = dy2 @ used
+            if not merged_forward:
+                assert thin_dy is not None
+                if len(dx) < d_in:
+                    dx.addmm_(_per_head(thin_dy, product), basis_A)
+                else:
+                    mixed = torch.bmm(product, basis_A.view(heads, rank, d_in))
+                    dx.addmm_(thin_dy, mixed.view(-1, d_in))
+            dx = dx.view(x.shape)
+        core: Tensor | None = None
+        if need_core and merged_core:
+            core = _project(dy2.t() @ x2, basis_B, basis_A, heads)
+        elif need_core:
+            assert thin_dy is not None
+            thin_x = x2 @ basis_A.t() if thin_x is None else thin_x
+            core = torch.bmm(  # U_i^T V_i: [h, r, n] x [h, n, r]
+                thin_dy.view(-1, heads, rank).permute(1, 2, 0),
+                thin_x.view(-1, heads, rank).transpose(0, 1),
+            )
+        if core is not None:
+            core = core.to(ctx.product_dtype)
+        return dx, None, None, None, None, core, None
+
+
+def _project(gradient: Tensor, basis_B: Tensor, basis_A: Tensor, heads: int) -> Tensor:
+    """``B_i^T G A_i^T`` for every head: G [d_out, d_in] -> [h, r, r]."""
+    d_out, d_in = gradient.shape
+    rank = len(basis_A) // heads
+    if d_in <= d_out:
+        left = (basis_B.t() @ gradient).view(heads, rank, d_in)
+        return torch.bmm(left, basis_A.view(heads, rank, d_in).transpose(1, 2))
+    right = (basis_A @ gradient.t()).view(heads, rank, d_out)  # (G A^T)^T by head
+    return torch.bmm(basis_B.t().view(heads, rank, d_out), right.transpose(1, 2))
+
+
+def multihead_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    basis_B: Tensor,
+    basis_A: Tensor,
+    product: Tensor,
+    routes: tuple[bool, bool],
+) -> Tensor:
+    """``x (W + B blockdiag(P) A)^T + bias``, differentiable in ``x`` and ``product`` alone.
+
+    Args:
+        x: [..., d_in].
+        weight: [d_out, d_in]; x, bias and bases have its dtype.
+        bias: [d_out] or None.
+        basis_B: [d_out, h r].
+        basis_A: [h r, d_in].
+        product: [h, r, r], any dtype; its gradient comes in it.
+        routes: from :func:`choose_routes`.
+
+    Returns:
+        [..., d_out].
+    """
+    out = _MultiHeadLinear.apply(x, weight, bias, basis_B, basis_A, product, routes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return cast(Tensor, out)

@@ -1,0 +1,262 @@
+"""The ``trishul`` command.
+
+Exit codes: 0 done; 2 the input is wrong (one line); 1 the run failed (one paragraph that says what
+happened, what is kept and how to continue); 130 stopped by Ctrl-C.
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trishul_ray.errors import InputError, RunError
+
+app = typer.Typer(
+    name="trishul",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Federated fine-tuning with shared frozen bases: one run, from the command line.",
+)
+
+out = Console()
+err = Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="CONFIG.yaml (optional), then key=value overrides, e.g. method=ravan "
+        "partition.alpha=0.1 federation.rounds=20",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def run(
+    arguments: Overrides = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over, forgetting an earlier run of the same id.")
+    ] = False,
+    central: Annotated[
+        bool,
+        typer.Option(
+            "--central", help="Also train the same adapter centrally and show both side by side."
+        ),
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the resolved configuration and its id; run nothing.")
+    ] = False,
+) -> None:
+    """Run one federated experiment, or continue it where it stopped.
+
+    Without arguments: TRISHUL on the embedded handwritten digits, in under two minutes.
+
+    - `trishul run method=ravan seed=1` — another method on the same task
+    - `trishul run cifar.yaml budget=8 federation.clients=50` — your file, two fields changed
+    - `trishul run dataset=cifar100 model=trishul/vit-cifar10-128x6 budget=8` — a dataset's preset
+
+    The same command again continues a stopped run and reads a finished one. A changed field that
+    can change a number makes a different run with an id of its own.
+    """
+    from trishul_ray.federation.result import config_yaml
+    from trishul_ray.report.summary import summary_table
+    from trishul_ray.runner import central_twin, run_experiment
+    from trishul_ray.tracking.progress import RunProgress
+
+    experiment = _load(arguments)
+    if show:
+        out.print(f"# id: {experiment.id}", highlight=False)
+        out.print(config_yaml(experiment).decode(), highlight=False, end="")
+        return
+    twins = [("federated", experiment)]
+    if central:
+        twins.append(("central", central_twin(experiment)))
+    results = []
+    for label, twin in twins:
+        err.print(
+            f"[bold]{label}[/] {twin.method.name} on {twin.data.name}, "
+            f"{twin.federation.rounds} rounds, id {twin.id}"
+        )
+        with RunProgress(twin.federation.rounds, err) as progress:
+            try:
+                outcome = run_experiment(twin, progress, fresh=fresh)
+            except RunError as error:
+                raise RunError(f"{error}\n{_how_to_continue(twin)}") from error
+            except KeyboardInterrupt:
+                err.print(f"\nstopped. {_how_to_continue(twin)}", highlight=False, soft_wrap=True)
+                raise typer.Exit(130) from None
+        if outcome.repeated:
+            err.print("this run had finished before; its result is shown (--fresh runs it again)")
+        results.append((label, outcome))
+    out.print(summary_table([(label, o.summary) for label, o in results]))
+    first = results[0][1]
+    out.print(f"result    {first.home.uri}/result.json", highlight=False, soft_wrap=True)
+    out.print(f"figures   {first.home.uri}/figures", highlight=False, soft_wrap=True)
+    out.print(f"adapter   {first.home.uri}/adapter (PEFT)", highlight=False, soft_wrap=True)
+    if first.mlflow_command:
+        out.print(f"MLflow    {first.mlflow_command}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder to make.")],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write the whole model with the update in its weights.")
+    ] = False,
+    runs: Annotated[str, typer.Option(help="Where runs lie.")] = "runs",
+) -> None:
+    """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
+
+    The newest checkpoint counts, so a run that is still going can be exported too.
+    """
+    from trishul_ray.runner import export_run
+
+    rounds = export_run(run_id, directory, merged=merged, runs=runs)
+    kind = "merged model" if merged else "PEFT adapter"
+    out.print(f"{kind} after round {rounds}: {directory}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def pretrain(
+    name: Annotated[str, typer.Argument(help="A built-in backbone.")] = "vit-digits",
+    cache: Annotated[Path | None, typer.Option(help="Cache folder; default $TRISHUL_CACHE.")] = None,
+) -> None:
+    """Train a built-in backbone centrally (Ray Train), once; runs do this by themselves."""
+    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.federation.cluster import ray_session
+    from trishul_ray.federation.world import Places
+    from trishul_ray.loading import build_experiment
+    from trishul_ray.models.pretrain import pretrain as train
+    from trishul_ray.models.tiny import BUILTINS
+    from trishul_ray.tracking.progress import RunProgress
+
+    if name not in BUILTINS:
+        raise InputError(f"unknown built-in backbone {name!r}; known: {', '.join(BUILTINS)}")
+    storage = {"cache": str(cache)} if cache else {}
+    places = Places.of(build_experiment({"model": ModelConfig(name=name), "storage": storage}))
+    with RunProgress(1, err) as progress, ray_session():
+        folder = train(name, places.cache, progress=progress.task_progress(f"pretraining {name}"))
+    out.print(f"{name}: {folder}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods: what they do, what they send, where they come from."""
+    from trishul_ray.methods.base import method_class, method_names
+
+    table = Table("name", "what it does", "communication", "reference")
+    for name in method_names():
+        method = method_class(name)
+        table.add_row(name, method.summary, method.communication, method.reference)
+    out.print(table)
+
+
+@app.command()
+def datasets(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="A dataset, then key=value overrides: prints who holds what."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw it, as a PNG file.")] = None,
+) -> None:
+    """List the datasets; with a name, show how its rows are dealt to the clients.
+
+    - `trishul datasets digits partition.alpha=0.1 federation.clients=10`
+    """
+    from trishul_ray.data.sources import describe_datasets, dataset_names
+    from trishul_ray.federation.world import prepare_run
+    from trishul_ray.loading import load_experiment
+    from trishul_ray.report.figures import label_distribution
+    from trishul_ray.report.summary import partition_table
+    from trishul_ray.runner import client_labels
+
+    if not arguments:
+        table = Table("name", "what it is")
+        for name, text in describe_datasets().items():
+            table.add_row(name, text)
+        out.print(table)
+        return
+    name, *overrides = arguments
+    if name not in dataset_names():
+        raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}")
+    experiment = load_experiment(None, [f"dataset={name}", *overrides])
+    counts = client_labels(prepare_run(experiment))
+    out.print(partition_table(counts, experiment))
+    if picture is not None:
+        label_distribution(counts, picture)
+        out.print(f"picture   {picture}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    start_ray: Annotated[
+        bool, typer.Option("--ray", help="Also start and stop a local Ray, as a run would.")
+    ] = False,
+    runs: Annotated[str, typer.Option(help="Where runs would lie.")] = "runs",
+) -> None:
+    """Check versions, devices, Ray, storage, hub or mirror: what would go wrong, and the cure."""
+    from trishul_ray.doctor import diagnose, render
+
+    checks = diagnose(runs=runs, start_ray=start_ray)
+    render(checks, out)
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def _load(arguments: list[str] | None) -> Any:
+    from trishul_ray.loading import load_experiment
+
+    words = list(arguments or [])
+    path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    return load_experiment(path, words)
+
+
+def _how_to_continue(experiment: Any) -> str:
+    # The words the person typed, so that the line can be pasted.
+    command = " ".join(_quoted(word) for word in ["trishul", *sys.argv[1:]])
+    command = command.replace(" --fresh", "")
+    return (
+        f"Finished rounds are kept in {experiment.storage.runs}/{experiment.id}/checkpoints; "
+        f"to continue: {command}"
+    )
+
+
+def _quoted(word: str) -> str:
+    import shlex
+
+    return shlex.quote(word)
+
+
+def main() -> None:
+    """Entry point: errors become one line or one paragraph and an exit code."""
+    try:
+        app(standalone_mode=False)
+    except InputError as error:
+        _fail(str(error), 2)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except RunError as error:
+        _fail("\n".join(textwrap.wrap(str(error), 100, break_long_words=False)), 1)
+    except OSError as error:
+        _fail(f"{error.strerror or error}: {error.filename or 'storage'}", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Datasets as memory-mapped Arrow tables, and how their rows are dealt to clients."""
+
+from trishul_ray.data.base import PreparedDataset, Split
+from trishul_ray.data.partition import Partition, partition
+from trishul_ray.data.sources import dataset_names, describe_datasets, prepare
+
+__all__ = [
+    "Partition",
+    "PreparedDataset",
+    "Split",
+    "dataset_names",
+    "describe_datasets",
+    "partition",
+    "prepare",
+]

@@ -1,0 +1,1 @@
+"""One federated run: a functional core (local, reduce, server) and the Ray shell around it."""

@@ -1,0 +1,64 @@
+"""The inline backend: the same run in one process, for debugging and as the yardstick."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.jobs import Arrays, Job, TrainJob, Upload
+from trishul_ray.federation.local import Workbench, evaluate_chunk, train_client
+from trishul_ray.federation.reduce import Expected, Partial, combine, groups, partial_sum
+from trishul_ray.federation.server import Blueprint, Outcome
+from trishul_ray.federation.world import Prepared, blueprint_of, build_workbench
+
+
+@contextmanager
+def pinned_threads(count: int) -> Iterator[None]:
+    """Fix torch's CPU threads inside the block: their number changes float sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class InlineExecutor:
+    """Runs every job here, one after the other."""
+
+    def __init__(self, experiment: Experiment, prepared: Prepared) -> None:
+        """Build the one workbench."""
+        self.threads = experiment.resources.threads
+        with pinned_threads(self.threads):
+            self.bench: Workbench = build_workbench(experiment, prepared)
+
+    def describe(self) -> Blueprint:
+        """The blueprint of the workbench."""
+        return blueprint_of(self.bench)
+
+    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
+        """Run the jobs in the order given."""
+        outcome = Outcome([], [], [])
+        with pinned_threads(self.threads):
+            for job in jobs:
+                if isinstance(job, TrainJob):
+                    upload, report = train_client(self.bench, broadcast, job)
+                    outcome.uploads.append(upload)
+                    outcome.reports.append(report)
+                else:
+                    outcome.evaluations.append(evaluate_chunk(self.bench, broadcast, job))
+        return outcome
+
+    def reduce(self, uploads: list[Upload], weighting: str, expected: Expected) -> Partial:
+        """Sum group by group, exactly as the Ray backend does."""
+        return combine(
+            [
+                partial_sum([uploads[i] for i in group], weighting, expected)
+                for group in groups([u.client for u in uploads])
+            ]
+        )
+
+    def fetch(self, uploads: list[Upload]) -> list[Upload]:
+        """Uploads are here already."""
+        return uploads

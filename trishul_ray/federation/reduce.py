@@ -1,0 +1,135 @@
+"""Uploads -> weighted mean, unit by unit, with a judge at the door. No Ray here.
+
+``H_u <- sum_c w_c m_cu X_cu / sum_c w_c m_cu`` for every unit u (one head's core, or one whole
+tensor), over the clients that trained it (eq. server_aggregation). Sums run in float64 over clients
+in ascending order, in groups of ``FAN_IN`` whose sums are then added in order: the shape of this
+tree depends on the cohort alone, so the bits do not depend on how many workers shared the work.
+
+Legend: W entries of the shared part, U units, m clients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.federation.jobs import Arrays, Upload
+
+#: Uploads summed by one worker. Up to here a round is reduced where the server is.
+FAN_IN = 16
+
+#: An upload whose largest entry exceeds this is refused: a float32 sum would soon overflow.
+LARGEST_ENTRY = 1e12
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a sound upload looks like: the length of each array, and how units cover "shared"."""
+
+    lengths: Mapping[str, int]
+    unit_sizes: np.ndarray  # [U] int64, sums to lengths["shared"]
+
+
+@dataclass
+class Partial:
+    """The running sum of a group of uploads."""
+
+    sums: Arrays  # float64, weighted
+    weight: float  # sum of w_c
+    unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
+    clients: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
+    """[U] entries of each unit: r*r for every head of a core, the whole tensor otherwise."""
+    sizes: list[int] = []
+    for entry in (layout.entry(name) for name in wire):
+        count = int(np.prod(entry.shape, dtype=np.int64))
+        if entry.name.endswith(".core"):
+            sizes += [count // entry.shape[0]] * entry.shape[0] if entry.shape[0] else []
+        else:
+            sizes.append(count)
+    return np.asarray(sizes, dtype=np.int64)
+
+
+def judge(upload: Upload, expected: Expected) -> str | None:
+    """Why this upload must not be added, or None if it is sound."""
+    missing = sorted(set(expected.lengths) ^ set(upload.arrays))
+    if missing:
+        return f"keys differ from the method's: {', '.join(missing)}"
+    for key, length in expected.lengths.items():
+        array = upload.arrays[key]
+        if array.shape != (length,):
+            return f"{key} has shape {tuple(array.shape)}, expected ({length},)"
+        if not np.isfinite(array).all():
+            return f"{key} holds {int((~np.isfinite(array)).sum())} non-finite values"
+        largest = float(np.abs(array).max(initial=0.0))
+        if largest > LARGEST_ENTRY:
+            return f"{key} holds a value of {largest:.3g}, above {LARGEST_ENTRY:.0e}"
+    if upload.active is not None and upload.active.shape != expected.unit_sizes.shape:
+        return f"active mask has {upload.active.size} units, expected {len(expected.unit_sizes)}"
+    return None
+
+
+def partial_sum(uploads: Sequence[Upload], weighting: str, expected: Expected) -> Partial:
+    """Judge and sum one group of uploads, in the order given (ascending client)."""
+    total = Partial(
+        sums={key: np.zeros(length) for key, length in expected.lengths.items()},
+        weight=0.0,
+        unit_weight=np.zeros(len(expected.unit_sizes)),
+    )
+    for upload in uploads:
+        reason = judge(upload, expected)
+        if reason is not None:
+            total.refused[upload.client] = reason
+            continue
+        weight = float(upload.rows) if weighting == "size" else 1.0
+        for key, array in upload.arrays.items():
+            term = array.astype(np.float64)
+            term *= weight
+            if key == "shared" and upload.active is not None:
+                term *= np.repeat(upload.active, expected.unit_sizes)
+            total.sums[key] += term
+        total.weight += weight
+        total.unit_weight += weight if upload.active is None else weight * upload.active
+        total.clients.append(upload.client)
+    return total
+
+
+def combine(partials: Sequence[Partial]) -> Partial:
+    """Add group sums, in the order given."""
+    first, *rest = partials
+    for other in rest:
+        for key, array in other.sums.items():
+            first.sums[key] = first.sums[key] + array
+        first.weight += other.weight
+        first.unit_weight = first.unit_weight + other.unit_weight
+        first.clients += other.clients
+        first.refused |= other.refused
+    return first
+
+
+def groups(clients: Sequence[int]) -> list[list[int]]:
+    """Positions of a cohort in groups of at most ``FAN_IN``, in order."""
+    positions = list(range(len(clients)))
+    return [positions[i : i + FAN_IN] for i in range(0, len(positions), FAN_IN)]
+
+
+def finish(total: Partial, before: Arrays, expected: Expected) -> tuple[Arrays, np.ndarray]:
+    """Divide by the weights; a unit that nobody trained keeps its value from ``before``.
+
+    Returns:
+        The mean (float32, by key), and [U] bool, which units somebody trained.
+    """
+    trained = total.unit_weight > 0
+    mean: Arrays = {}
+    for key, sums in total.sums.items():
+        if key != "shared":
+            mean[key] = (sums / total.weight).astype(np.float32)
+            continue
+        divisor = np.repeat(np.where(trained, total.unit_weight, 1.0), expected.unit_sizes)
+        kept = np.repeat(~trained, expected.unit_sizes)
+        mean[key] = np.where(kept, before[key], sums / divisor).astype(np.float32)
+    return mean, trained

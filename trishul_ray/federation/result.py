@@ -1,0 +1,115 @@
+"""The files a run leaves under ``runs/<id>/``: config.yaml, result.json, metrics.parquet."""
+
+import io
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.coordinator import Final
+from trishul_ray.version import NUMERICS, __version__
+
+_PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {name: metadata.version(name) for name in _PACKAGES}
+    return {"trishul_ray": __version__, "numerics": str(NUMERICS), "python": platform.python_version()} | found
+
+
+def hardware() -> dict[str, Any]:
+    """What this process runs on."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpus,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def config_yaml(experiment: Experiment) -> bytes:
+    """The whole resolved configuration; `trishul run` reads it back."""
+    return yaml.safe_dump(experiment.to_dict(), sort_keys=False, allow_unicode=True).encode()
+
+
+def flat_metrics(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of one record, for MLflow and the metrics table."""
+    numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "round"}
+    numbers["refused_uploads"] = float(len(record.get("refused", {})))
+    return numbers
+
+
+def metrics_parquet(records: list[dict[str, Any]]) -> bytes:
+    """One row per round; a metric not measured in a round is null."""
+    rows = [{"round": r["round"], **flat_metrics(r)} for r in records]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        nested = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | None]:
+    """Every field by its dotted name, for MLflow parameters."""
+    flat = flatten(experiment.to_dict())
+    return {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
+
+
+def summarize(
+    experiment: Experiment, final: Final, *, wall_seconds: float, run_id: str | None
+) -> dict[str, Any]:
+    """The content of result.json. The last round is the headline; the best stands beside it."""
+    measured = [r for r in final.records if "accuracy" in r]
+    trained = [r for r in final.records if "train_loss" in r]
+    best = max(measured, key=lambda r: r["accuracy"])
+    return {
+        "id": experiment.id,
+        "name": experiment.name,
+        "status": "finished",
+        "final": {k: measured[-1][k] for k in ("round", "accuracy", "loss")},
+        "best": {k: best[k] for k in ("round", "accuracy", "loss")},
+        "untouched": {k: measured[0][k] for k in ("accuracy", "loss")},
+        "parameters": final.blueprint.parameters,
+        "uploaded_parameters": sum(r["uploaded_parameters"] for r in trained),
+        "downloaded_parameters": sum(r["downloaded_parameters"] for r in trained),
+        "uploaded_bytes": sum(r["uploaded_bytes"] for r in trained),
+        "downloaded_bytes": sum(r["downloaded_bytes"] for r in trained),
+        "refused_uploads": sum(len(r["refused"]) for r in trained),
+        "round_seconds": [round(r["seconds"], 4) for r in trained],
+        # Of the process that finished it; rounds before a resume count in round_seconds.
+        "wall_seconds": round(wall_seconds, 3),
+        "heads": final.blueprint.heads,
+        "state_sha256": final.digest,
+        "attempt": final.attempt,
+        "mlflow_run_id": run_id,
+        "versions": versions(),
+        "hardware": hardware(),
+        "config": experiment.to_dict(),
+        "identity": experiment.identity(),
+    }
+
+
+def result_json(summary: dict[str, Any]) -> bytes:
+    """result.json, for people and programs."""
+    return (json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,251 @@
+"""The server's side of a run: sampling, judging, aggregation, records, checkpoints. No Ray here.
+
+The same object drives both backends: an executor runs the jobs (in this process, or on actors),
+and everything that decides a number happens here, in an order that no executor can change.
+
+Evaluation does not hold up training: the model after round t is exactly the broadcast of round
+t + 1, so both are handed out together, and the record of round t is complete one round later.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.errors import RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
+from trishul_ray.federation.diagnostics import upload_diagnostics
+from trishul_ray.federation.jobs import (
+    Arrays,
+    EvalJob,
+    EvalReport,
+    Job,
+    TrainJob,
+    TrainReport,
+    Upload,
+    to_arrays,
+    to_tensors,
+)
+from trishul_ray.federation.reduce import FAN_IN, Expected, Partial, finish
+from trishul_ray.methods.base import build_method
+from trishul_ray.rng import numpy_rng
+from trishul_ray.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What the server must know of a workbench, without holding a backbone itself."""
+
+    layout: Layout
+    wire: tuple[str, ...]
+    initial_state: Arrays
+    expected: Expected
+    task: Task
+    test_rows: int
+    parameters: dict[str, int]  # adapter, scalars, head
+    heads: dict[str, int]  # heads on each adapted matrix, by transformer block (if any)
+
+
+@dataclass
+class Outcome:
+    """What a set of jobs brought: handles to uploads stay wherever they were made."""
+
+    uploads: list[Any]  # in the order of the training jobs
+    reports: list[TrainReport]  # likewise
+    evaluations: list[EvalReport]  # in the order of the evaluation jobs
+    events: list[str] = field(default_factory=list)  # restarts and the like, for people
+
+
+class Executor(Protocol):
+    """Runs jobs somewhere. Results depend on the jobs alone, never on where or in which order."""
+
+    def describe(self) -> Blueprint:
+        """The blueprint of the workbench that every worker has built."""
+        ...
+
+    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
+        """Run all jobs against one broadcast."""
+        ...
+
+    def reduce(self, uploads: list[Any], weighting: str, expected: Expected) -> Partial:
+        """Judge and sum uploads in groups of ``FAN_IN``, in order."""
+        ...
+
+    def fetch(self, uploads: list[Any]) -> list[Upload]:
+        """Bring a few uploads here, for diagnostics."""
+        ...
+
+
+class Server:
+    """One federated run under way. Call :meth:`step` until :attr:`finished`."""
+
+    def __init__(
+        self, experiment: Experiment, executor: Executor, checkpoints: CheckpointStore, attempt: str
+    ) -> None:
+        """Start, or continue from the newest sound checkpoint.
+
+        Args:
+            experiment: what to run.
+            executor: who runs the jobs.
+            checkpoints: where the state of each round is kept.
+            attempt: names this run in the tracking server; kept across resumes.
+        """
+        self.experiment = experiment
+        self.executor = executor
+        self.checkpoints = checkpoints
+        self.method = build_method(experiment.method)
+        self.blueprint = executor.describe()
+        self.attempt = attempt
+        self.round = 0
+        self.state = self.blueprint.initial_state
+        self.client_states: dict[int, Arrays] = {}
+        self.records: list[dict[str, Any]] = [{"round": 0}]
+        self.spectra: Arrays = {}
+        found = checkpoints.newest()
+        self.events: list[str] = list(checkpoints.skipped)
+        if found is not None:
+            self._restore(found)
+
+    def _restore(self, found: Checkpoint) -> None:
+        self.round = found.round
+        self.state = found.state
+        self.client_states = found.client_states
+        self.records = found.records
+        self.spectra = found.spectra
+        self.attempt = found.attempt
+        self.events.append(f"continuing after round {found.round}")
+
+    def complete_records(self) -> list[dict[str, Any]]:
+        """Records that no later step will add to."""
+        return self.records if self.finished else self.records[:-1]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done and the last one is evaluated."""
+        return self.round >= self.experiment.federation.rounds and "accuracy" in self.records[-1]
+
+    def cohort(self, round_number: int) -> list[int]:
+        """The clients of a round, ascending: uniform without replacement."""
+        fed = self.experiment.federation
+        rng = numpy_rng(self.experiment.seed, "cohort", round_number)
+        return sorted(rng.choice(fed.clients, fed.clients_per_round, replace=False).tolist())
+
+    def step(self) -> list[dict[str, Any]]:
+        """Run the next round together with the evaluation of the one before.
+
+        Returns:
+            The records that are complete now: at most one, that of the round before.
+
+        Raises:
+            RunError: too few sound uploads.
+        """
+        began = time.perf_counter()
+        fed = self.experiment.federation
+        broadcast = to_arrays(self.method.broadcast(to_tensors(self.state)))
+        number = self.round + 1
+        cohort = self.cohort(number) if number <= fed.rounds else []
+        train = [TrainJob(number, c, self.client_states.get(c, {})) for c in cohort]
+        outcome = self.executor.run(broadcast, [*train, *self._evaluation_jobs()])
+        self.events += outcome.events
+        complete = self._complete(outcome.evaluations)
+        if cohort:
+            self._aggregate(number, cohort, broadcast, outcome, time.perf_counter() - began)
+        self.checkpoints.save(self.checkpoint())
+        return complete
+
+    def _evaluation_jobs(self) -> list[EvalJob]:
+        options, last = self.experiment.evaluation, self.experiment.federation.rounds
+        if self.round % options.every and self.round != last:
+            return []
+        rows = self.blueprint.test_rows
+        return [
+            EvalJob(self.round, start, min(start + options.batch_size, rows))
+            for start in range(0, rows, options.batch_size)
+        ]
+
+    def _complete(self, evaluations: list[EvalReport]) -> list[dict[str, Any]]:
+        if evaluations:
+            sums = [report.sums for report in evaluations]
+            self.records[-1].update(self.blueprint.task.merge(sums))
+        return [self.records[-1]]
+
+    def _aggregate(
+        self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome, seconds: float
+    ) -> None:
+        fed, expected = self.experiment.federation, self.blueprint.expected
+        began = time.perf_counter()
+        total = self.executor.reduce(outcome.uploads, fed.weighting, expected)
+        for client, reason in sorted(total.refused.items()):
+            self.events.append(f"round {number}: upload of client {client} refused: {reason}")
+        if len(total.clients) < fed.quorum * len(cohort):
+            raise RunError(
+                f"round {number}: only {len(total.clients)} of {len(cohort)} uploads are sound, "
+                f"below federation.quorum={fed.quorum}; refused: {total.refused}"
+            )
+        mean, trained = finish(total, self.state, expected)
+        sample = self.executor.fetch(outcome.uploads[:FAN_IN])
+        self.state = to_arrays(
+            self.method.aggregate(
+                to_tensors(self.state), to_tensors(mean), torch.from_numpy(trained)
+            )
+        )
+        accepted = set(total.clients)
+        self.client_states |= {
+            r.client: r.state for r in outcome.reports if r.state and r.client in accepted
+        }
+        self.round = number
+        record = self._record(number, cohort, broadcast, outcome.reports, total)
+        every = self.experiment.evaluation.diagnostics_every
+        if every and (number % every == 0 or number == fed.rounds):
+            sound = [u for u in sample if u.client in accepted]
+            values, spectra = upload_diagnostics(
+                sound, broadcast, self.blueprint, self.experiment, outcome.reports
+            )
+            record |= values
+            self.spectra = spectra or self.spectra
+        record["seconds"] = seconds + time.perf_counter() - began
+        self.records.append(record)
+
+    def _record(
+        self,
+        number: int,
+        cohort: list[int],
+        broadcast: Arrays,
+        reports: list[TrainReport],
+        total: Partial,
+    ) -> dict[str, Any]:
+        down = sum(array.size for array in broadcast.values()) * len(cohort)
+        up = sum(int(r.notes["uploaded_parameters"]) for r in reports)
+        return {
+            "round": number,
+            "clients": cohort,
+            "refused": {str(c): why for c, why in total.refused.items()},
+            "train_loss": float(np.mean([r.loss for r in reports])),
+            "uploaded_parameters": up,
+            "downloaded_parameters": down,
+            "uploaded_bytes": 4 * up,
+            "downloaded_bytes": 4 * down,
+            "client_seconds": float(np.mean([r.seconds for r in reports])),
+        }
+
+    def drain_events(self) -> list[str]:
+        """What people should be told since the last call: restarts, refusals, skipped files."""
+        events, self.events = self.events, []
+        return events
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything the next round needs."""
+        return Checkpoint(
+            experiment_id=self.experiment.id,
+            attempt=self.attempt,
+            round=self.round,
+            state=self.state,
+            client_states=self.client_states,
+            records=self.records,
+            spectra=self.spectra,
+        )

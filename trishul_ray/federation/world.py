@@ -1,0 +1,203 @@
+"""Builds what a worker keeps resident: backbone with adapters, data, task, method.
+
+Built from the experiment alone, so that any process on any node builds the same.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trishul_ray.adapters.attach import AdaptedModel, find_layers
+from trishul_ray.adapters.budget import count_parameters
+from trishul_ray.data.base import PreparedDataset
+from trishul_ray.data.partition import Partition, partition
+from trishul_ray.data.sources import prepare
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.jobs import to_arrays
+from trishul_ray.federation.local import Workbench
+from trishul_ray.federation.reduce import Expected, unit_sizes
+from trishul_ray.federation.server import Blueprint
+from trishul_ray.methods.base import Site, build_method
+from trishul_ray.models.backbones import load_backbone, meta_backbone
+from trishul_ray.models.pretrain import ensure_backbone
+from trishul_ray.models.registry import load_preprocessing
+from trishul_ray.rng import numpy_rng
+from trishul_ray.tasks.base import Task
+from trishul_ray.tasks.image_classification import ImageClassification
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where prepared data and backbones lie on this machine."""
+
+    cache: Path
+    hub: Path | None
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "Places":
+        """From the experiment's storage section, else the environment, else the user's cache."""
+        storage = experiment.storage
+        cache = storage.cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
+        hub = storage.hub or os.environ.get("TRISHUL_HUB")
+        return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is computed once, by the driver, and handed to every worker as it is."""
+
+    dataset: PreparedDataset
+    shards: Partition
+
+
+def prepare_run(experiment: Experiment, progress: Progress | None = None) -> Prepared:
+    """Data and partition of an experiment; cached on disk.
+
+    Raises:
+        InputError: no such dataset, or it cannot be dealt out as asked.
+    """
+    places = Places.of(experiment)
+    dataset = prepare(experiment.data.name, cache=places.cache, hub=places.hub, progress=progress)
+    rows = np.arange(len(dataset.train.labels))
+    if experiment.data.train_limit is not None:
+        rng = numpy_rng(experiment.seed, "train-limit")
+        rows = np.sort(rng.permutation(rows)[: experiment.data.train_limit])
+    shards = partition(
+        dataset.train.labels[rows],
+        experiment.partition,
+        experiment.federation.clients,
+        experiment.seed,
+    )
+    return Prepared(dataset, Partition(rows[shards.permutation], shards.offsets))
+
+
+def check_fits(experiment: Experiment) -> None:
+    """Refuse a budget that the backbone cannot carry, without loading its weights.
+
+    Raises:
+        InputError: heads x rank exceed a layer's width, a target is unknown, ...
+    """
+    places = Places.of(experiment)
+    model = meta_backbone(experiment.model, hub=places.hub, cache=places.cache)
+    build_method(experiment.method).adapters(build_site(model, experiment))
+
+
+def build_site(model: torch.nn.Module, experiment: Experiment) -> Site:
+    """Where adapters may go on a backbone (real, or on the meta device: then norms are zero)."""
+    layers = tuple(find_layers(model, experiment.adapter.targets))
+    norms = {}
+    for layer in layers:
+        weight = model.get_submodule(layer.name).weight
+        assert isinstance(weight, torch.Tensor)
+        on_meta = weight.device.type == "meta"
+        norms[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
+    return Site(layers, norms, experiment.lora_rank, experiment.adapter)
+
+
+def pick_device(experiment: Experiment) -> torch.device:
+    """CUDA where asked for or, on ``auto``, where this process sees one."""
+    wanted = experiment.resources.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def build_task(experiment: Experiment, prepared: Prepared) -> Task:
+    """Image classification as the backbone wants its images.
+
+    Raises:
+        InputError: the backbone takes no images.
+    """
+    places = Places.of(experiment)
+    wanted = load_preprocessing(experiment.model, hub=places.hub, cache=places.cache)
+    info = prepared.dataset.info
+    if wanted.image_size is None or wanted.channels is None:
+        raise InputError(
+            f"model.name={experiment.model.name!r} takes no images, but data.name={info.name!r} "
+            "is an image dataset"
+        )
+    return ImageClassification(
+        mean=wanted.mean or info.mean,
+        std=wanted.std or info.std,
+        image_size=wanted.image_size,
+        channels=wanted.channels,
+        num_classes=info.num_classes,
+    )
+
+
+def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
+    """Load the backbone, attach the method's adapters, open the data.
+
+    Raises:
+        InputError: the backbone, the budget or the data do not fit together.
+    """
+    places = Places.of(experiment)
+    dataset = prepared.dataset
+    device = pick_device(experiment)
+    dtype = torch.bfloat16 if experiment.model.precision == "bf16" else torch.float32
+    ensure_backbone(experiment.model, places.cache)
+    backbone = load_backbone(
+        experiment.model,
+        dataset.info.num_classes,
+        seed=experiment.seed,
+        hub=places.hub,
+        cache=places.cache,
+    )
+    task = build_task(experiment, prepared)
+    method = build_method(experiment.method)
+    adapters = method.adapters(build_site(backbone, experiment))
+    model = AdaptedModel(
+        backbone.to(device=device, dtype=dtype),
+        adapters,
+        seed=experiment.seed,
+        train_head=experiment.model.train_head,
+        path=experiment.adapter.path,
+        device=device,
+    )
+    test_rows = np.arange(len(dataset.test.labels))
+    limit = experiment.evaluation.limit
+    if limit is not None and limit < len(test_rows):
+        rng = numpy_rng(experiment.seed, "evaluation-subset")
+        test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
+    return Workbench(
+        settings=experiment,
+        model=model,
+        initial=model.initial().to(device),
+        method=method,
+        task=task,
+        train=dataset.train,
+        test=dataset.test,
+        test_rows=test_rows,
+        shards=prepared.shards,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def blueprint_of(bench: Workbench) -> Blueprint:
+    """What the server needs to know of a workbench."""
+    layout, method, model = bench.model.layout, bench.method, bench.model
+    wire = method.wire(layout)
+    counts = count_parameters(model.adapters, model.specs, model.head_size)
+    heads = {
+        spec.block: getattr(model.adapters[spec.name], "heads", 0)
+        for spec in model.specs
+        if hasattr(model.adapters[spec.name], "heads")
+    }
+    return Blueprint(
+        layout=layout,
+        wire=wire,
+        initial_state=to_arrays(method.initial_state(layout, bench.initial)),
+        expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
+        task=bench.task,
+        test_rows=len(bench.test_rows),
+        parameters={"adapter": counts.adapter, "scalars": counts.scalars, "head": counts.head},
+        heads=heads,
+    )

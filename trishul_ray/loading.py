@@ -1,0 +1,208 @@
+"""YAML and ``key=value`` overrides -> a validated :class:`Experiment`, or one clear line.
+
+Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
+YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
+``data.name``, ``model.name`` and ``method.name``.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.methods.base import MethodConfig, method_class, method_names
+
+_SHORT = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
+
+
+def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
+    """Read, layer and validate.
+
+    Args:
+        path: a YAML file, or None for the preset of the dataset alone (digits by default).
+        overrides: ``key=value`` strings with dotted keys.
+
+    Raises:
+        InputError: one line naming the field, the value and what is allowed.
+    """
+    user = _read_yaml(path) if path is not None else {}
+    _expand_short(user)
+    for text in overrides:
+        key, value = _split_override(text)
+        _put(user, _SHORT.get(key, key), value, text)
+    data = user.get("data", {})
+    name = data.get("name", "digits") if isinstance(data, dict) else None
+    return build_experiment(_merge(_preset(name), user))
+
+
+def build_experiment(fields: dict[str, Any]) -> Experiment:
+    """Validate plain fields; see :func:`load_experiment` for what is raised."""
+    try:
+        return Experiment.model_validate(fields)
+    except ValidationError as error:
+        raise InputError(_explain(error, fields)) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"config file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"config file {path} is not YAML: {_one_line(error)}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise InputError(f"config file {path} must hold key: value pairs, not a {_kind(loaded)}")
+    return loaded
+
+
+def _expand_short(fields: dict[str, Any]) -> None:
+    if "dataset" in fields:
+        _put(fields, "data.name", fields.pop("dataset"), "dataset")
+    for key in ("model", "method"):
+        if isinstance(fields.get(key), str):
+            fields[key] = {"name": fields[key]}
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"override {text!r} is not of the form key=value")
+    try:
+        return key.strip(), yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise InputError(f"override {text!r}: value is not YAML: {_one_line(error)}") from error
+
+
+def _put(fields: dict[str, Any], dotted: str, value: Any, text: str) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        inner = fields.setdefault(parent, {})
+        if isinstance(inner, str) and parent in ("model", "method"):
+            inner = fields[parent] = {"name": inner}
+        if not isinstance(inner, dict):
+            raise InputError(f"override {text!r}: {parent} is not a section")
+        fields = inner
+    if last in fields and isinstance(fields[last], dict) and not isinstance(value, dict):
+        raise InputError(f"override {text!r}: {dotted} is a section; name one of its fields")
+    fields[last] = value
+
+
+def _preset(dataset: Any) -> dict[str, Any]:
+    file = resources.files("trishul_ray") / "presets" / f"{dataset}.yaml"
+    if not isinstance(dataset, str) or not file.is_file():
+        return {}
+    loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def preset_names() -> list[str]:
+    """Datasets that come with a preset."""
+    folder = resources.files("trishul_ray") / "presets"
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    if "method" in over and isinstance(merged.get("method"), dict):
+        # A preset's hyper-parameters belong to the preset's method, not to another one.
+        name = over["method"].get("name") if isinstance(over["method"], dict) else None
+        if name and name != base.get("method", {}).get("name", name):
+            merged["method"] = over["method"]
+    return merged
+
+
+def _explain(error: ValidationError, fields: dict[str, Any]) -> str:
+    """All faults in one line, each with field, value and what is allowed."""
+    return "; ".join(dict.fromkeys(_fault(item, fields) for item in error.errors()))
+
+
+def _fault(item: Any, fields: dict[str, Any]) -> str:
+    # Union members appear in pydantic's location as type names: keep only real field names.
+    location = [str(part) for part in item["loc"]]
+    path, model = [], Experiment  # type: type[BaseModel]
+    for part in location:
+        if part in model.model_fields or item["type"] == "extra_forbidden":
+            path.append(part)
+            inner = _section_of(model, part)
+            if part == "method" and model is Experiment:
+                inner = method_class(_method_of(fields)).Config
+            model = inner or model
+    dotted = ".".join(path)
+    context = item.get("ctx", {})
+    if item["type"] == "extra_forbidden":
+        return _unknown(dotted, fields)
+    if item["type"] == "value_error":
+        text = str(context.get("error", item["msg"]))
+        return f"{dotted}: {text}" if dotted else text
+    value = item["input"]
+    allowed = item["msg"][0].lower() + item["msg"][1:]
+    return f"{dotted}={_show(value)}: {allowed}"
+
+
+def _unknown(dotted: str, fields: dict[str, Any]) -> str:
+    known = list(field_names(_method_of(fields)))
+    tail = {name.rsplit(".", 1)[-1]: name for name in known}
+    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
+    if not near:
+        last = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(tail), n=1, cutoff=0.7)
+        near = [tail[name] for name in last]
+    hint = f"; did you mean {near[0]!r}?" if near else "; see `trishul run --help`"
+    return f"unknown field {dotted!r}{hint}"
+
+
+def _method_of(fields: dict[str, Any]) -> str:
+    method = fields.get("method", "trishul")
+    name = method.get("name", "trishul") if isinstance(method, dict) else method
+    return name if name in method_names() else "trishul"
+
+
+def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:
+    """Dotted names of every field, with those of ``method``."""
+    for name in model.model_fields:
+        section = _section_of(model, name)
+        if name == "method" and model is Experiment:
+            section = method_class(method).Config
+        if section is None:
+            yield name
+        else:
+            yield from (f"{name}.{inner}" for inner in field_names(method, section))
+
+
+def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[name].annotation if name in model.model_fields else None
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return None if annotation is MethodConfig else annotation
+    return None
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind(value: Any) -> str:
+    return {"list": "list", "str": "text", "int": "number", "float": "number"}.get(
+        type(value).__name__, type(value).__name__
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,119 @@
+"""What all multi-head methods share: heads with frozen bases, s·H uploads, active-head masks.
+
+A client trains the cores H_i [r, r] and, if asked, the scalars s_i; it uploads the products
+s_i H_i of the heads it trained, and the server resets every s_i to 1 (RAVAN, Algorithm 1; TRISHUL
+paper, eqs. exact_agg and server_aggregation).
+"""
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trishul_ray.adapters.base import LayerAdapter, LayerSpec
+from trishul_ray.adapters.budget import check_heads_fit, multihead_rank
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State
+from trishul_ray.spectral.bases import heads_that_fit
+
+BasisInit = Literal[
+    "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
+]
+
+
+class HeadsConfig(MethodConfig):
+    """Hyper-parameters that every multi-head method has."""
+
+    scalars: Literal["trainable", "fixed"] = Field(
+        "trainable", description="train the head scalars s_i, or keep them at 1"
+    )
+    head_fraction: float = Field(
+        1.0, gt=0, le=1, description="share of each layer's heads a client trains in a round"
+    )
+    selection: Literal["random"] = Field(
+        "random", description="which heads: drawn anew per client and round"
+    )
+
+
+class MultiHeadMethod(Method):
+    """Heads on every target layer. Subclasses say how many heads and how a step ends."""
+
+    #: Basis initialization where the experiment leaves ``adapter.init`` open.
+    default_init: BasisInit
+
+    def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
+        """Heads on each adapted matrix of a block; ``caps`` is what fits orthogonally."""
+        return dict.fromkeys(site.blocks(), site.adapter.heads)
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Multi-head cores of the budget's rank; see ``heads_by_block`` for their number."""
+        options = site.adapter
+        init = options.init or self.default_init
+        ranks = {layer.name: self._rank(layer, site) for layer in site.layers}
+        orthogonal = init == "gram_schmidt"
+        if orthogonal and options.overflow != "independent":
+            for layer in site.layers:
+                check_heads_fit(
+                    layer, options.heads, ranks[layer.name], site.lora_rank, options.matching
+                )
+        caps = {
+            block: min(heads_that_fit(ranks[m.name], m.d_out, m.d_in) for m in members)
+            for block, members in site.blocks().items()
+        }
+        heads = self.heads_by_block(site, caps)
+        return {
+            layer.name: MultiHead(
+                heads=heads[layer.block],
+                rank=ranks[layer.name],
+                init=init,
+                sigma=options.sigma,
+                # "cap" has already kept the allocation inside the width.
+                overflow="error" if options.overflow == "cap" else "independent",
+                train_scale=self.config.scalars == "trainable",
+            )
+            for layer in site.layers
+        }
+
+    def _rank(self, layer: LayerSpec, site: Site) -> int:
+        if site.adapter.rank is not None:
+            return site.adapter.rank
+        return multihead_rank(layer, site.lora_rank, site.adapter.heads, site.adapter.matching)
+
+    def wire(self, layout: Layout) -> tuple[str, ...]:
+        """Cores and the classification head; scalars never travel (the server resets them)."""
+        return tuple(e.name for e in layout.entries if not e.name.endswith(".scale"))
+
+    def start(self, run: LocalRun, initial: Tensor) -> None:
+        """Cores from the broadcast, scalars at 1, and this round's active heads."""
+        super().start(run, initial)
+        if self.config.head_fraction < 1.0:
+            run.active = self._draw_active(run)
+
+    def _draw_active(self, run: LocalRun) -> Tensor:
+        # Units follow the wire: the heads of each core in turn, then one unit per other tensor.
+        flags: list[Tensor] = []
+        for entry in (run.layout.entry(name) for name in self.wire(run.layout)):
+            if not entry.name.endswith(".core"):
+                flags.append(torch.ones(1, dtype=torch.bool))
+                continue
+            heads = entry.shape[0]
+            keep = max(1, math.ceil(self.config.head_fraction * heads)) if heads else 0
+            chosen = torch.zeros(heads, dtype=torch.bool)
+            chosen[torch.randperm(heads, generator=run.generator)[:keep]] = True
+            flags.append(chosen)
+        return torch.cat(flags)
+
+    def upload(self, run: LocalRun) -> tuple[State, State]:
+        """The products s_i H_i (eq. uploaded_core) and the classification head."""
+        views = run.layout.views(run.vector.clone())
+        parts = []
+        for name in self.wire(run.layout):
+            value = views[name]
+            scale = views.get(name.removesuffix(".core") + ".scale")
+            if name.endswith(".core") and scale is not None:
+                value = value * scale[:, None, None]  # [h, r, r] * [h, 1, 1]
+            parts.append(value.reshape(-1))
+        return {"shared": torch.cat(parts)}, {}

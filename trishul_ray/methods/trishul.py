@@ -1,0 +1,111 @@
+"""TRISHUL: exact multi-head aggregation, singular-value thresholding, water-filled heads.
+
+The three prongs of the paper (Algorithm 1):
+
+1. Cores between frozen orthonormal bases, uploaded as s·H and averaged head by head (eqs.
+   forward, server_aggregation): inherited from every multi-head method.
+2. After a local step each active core takes the proximal map of the nuclear norm,
+   ``H <- U (Σ - λη)_+ V^T`` (eqs. grad_step, prox_step, svt), every ``prox_every`` steps with
+   ``prox_every`` times the threshold; scalars are clipped to [0, s_max].
+3. Heads per transformer block by concave water-filling of ``a_l = ||W_l||_F^2`` (eqs.
+   waterfill_opt, waterfill_sol, rounding_floor), the same number on each adapted matrix of it.
+
+The paper leaves open which weights score a block (here: its adapted matrices), s_max (default 10)
+and how a plain-gradient prox meets Adam (as written: the prox follows the optimizer's step with
+threshold λη, on the whole core and not on the local change).
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+from torch import Tensor
+
+from trishul_ray.methods.base import LocalRun, Site, register
+from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
+from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
+from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats
+
+#: ε of eq. layer_capacity: keeps a score positive where a weight is all zero.
+SCORE_FLOOR = 1e-12
+
+
+class TrishulConfig(HeadsConfig):
+    """TRISHUL's switches; the defaults are the paper's headline setting."""
+
+    name: Literal["trishul"] = "trishul"
+    lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
+    prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
+    allocation: Literal["waterfill", "uniform"] = Field(
+        "waterfill", description="heads per block: by water-filling, or the same everywhere"
+    )
+    scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
+
+
+@register("trishul")
+class Trishul(MultiHeadMethod):
+    """Spectral control of multi-head adapters in three prongs."""
+
+    Config = TrishulConfig
+    summary = "multi-head cores, nuclear-norm prox on the client, water-filled heads"
+    reference = "TRISHUL, Algorithm 1"
+    communication = "sum over matrices of h_l r^2 up and down"
+    default_init = "gram_schmidt"
+
+    def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
+        """Prong 3: a total of ``heads`` x blocks, shared out by the blocks' squared norms."""
+        blocks = site.blocks()
+        total = site.adapter.heads * len(blocks)
+        limits = [caps[block] for block in blocks] if site.adapter.overflow == "cap" else None
+        if self.config.allocation == "uniform":
+            heads = uniform(len(blocks), total, limits)
+        else:
+            scores = [
+                sum(site.squared_norms[layer.name] for layer in members) + SCORE_FLOOR
+                for members in blocks.values()
+            ]
+            heads = round_to_total(water_fill(scores, total, limits), total, limits)
+        return dict(zip(blocks, heads, strict=True))
+
+    def after_step(self, run: LocalRun, step: int, steps: int) -> None:
+        """Prong 2: the prox of ``λη||.||_*`` on every active core, then the clip of s."""
+        views = run.layout.views(run.vector)
+        for name, value in views.items():
+            if name.endswith(".scale"):
+                value.clamp_(0.0, self.config.scalar_max)
+        if self.config.lam == 0.0:
+            return
+        # The last prox covers the steps since the one before, so that the total is λη per step.
+        since = step % self.config.prox_every or self.config.prox_every
+        if step % self.config.prox_every and step != steps:
+            return
+        threshold = self.config.lam * run.optimizer.lr * since
+        stats: list[SvtStats] = []
+        for bank, active in self._banks(run):
+            cores = bank if active is None else bank[active]
+            if step == steps:
+                shrunk, found = svt_with_stats(cores, threshold)
+                stats.append(found)
+            else:
+                shrunk = svt(cores, threshold)
+            if active is None:
+                bank.copy_(shrunk)
+            else:
+                bank[active] = shrunk
+        if step == steps and stats:
+            run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary(stats).items()}
+            run.notes["spectra"] = {
+                "before": stats[0].before.cpu().numpy(),
+                "after": stats[0].after.cpu().numpy(),
+                "threshold": np.array([threshold]),
+            }
+
+    def _banks(self, run: LocalRun) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """All cores of one rank as [n, r, r], with [n] bool of those this client trains."""
+        start = 0
+        for bank in run.layout.core_banks(run.vector):
+            stop = start + bank.shape[0]
+            # On the wire the cores stand first, in the same order as in the banks.
+            yield bank, None if run.active is None else run.active[start:stop]
+            start = stop

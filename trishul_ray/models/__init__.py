@@ -1,0 +1,20 @@
+"""Backbones: by name, from a folder, a mirror or the hub; and the built-in tiny ones."""
+
+from trishul_ray.models.backbones import load_backbone, meta_backbone
+from trishul_ray.models.registry import (
+    Preprocessing,
+    load_model_config,
+    load_preprocessing,
+    resolve_model,
+)
+from trishul_ray.models.tiny import builtin_names
+
+__all__ = [
+    "Preprocessing",
+    "builtin_names",
+    "load_backbone",
+    "load_model_config",
+    "load_preprocessing",
+    "meta_backbone",
+    "resolve_model",
+]

@@ -1,0 +1,317 @@
+"""One run from configuration to result: what ``trishul run`` does.
+
+Everything lies under ``<runs>/<id>/``; the same call continues a stopped run, a finished one is
+read, not repeated. Figures and the adapter are made from the final state alone.
+"""
+
+import json
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from filelock import FileLock, Timeout
+
+from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.cluster import ray_session
+from trishul_ray.federation.coordinator import Final, Progressed, open_checkpoints
+from trishul_ray.federation.drive import Driver, open_driver
+from trishul_ray.federation.local import global_vector
+from trishul_ray.federation.result import (
+    config_yaml,
+    flat_config,
+    flat_metrics,
+    flatten,
+    metrics_parquet,
+    result_json,
+    summarize,
+    versions,
+)
+from trishul_ray.federation.world import (
+    Places,
+    Prepared,
+    build_workbench,
+    check_fits,
+    prepare_run,
+)
+from trishul_ray.loading import build_experiment
+from trishul_ray.models.pretrain import ensure_backbone
+from trishul_ray.report.figures import (
+    accuracy_curve,
+    heads_per_layer,
+    label_distribution,
+    spectra,
+)
+from trishul_ray.storage import Store
+from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
+from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.store import tracking_uri
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave."""
+
+    summary: dict[str, Any]
+    home: Store
+    repeated: bool  # it had finished before; nothing was run
+    mlflow_command: str | None
+
+
+def run_experiment(
+    experiment: Experiment, progress: RunProgress, *, fresh: bool = False
+) -> Outcome:
+    """Run, continue, or read an experiment.
+
+    Args:
+        experiment: what to run.
+        progress: tells a person how it goes.
+        fresh: forget what an earlier run of the same experiment left.
+
+    Raises:
+        InputError: the parts of the experiment do not fit together.
+        RunError: the run failed; the message says what is kept and how to continue.
+    """
+    home = Store.open(experiment.storage.runs).child(experiment.id)
+    with _locked(home, experiment):
+        if not fresh and home.exists("result.json"):
+            summary = json.loads(home.read("result.json"))
+            return Outcome(summary, home, True, _command_of(experiment))
+        # Before anything is removed or written: a wrong budget loses and leaves nothing.
+        check_fits(experiment)
+        if fresh:
+            home.remove_all()
+        _say_what_changed(experiment, home, progress)
+        attempt = _attempt(home)
+        home.write("config.yaml", config_yaml(experiment))
+        return _run(experiment, home, attempt, progress)
+
+
+def _run(experiment: Experiment, home: Store, attempt: str, progress: RunProgress) -> Outcome:
+    began = time.perf_counter()
+    tracker: Tracker = NullRun()
+    status = "FAILED"
+    try:
+        with ExitStack() as stack:
+            progress.phase("preparing data")
+            prepared = prepare_run(experiment, progress.task_progress("preparing data"))
+            tracker = _open_tracker(experiment, attempt)
+            use_ray = experiment.resources.backend == "ray"
+            if use_ray:
+                progress.phase("starting Ray")
+            free = stack.enter_context(ray_session() if use_ray else nullcontext({}))
+            ensure_backbone(
+                experiment.model, Places.of(experiment).cache, progress.task_progress("backbone")
+            )
+            progress.phase("starting clients")
+            driver = stack.enter_context(open_driver(experiment, prepared, attempt, free))
+            final = _rounds(experiment, driver, home, tracker, progress)
+        progress.phase("writing results")
+        home.write("metrics.parquet", metrics_parquet(final.records))
+        with tempfile.TemporaryDirectory() as scratch:
+            _write_artifacts(experiment, prepared, final, Path(scratch))
+            home.upload_folder(Path(scratch))
+            wall = time.perf_counter() - began
+            summary = summarize(experiment, final, wall_seconds=wall, run_id=tracker.run_id)
+            home.write("result.json", result_json(summary))
+            for name in ("config.yaml", "result.json", "metrics.parquet"):
+                (Path(scratch) / name).write_bytes(home.read(name))
+            tracker.log_artifacts(scratch)
+        status = "FINISHED"
+        return Outcome(summary, home, False, tracker.ui_command())
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        for refused in tracker.finish(status):  # type: ignore[arg-type]  # three literals
+            progress.note(f"MLflow did not take: {refused}")
+
+
+def _rounds(
+    experiment: Experiment, driver: Driver, home: Store, tracker: Tracker, progress: RunProgress
+) -> Final:
+    seen: list[dict[str, Any]] = []
+
+    def tell(step: Progressed) -> None:
+        for event in step.events:
+            progress.note(event)
+        for record in step.records:
+            seen.append(record)
+            tracker.log_round(record["round"], flat_metrics(record))
+            progress.advance(record["round"], record)
+
+    standing = driver.begin()
+    progress.phase(
+        f"training, from round {standing.round + 1}" if standing.round else "training"
+    )
+    tell(standing)
+    while not standing.finished:
+        standing = driver.step()
+        tell(standing)
+    return driver.final()
+
+
+def _write_artifacts(
+    experiment: Experiment, prepared: Prepared, final: Final, folder: Path
+) -> None:
+    figures = folder / "figures"
+    figures.mkdir()
+    measured = [r for r in final.records if "accuracy" in r]
+    accuracy_curve(
+        [r["round"] for r in measured],
+        {experiment.method.name: [r["accuracy"] for r in measured]},
+        figures / "accuracy.png",
+    )
+    counts = client_labels(prepared)
+    label_distribution(counts, figures / "label_distribution.png")
+    if final.blueprint.heads:
+        heads = final.blueprint.heads
+        heads_per_layer(list(heads), list(heads.values()), figures / "heads_per_layer.png")
+    if final.spectra:
+        threshold = float(final.spectra["threshold"][0])
+        spectra(
+            final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png"
+        )
+    bench = build_workbench(experiment, prepared)
+    vector = global_vector(bench, final.state, experiment.federation.rounds)
+    export_peft(bench.model, vector, folder / "adapter", experiment.model.name)
+
+
+def client_labels(prepared: Prepared) -> np.ndarray:
+    """Rows of each label at each client, [clients, classes]."""
+    labels, shards = prepared.dataset.train.labels, prepared.shards
+    classes = prepared.dataset.info.num_classes
+    owner = np.repeat(np.arange(shards.clients), shards.sizes)
+    cells = owner * classes + labels[shards.permutation]
+    return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
+
+
+def _open_tracker(experiment: Experiment, attempt: str) -> Tracker:
+    options = experiment.tracking
+    if not options.mlflow:
+        return NullRun()
+    return MlflowRun.open(
+        tracking_uri(options.uri, experiment.storage.runs),
+        options.experiment,
+        attempt,
+        f"{experiment.name}-{experiment.method.name}-{experiment.id}",
+        flat_config(experiment),
+        tags={"trishul.id": experiment.id} | {f"version.{k}": v for k, v in versions().items()},
+        parent_run=options.parent_run,
+    )
+
+
+def _command_of(experiment: Experiment) -> str | None:
+    if not experiment.tracking.mlflow:
+        return None
+    uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
+    return f"mlflow ui --backend-store-uri {uri} --host 127.0.0.1"
+
+
+def _attempt(home: Store) -> str:
+    # Written before the MLflow run is created: a driver killed in between finds it by this name.
+    if not home.exists("attempt.json"):
+        home.write("attempt.json", json.dumps({"attempt": uuid.uuid4().hex}).encode())
+    return str(json.loads(home.read("attempt.json"))["attempt"])
+
+
+@contextmanager
+def _locked(home: Store, experiment: Experiment) -> Iterator[None]:
+    """One process at a time may drive a run; on shared storage the scheduler sees to that."""
+    if not home.is_local:
+        yield
+        return
+    folder = Path(home.root).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f".{experiment.id}.lock")
+    try:
+        with lock.acquire(timeout=0):
+            yield
+    except Timeout as error:
+        raise RunError(
+            f"run {experiment.id} is being driven by another process; wait for it or stop it"
+        ) from error
+
+
+def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress) -> None:
+    """Name the fields in which this run differs from the newest other run of the same name."""
+    if home.exists("config.yaml") or not home.is_local:
+        return
+    newest: tuple[float, dict[str, Any]] | None = None
+    for path in Path(home.root).parent.glob("*/result.json"):
+        found = json.loads(path.read_bytes())
+        if found["name"] == experiment.name:
+            newest = max(newest or (0.0, found), (path.stat().st_mtime, found), key=lambda p: p[0])
+    if newest is None:
+        return
+    before, now = flatten(newest[1]["identity"]), flatten(experiment.identity())
+    changed = [k for k in sorted(before | now) if before.get(k) != now.get(k)]
+    told = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in changed[:5])
+    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    progress.note(f"a new run, {experiment.id}: differs from {newest[1]['id']} in {told}{more}")
+
+
+def last_state(experiment: Experiment) -> tuple[int, dict[str, np.ndarray]]:
+    """The newest checkpoint's round and global state.
+
+    Raises:
+        RunError: the run left no sound checkpoint.
+    """
+    checkpoints = open_checkpoints(experiment)
+    found = checkpoints.newest()
+    if found is None:
+        why = "; ".join(checkpoints.skipped) or "none was written"
+        raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
+    return found.round, found.state
+
+
+def central_twin(experiment: Experiment) -> Experiment:
+    """The same adapter, steps and rounds with all the data in one place."""
+    alone = experiment.federation.model_copy(update={"clients": 1, "clients_per_round": 1})
+    whole = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
+    return experiment.model_copy(
+        update={"name": f"{experiment.name}-central", "federation": alone, "partition": whole}
+    )
+
+
+def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
+    """Write the adapter (or the merged model) of a run's newest checkpoint.
+
+    Args:
+        run: an id under ``runs``, or a run's folder.
+        directory: made by this call.
+        merged: the whole model instead of the adapter.
+        runs: where runs lie.
+
+    Returns:
+        The round it comes from.
+
+    Raises:
+        InputError: no such run, or ``directory`` holds something already.
+        RunError: the run has no sound checkpoint.
+    """
+    folder, _, name = run.rstrip("/").rpartition("/")
+    home = Store.open(folder or runs).child(name)
+    if not home.exists("config.yaml"):
+        raise InputError(f"run {run!r} does not exist: no config.yaml in {home.uri}")
+    fields = yaml.safe_load(home.read("config.yaml"))
+    fields["storage"]["runs"] = folder or runs
+    experiment = build_experiment(fields)
+    if experiment.id != name:
+        raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
+    number, state = last_state(experiment)
+    bench = build_workbench(experiment, prepare_run(experiment))
+    vector = global_vector(bench, state, number)
+    if merged:
+        export_merged(bench.model, vector, directory)
+    else:
+        export_peft(bench.model, vector, directory, experiment.model.name)
+    return number

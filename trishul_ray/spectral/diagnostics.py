@@ -1,0 +1,226 @@
+"""What the uploads of one round look like: spectra, alignment between clients, variance.
+
+All functions take one stack of cores, in float64 inside. Conventions where the paper is silent:
+
+* An all-zero core has spectral entropy 0 and effective rank 0 (no direction in use, not one).
+* A direction counts only if its singular value exceeds ``r * eps`` of the largest, with the eps of
+  float32 in which cores travel; the rest is rounding noise. Two subspaces of different size are
+  compared by the principal angles of the smaller; a pair with a zero core is no pair.
+* Entropy, rank and similarity are plain means over cores or over pairs of clients and heads; only
+  the aggregation variance uses the aggregation weights.
+* Unrelated k-dimensional subspaces of R^r have principal-angle similarity k/r, not 0.
+
+Legend: m = clients, n = cores of a client (heads over all layers), r = rank, k = directions.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from trishul_ray.errors import InputError
+
+
+def spectral_entropy(values: Tensor) -> Tensor:
+    """``-sum_j p_j log p_j`` with ``p = sigma / sum sigma`` (TRISHUL, eq. spectral_entropy).
+
+    Args:
+        values: [..., r] singular values, any order.
+
+    Returns:
+        [...] float64 in [0, log r]; 0 where all values are 0.
+    """
+    values = values.double()
+    total = values.sum(dim=-1, keepdim=True)
+    shares = values / torch.where(total > 0, total, 1.0)
+    terms: Tensor = torch.special.entr(shares)  # -p log p, 0 at p = 0
+    return terms.sum(dim=-1)
+
+
+def effective_rank(values: Tensor) -> Tensor:
+    """``exp(entropy)`` of singular values [..., r], as float64 [...]; 0 where all values are 0."""
+    rank = spectral_entropy(values).exp()
+    return torch.where((values > 0).any(dim=-1), rank, 0.0)
+
+
+def significant(values: Tensor) -> Tensor:
+    """[..., r] bool: which singular values stand above float32 rounding of the largest."""
+    floor = values.shape[-1] * torch.finfo(torch.float32).eps
+    return values > floor * values.amax(dim=-1, keepdim=True)
+
+
+def left_spectrum(cores: Tensor) -> tuple[Tensor, Tensor]:
+    """Left singular vectors and singular values of every core, both in descending order.
+
+    Made from the float64 Gram matrix ``X X^T``, at half the price of an SVD: values below about
+    1e-8 of the largest, which float32 cores cannot resolve anyway, are noise of that size.
+
+    Args:
+        cores: [..., r, r], finite.
+
+    Returns:
+        ``(vectors, values)``: float64 [..., r, r] with vectors in columns, and [..., r].
+
+    Raises:
+        InputError: if an entry is not finite.
+    """
+    x = cores.detach().double()
+    if not bool(x.isfinite().all()):
+        raise InputError("cores hold NaN or infinite entries: judge uploads before diagnosing them")
+    squares, vectors = torch.linalg.eigh(x @ x.mT)
+    return vectors.flip(-1), squares.clamp(min=0.0).sqrt().flip(-1)
+
+
+def principal_angle_similarity(vectors: Tensor, values: Tensor, top_k: int) -> Tensor:
+    """Mean squared cosine of the principal angles (TRISHUL, eq. principal_similarity).
+
+    Args:
+        vectors: [m, n, r, r] left singular vectors in columns, as of :func:`left_spectrum`.
+        values: [m, n, r] their singular values, descending.
+        top_k: k >= 1, directions compared; fewer where a core has fewer (or r is smaller).
+
+    Returns:
+        [n, m, m] float64: for each head, between each two clients; NaN where either core is zero.
+
+    Raises:
+        InputError: if ``top_k`` is below 1.
+    """
+    if top_k < 1:
+        raise InputError(f"top_k={top_k} must be at least 1")
+    used = significant(values)[..., :top_k]  # [m, n, k]
+    bases = vectors[..., :top_k] * used.unsqueeze(-2)  # [m, n, r, k], unused columns zero
+    m, n, r, k = bases.shape
+    flat = bases.permute(1, 0, 3, 2).reshape(n, m * k, r)
+    cosines = (flat @ flat.mT).reshape(n, m, k, m, k)  # u_{c,a} . u_{c',b}
+    dimension = used.sum(dim=-1).mT.double()  # [n, m]
+    angles = torch.minimum(dimension.unsqueeze(2), dimension.unsqueeze(1))  # [n, m, m]
+    return cosines.square().sum(dim=(2, 4)) / torch.where(angles > 0, angles, math.nan)
+
+
+def dominant_direction_similarity(vectors: Tensor, values: Tensor) -> Tensor:
+    """``|u_1^T v_1|`` between clients, head by head: [n, m, m], NaN where either core is zero."""
+    return principal_angle_similarity(vectors, values, 1).sqrt()
+
+
+def client_covariance(uploads: Tensor, *, centred: bool = True) -> Tensor:
+    """Frobenius inner products between the clients' uploads, averaged over heads.
+
+    Args:
+        uploads: [m, n, r, r].
+        centred: subtract the plain mean over clients first (a covariance, whose rows sum to 0);
+            otherwise the inner products of the uploads as they are (a second moment).
+
+    Returns:
+        [m, m] float64.
+    """
+    x = uploads.detach().double().flatten(1)  # [m, n*r*r]
+    if centred:
+        x = x - x.mean(dim=0)
+    return x @ x.mT / max(uploads.shape[1], 1)
+
+
+def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> Tensor:
+    """``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` for each head: the spread of what is averaged.
+
+    This is the empirical variance of one upload; for equal weights the mean of m independent
+    clients has 1/m of it (TRISHUL, eq. variance_bound).
+
+    Args:
+        uploads: Z, [m, n, r, r].
+        weights: [m], at least 0; normalized here over the clients that trained the head.
+        active: [m, n] bool, which heads each client trained; None means all.
+
+    Returns:
+        [n] float64; 0 for a head of weight 0.
+
+    Raises:
+        InputError: if shapes disagree, or a weight is negative or not finite.
+    """
+    _check(uploads, weights, active)
+    z = uploads.detach().double().flatten(2)  # [m, n, r*r]
+    w = weights.to(z).unsqueeze(1).expand(z.shape[:2])
+    if active is not None:
+        w = torch.where(active, w, 0.0)
+    total = w.sum(dim=0)
+    w = w / torch.where(total > 0, total, 1.0)  # [m, n]
+    mean = (w.unsqueeze(-1) * z).sum(dim=0)  # [n, r*r]
+    return (w * (z - mean).square().sum(dim=-1)).sum(dim=0)
+
+
+def diagnose(
+    uploads: Tensor, weights: Tensor, top_k: int, active: Tensor | None = None
+) -> dict[str, float]:
+    """The paper's diagnostics of one round's uploads, by metric name.
+
+    Use it on the uploaded cores and on their difference from the broadcast: the former share the
+    global core and look aligned for free.
+
+    Args:
+        uploads: [m, n, r, r], finite; cores of heads a client did not train are ignored.
+        weights: [m] aggregation weights, at least 0, of any sum.
+        top_k: directions in the principal-angle similarity, >= 1.
+        active: [m, n] bool, which heads each client trained; None means all.
+
+    Returns:
+        ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (share of
+        singular values at or below rounding), ``aggregation_variance`` (mean over heads), all
+        finite; and, only where two clients have a head with non-zero cores in common,
+        ``principal_angle_similarity``, ``dominant_similarity`` and ``client_cosine`` (mean cosine
+        between the cores of two clients). Empty if there is no active core.
+
+    Raises:
+        InputError: if shapes disagree, an entry is not finite, a weight is negative or ``top_k``
+            is below 1.
+    """
+    _check(uploads, weights, active)
+    if top_k < 1:
+        raise InputError(f"top_k={top_k} must be at least 1")
+    m, n = uploads.shape[:2]
+    if active is None:
+        active = torch.ones(m, n, dtype=torch.bool, device=uploads.device)
+    if not bool(active.any()):
+        return {}
+    # An untrained head may hold anything, and must count as no core at all.
+    uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
+    vectors, values = left_spectrum(uploads)
+    trained = values[active]  # [cores, r]
+    result = {
+        "spectral_entropy": float(spectral_entropy(trained).mean()),
+        "effective_rank": float(effective_rank(trained).mean()),
+        "top_singular_value": float(trained[:, 0].mean()),
+        "zeroed": 1.0 - float(significant(trained).double().mean()),
+        "aggregation_variance": float(
+            aggregation_variance(uploads, weights, active)[active.any(dim=0)].mean()
+        ),
+    }
+    # Untrained heads are zero by now, and a pair with a zero core is NaN.
+    first, second = torch.triu_indices(m, m, offset=1)
+    angle = principal_angle_similarity(vectors, values, top_k)[:, first, second]
+    pairs = angle.isfinite()
+    if bool(pairs.any()):
+        dominant = dominant_direction_similarity(vectors, values)[:, first, second]
+        cosine = _cosines(uploads)[:, first, second]
+        result["principal_angle_similarity"] = float(angle[pairs].mean())
+        result["dominant_similarity"] = float(dominant[pairs].mean())
+        result["client_cosine"] = float(cosine[pairs].mean())
+    return result
+
+
+def _cosines(uploads: Tensor) -> Tensor:
+    """[n, m, m] cosines between two clients' cores of the same head; 0 for a zero core."""
+    z = uploads.flatten(2).movedim(1, 0)  # [n, m, r*r]
+    norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    z = z / torch.where(norms > 0, norms, 1.0)
+    return z @ z.mT
+
+
+def _check(uploads: Tensor, weights: Tensor, active: Tensor | None) -> None:
+    if uploads.ndim != 4 or uploads.shape[2] != uploads.shape[3]:
+        raise InputError(f"uploads of shape {tuple(uploads.shape)} must be [m, n, r, r]")
+    m, n = uploads.shape[:2]
+    if weights.shape != (m,):
+        raise InputError(f"weights of shape {tuple(weights.shape)} must be [{m}], one per client")
+    if not bool((weights >= 0).all() & weights.isfinite().all()):
+        raise InputError(f"weights={weights.tolist()} must be finite and at least 0")
+    if active is not None and active.shape != (m, n):
+        raise InputError(f"active of shape {tuple(active.shape)} must be [{m}, {n}]")

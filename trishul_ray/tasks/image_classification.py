@@ -1,0 +1,129 @@
+"""Image classification: uint8 pixels to normalised images, cross-entropy, accuracy.
+
+Legend of shapes: b images, C channels, H x W pixels as stored, S the model's side, K classes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trishul_ray.errors import InputError
+from trishul_ray.tasks.base import Task, logits_of, total
+
+#: ITU-R 601 luma, the weights of Pillow's mode "L".
+_LUMA = (0.299, 0.587, 0.114)
+
+
+class ImageClassification(Task):
+    """Images of any stored size and 1 or 3 channels, for a model of side S.
+
+    Args:
+        mean: per model channel, of pixels / 255.
+        std: likewise; positive.
+        image_size: the model's side S; images of another size are resized (bilinear, antialias).
+        channels: the model's channels, 1 or 3; gray is repeated, color becomes luma.
+        num_classes: K.
+
+    Raises:
+        InputError: the numbers do not fit together.
+    """
+
+    def __init__(
+        self,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        image_size: int,
+        channels: int,
+        num_classes: int,
+    ) -> None:
+        """Check that the numbers fit together, and keep them."""
+        if channels not in (1, 3):
+            raise InputError(f"image channels={channels}: the model must take 1 or 3")
+        if len(mean) != channels or len(std) != channels:
+            raise InputError(
+                f"image mean has {len(mean)} and std {len(std)} entries: both need one for each "
+                f"of the model's {channels} channels"
+            )
+        if min(std) <= 0:
+            raise InputError(f"image std={tuple(std)}: every entry must be positive")
+        if image_size < 1 or num_classes < 1:
+            raise InputError(
+                f"image_size={image_size} and num_classes={num_classes} must be at least 1"
+            )
+        self.mean = tuple(float(value) for value in mean)
+        self.std = tuple(float(value) for value in std)
+        self.image_size = image_size
+        self.channels = channels
+        self.num_classes = num_classes
+
+    def prepare_batch(
+        self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """``pixels`` uint8 [b, C, H, W] and ``label`` [b] to the model's input.
+
+        Bytes cross to the device as uint8; all arithmetic is float32 there.
+
+        Returns:
+            ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b].
+        """
+        images = batch["pixels"].to(device, non_blocking=True).to(torch.float32).div_(255)
+        images = self._channels(images)
+        side = (self.image_size, self.image_size)
+        if images.shape[-2:] != side:
+            images = F.interpolate(
+                images, size=side, mode="bilinear", align_corners=False, antialias=True
+            )
+        mean = images.new_tensor(self.mean).view(1, -1, 1, 1)
+        std = images.new_tensor(self.std).view(1, -1, 1, 1)
+        return {
+            "pixel_values": ((images - mean) / std).to(dtype),
+            "labels": batch["label"].to(device, non_blocking=True),
+        }
+
+    def _channels(self, images: Tensor) -> Tensor:
+        have = images.shape[1]
+        if have == self.channels:
+            return images
+        if have == 1:
+            return images.expand(-1, self.channels, -1, -1)
+        if have == 3:
+            luma = images.new_tensor(_LUMA).view(1, 3, 1, 1)
+            return (images * luma).sum(dim=1, keepdim=True)
+        raise InputError(f"images have {have} channels; only 1 and 3 can become {self.channels}")
+
+    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean cross-entropy of logits [b, K], in float32."""
+        return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
+
+    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """``loss_sum``, ``correct`` and ``count`` over the batch, summed in float64.
+
+        A row whose logits are not finite counts as wrong: argmax would call NaN class 0.
+        """
+        logits, labels = logits_of(outputs).float(), batch["labels"]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        finite = logits.isfinite().all(dim=-1)
+        correct = (logits.argmax(dim=-1) == labels) & finite
+        return {
+            "loss_sum": float(losses.sum(dtype=torch.float64)),
+            "correct": float(correct.sum()),
+            "count": float(len(labels)),
+        }
+
+    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """``loss`` and ``accuracy`` over all batches.
+
+        Raises:
+            ValueError: nothing was counted.
+        """
+        count = total(sums, "count")
+        if count == 0:
+            raise ValueError("no rows were evaluated")
+        return {
+            "loss": total(sums, "loss_sum") / count,
+            "accuracy": total(sums, "correct") / count,
+        }
