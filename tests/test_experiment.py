@@ -9,7 +9,7 @@ from trishul_ray.loading import field_names, load_experiment
 FREE = [
     "name=other",
     "resources.actors=2",
-    "resources.clients_per_actor=1",
+    "federation.clients_per_actor=1",
     "resources.backend=inline",
     "resources.cpus_per_actor=0.5",
     "resources.device=cpu",

@@ -89,7 +89,7 @@ def test_field_names_are_the_fields_own():
         (["=3"], "'=3' is not of the form key=value"),
         (["adapter.init=[1"], "value is not YAML"),
         (["resources.actors=0"], "resources.actors"),
-        (["resources.actors=2", "resources.clients_per_actor=1"], "exclude each other"),
+        (["resources.actors=2", "federation.clients_per_actor=1"], "exclude each other"),
         (["model.precision=fp16"], "model.precision='fp16'"),
     ],
 )

@@ -146,6 +146,9 @@ class FederationConfig(Section):
     weighting: Literal["uniform", "size"] = Field(
         "uniform", description="aggregation weight of a client: equal, or its number of rows"
     )
+    clients_per_actor: Annotated[int, Field(ge=1)] | Literal["auto"] = _free(
+        "auto", "1: one actor per client; auto: as many actors as slices are free"
+    )
     quorum: float = Field(
         0.5, gt=0, le=1, description="least share of the cohort whose uploads must be sound"
     )
@@ -169,22 +172,14 @@ class ResourcesConfig(Section):
     threads: int = Field(1, ge=1, description="CPU threads of one actor (fixed for determinism)")
     backend: Literal["ray", "inline"] = _free("ray", "ray actors, or one process for debugging")
     device: Literal["auto", "cpu", "cuda"] = _free("auto", "where a client trains")
-    clients_per_actor: int | Literal["auto"] = _free(
-        "auto", "1: one actor per client; auto: as many actors as slices are free"
+    actors: Annotated[int, Field(ge=1)] | Literal["auto"] = _free(
+        "auto", "number of client actors; auto: see federation.clients_per_actor"
     )
-    actors: int | Literal["auto"] = _free("auto", "number of client actors, instead")
     cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = _free(
         "auto", "CPUs of one actor's slice; auto: one per thread, less where they do not fit"
     )
     gpus_per_actor: float = _free(1.0, "GPU share of one actor's slice (device cuda)", ge=0, le=8)
     max_restarts: int = _free(3, "restarts of one actor before the run gives up on it", ge=0)
-
-    @field_validator("clients_per_actor", "actors")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be 'auto' or at least 1")
-        return value
 
 
 class TrackingConfig(Section):
@@ -247,9 +242,9 @@ class Experiment(Section):
                 f"federation.clients_per_round={fed.clients_per_round} exceeds "
                 f"federation.clients={fed.clients}"
             )
-        if self.resources.actors != "auto" and self.resources.clients_per_actor != "auto":
+        if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
-                "resources.actors and resources.clients_per_actor exclude each other: set one"
+                "resources.actors and federation.clients_per_actor exclude each other: set one"
             )
         return self
 

@@ -78,7 +78,8 @@ def test_skew_falls_with_alpha(variant, seed):
     ]
     assert skews == sorted(skews, reverse=True)
     iid = skew(labels, PartitionConfig(kind="iid"), 20, seed)
-    assert skews[0] > 0.5 and abs(skews[-1] - iid) < 0.05
+    # Even cuts of every label are more alike than random parts: iid bounds from above.
+    assert skews[0] > 0.5 and skews[-1] < iid + 0.03
 
 
 def test_per_client_shares_follow_the_dirichlet():
@@ -108,7 +109,7 @@ def test_ten_thousand_clients_cost_two_small_arrays(variant):
     dealt = partition(labels, PartitionConfig(variant=variant), 10_000, 0)
     assert dealt.nbytes <= 4 * 50_000 + 8 * 10_001
     assert dealt.sizes.min() >= 1
-    assert dealt.shard(9_999).base is not None  # a view, not a copy
+    assert np.shares_memory(dealt.shard(9_999), dealt.permutation)
 
 
 def test_shards_cannot_be_written():

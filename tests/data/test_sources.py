@@ -109,7 +109,10 @@ def test_two_at_once_prepare_once(tmp_path):
 
     def one(index):
         return prepare(
-            "cifar100", cache=tmp_path, hub=tmp_path / "hub", progress=lambda *_: calls.append(index)
+            "cifar100",
+            cache=tmp_path,
+            hub=tmp_path / "hub",
+            progress=lambda *_: calls.append(index),
         )
 
     with ThreadPoolExecutor(4) as pool:

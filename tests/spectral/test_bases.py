@@ -67,6 +67,20 @@ def test_gram_schmidt_at_the_papers_size():
     assert is_orthonormal(b, 2e-6) and is_orthonormal(a.mT, 2e-6)
 
 
+def test_gram_schmidt_is_the_gram_schmidt_of_a_gaussian():
+    """Signs included: the basis is unique, whatever sign convention a QR library follows."""
+    gaussian = torch.randn(12, 6, generator=torch_rng(0, "bases"), dtype=torch.float64)
+    columns: list[Tensor] = []
+    for column in gaussian.unbind(dim=1):
+        for _ in range(2):  # twice is enough
+            column = column - sum((q * (q @ column) for q in columns), torch.zeros(12))
+        columns.append(column / column.norm())
+    b, _ = draw_bases(
+        "gram_schmidt", 2, 3, 12, 12, generator=torch_rng(0, "bases"), dtype=torch.float64
+    )
+    torch.testing.assert_close(b, torch.stack(columns, dim=1))
+
+
 def test_random_normal_heads_are_not_orthogonal_to_each_other():
     b, _ = draw_bases("random_normal", 2, 8, 40, 40, generator=torch_rng(0, "bases"))
     first, second = blocks(b, 2)
@@ -97,6 +111,8 @@ def test_shared_subspace_heads_span_one_space_and_differ():
     b1, b2, _ = blocks(b, 3)
     a1, a2, _ = blocks(a.mT, 3)
     assert float((b1 * b2).sum()) == pytest.approx(float((a1 * a2).sum()), abs=1e-5)
+    # ... and not its transpose, which would make R_1^T R_2 of both.
+    assert not torch.allclose(b1.mT @ b2, a1.mT @ a2, atol=1e-3)
 
 
 def test_constant_heads_are_equal():

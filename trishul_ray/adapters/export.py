@@ -17,7 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trishul_ray.adapters.attach import AdaptedModel
+from trishul_ray.adapters.attach import AdaptedModel, head_parameters
 from trishul_ray.errors import InputError
 
 #: What PEFT prefixes to a base model's module paths.
@@ -58,9 +58,11 @@ def export_peft(
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = _portable(side_B)
     if not ranks:
         raise InputError("export: no layer is adapted, so there is no adapter to write")
-    for name, value in adapted.head(vector).items():
+    # An untrained head is written too: a backbone loaded elsewhere may have drawn another one.
+    head = {name: adapted.model.get_parameter(name) for name in head_parameters(adapted.model)}
+    for name, value in (head | adapted.head(vector)).items():
         tensors[_PEFT_PREFIX + name] = _portable(value)
-    head_modules = sorted({name.split(".", 1)[0] for name in adapted.head(vector)})
+    head_modules = sorted({name.split(".", 1)[0] for name in head})
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {name: rank for name, rank in ranks.items() if rank != usual}
     config = LoraConfig(

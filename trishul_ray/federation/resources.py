@@ -46,8 +46,8 @@ def plan_slices(experiment: Experiment, free: dict[str, float]) -> Slices:
     cpus = float(wanted.threads) if shrinks else float(wanted.cpus_per_actor)
     if isinstance(wanted.actors, int):
         actors = wanted.actors
-    elif isinstance(wanted.clients_per_actor, int):
-        actors = -(-fed.clients // wanted.clients_per_actor)
+    elif isinstance(fed.clients_per_actor, int):
+        actors = -(-fed.clients // fed.clients_per_actor)
     else:
         slots = [fed.clients_per_round, int(cpus_free / cpus)]
         if gpus > 0:

@@ -121,7 +121,8 @@ def spectra(before: ArrayLike, after: ArrayLike, threshold: float, path: Path | 
         low, median, high = np.quantile(values, [0.1, 0.5, 0.9], axis=0)  # each [r]
         axes.fill_between(index, low, high, color=colour, alpha=0.18, linewidth=0)
         axes.plot(index, median, color=colour, linestyle=dash, linewidth=1.8, label=label)
-    axes.axhline(threshold, color=_GREY, linestyle=":", linewidth=1.4, label=f"threshold {threshold:.2g}")
+    level = f"threshold {threshold:.2g}"
+    axes.axhline(threshold, color=_GREY, linestyle=":", linewidth=1.4, label=level)
     zeroed = float((second <= 0).mean())
     cores = "1 core" if first.shape[0] == 1 else f"{first.shape[0]} cores"
     axes.set_title(

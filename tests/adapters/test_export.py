@@ -1,0 +1,109 @@
+import json
+import warnings
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+
+from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.errors import InputError
+
+
+def trained_logits(bench, state):
+    bench.adapted.bind(state)
+    with torch.no_grad():
+        result = bench.adapted.forward(**bench.inputs).logits
+    bench.adapted.unbind()
+    return result
+
+
+@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+@pytest.mark.parametrize("train_head", [True, False])
+def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_head, tmp_path):
+    bench = make(family, adapters, train_head=train_head)
+    state = bench.random_state()
+    expected = trained_logits(bench, state)
+    folder = export_peft(bench.adapted, state, tmp_path / "adapter", f"tiny/{family}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing.*")  # an adapter key not found
+        loaded = PeftModel.from_pretrained(bench.twin, folder)
+    with torch.no_grad():
+        got = loaded(**bench.inputs).logits
+    assert (got - expected).abs().max() <= 1e-4
+    bench_plain = make(family)
+    with torch.no_grad():
+        assert (bench_plain.twin(**bench.inputs).logits - expected).abs().max() > 1e-2
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_ranks_differ_by_layer_and_headless_layers_are_left_out(make, tmp_path):
+    bench = make("vit")
+    export_peft(bench.adapted, bench.random_state(), tmp_path / "adapter", "tiny/vit")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    ranks = {
+        s.name: a.heads * a.rank
+        for s in bench.adapted.specs
+        for a in [bench.adapted.adapters[s.name]]
+    }
+    without = [name for name, rank in ranks.items() if rank == 0]
+    assert without
+    assert sorted(config["target_modules"]) == sorted(set(ranks) - set(without))
+    for name in config["target_modules"]:
+        assert config["rank_pattern"].get(name, config["r"]) == ranks[name]
+        assert config["alpha_pattern"].get(name, config["lora_alpha"]) == ranks[name]
+    assert config["base_model_name_or_path"] == "tiny/vit"
+    assert config["modules_to_save"] == ["classifier"]
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        for name in config["target_modules"]:
+            side_A = file.get_tensor(f"base_model.model.{name}.lora_A.weight")
+            assert side_A.shape == (ranks[name], 24)
+
+
+@pytest.mark.parametrize("adapters", ["uneven-heads", "mixed"])
+def test_the_merged_model_is_loaded_by_from_pretrained(make, family, adapters, tmp_path):
+    bench = make(family, adapters)
+    state = bench.random_state()
+    expected = trained_logits(bench, state)
+    folder = export_merged(bench.adapted, state, tmp_path / "model")
+    loaded = type(bench.twin).from_pretrained(folder).eval()
+    with torch.no_grad():
+        got = loaded(**bench.inputs).logits
+    assert (got - expected).abs().max() <= 1e-4
+    assert bench.adapted.attached
+
+
+@pytest.mark.parametrize("export", ["peft", "merged"])
+def test_only_an_empty_place_is_written_to(make, export, tmp_path):
+    bench = make("vit")
+    state = bench.adapted.initial()
+
+    def write(directory):
+        if export == "peft":
+            return export_peft(bench.adapted, state, directory, "tiny/vit")
+        return export_merged(bench.adapted, state, directory)
+
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="full exists and is not an empty folder"):
+        write(full)
+    assert [p.name for p in full.iterdir()] == ["notes.txt"]
+    with pytest.raises(InputError, match="not an empty folder"):
+        write(full / "notes.txt")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert write(empty) == empty
+    assert write(tmp_path / "deep" / "new") == tmp_path / "deep" / "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "empty", "full"]
+    with pytest.raises(InputError):
+        write(empty)
+
+
+def test_a_model_without_adapters_has_nothing_to_export(make, tmp_path):
+    bench = make("vit")
+    bench.adapted.adapters.clear()
+    empty = type(bench.adapted)(bench.twin, {}, seed=0, train_head=True)
+    with pytest.raises(InputError, match="no layer is adapted"):
+        export_peft(empty, empty.initial(), tmp_path / "adapter", "tiny/vit")
+    assert list(tmp_path.iterdir()) == []

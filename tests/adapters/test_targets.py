@@ -1,0 +1,119 @@
+import pytest
+import torch
+from torch import nn
+
+from trishul_ray.adapters.targets import block_of, find_layers, head_parameters
+from trishul_ray.errors import InputError
+
+EXPECTED = {
+    "vit": (["vit.layers.{}.attention.q_proj", "vit.layers.{}.attention.v_proj"], 3),
+    "bert": ([f"bert.encoder.layer.{{}}.attention.self.{n}" for n in ("query", "value")], 2),
+    "roberta": ([f"roberta.encoder.layer.{{}}.attention.self.{n}" for n in ("query", "value")], 2),
+    "llama": ([f"model.layers.{{}}.self_attn.{n}_proj" for n in "qv"], 2),
+    "t5": ([f"encoder.block.{{}}.layer.0.SelfAttention.{n}" for n in "qv"], 2),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_default_targets_are_query_and_value(backbone, name):
+    patterns, blocks = EXPECTED[name]
+    names = [p.format(i) for i in range(blocks) for p in patterns]
+    if name == "t5":
+        names += [n.replace("encoder", "decoder") for n in names]
+    layers = find_layers(backbone(name))
+    assert [layer.name for layer in layers] == names
+
+
+def test_widths_are_those_of_the_weight(backbone):
+    model = backbone("llama")
+    layers = find_layers(model)
+    for layer in layers:
+        assert model.get_submodule(layer.name).weight.shape == (layer.d_out, layer.d_in)
+    assert (layers[1].d_out, layers[1].d_in) == (12, 24)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("vit", ["query", "value"]),
+        ("vit", ["attention.query", "v_proj"]),
+        ("bert", ["q_proj", "v_proj"]),
+        ("bert", ["self.query", "self.value"]),
+    ],
+)
+def test_names_of_other_releases_find_the_same_layers(backbone, family, targets):
+    model = backbone(family)
+    assert find_layers(model, targets) == find_layers(model)
+
+
+def test_a_full_path_names_one_layer(backbone):
+    path = "vit.layers.1.mlp.fc1"
+    assert [layer.name for layer in find_layers(backbone("vit"), [path])] == [path]
+
+
+def test_cross_attention_is_named_only_as_such(backbone):
+    model = backbone("t5")
+    assert not any("EncDec" in layer.name for layer in find_layers(model))
+    cross = find_layers(model, ["EncDecAttention.q"])
+    assert [layer.name for layer in cross] == [
+        f"decoder.block.{i}.layer.1.EncDecAttention.q" for i in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("encoder.block.11.layer.0.SelfAttention.q", "encoder.block.11"),
+        ("vit.layers.3.attention.q_proj", "vit.layers.3"),
+        ("classifier", "classifier"),
+    ],
+)
+def test_blocks(name, block):
+    assert block_of(name) == block
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "message"),
+    [
+        ("vit", ["quary"], "no module is named 'quary'; nearest: q"),
+        ("llama", ["q_porj"], "nearest: .*q_proj"),
+        ("t5", ["SelfAttention.Q"], r"nearest: .*SelfAttention\.q"),
+        ("vit", ["zzz"], "nearest: q_proj, attention.q_proj"),
+        ("vit", ["attention"], "'vit.layers.0.attention' is a ViTAttention; only nn.Linear"),
+        ("vit", [], "adapter.targets is empty"),
+    ],
+)
+def test_targets_that_name_nothing_adaptable_are_refused(backbone, family, targets, message):
+    with pytest.raises(InputError, match=message):
+        find_layers(backbone(family), targets)
+
+
+def test_a_family_without_defaults_must_name_its_targets():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(InputError, match=r"adapter.targets must be set .* bert"):
+        find_layers(model)
+    assert [layer.name for layer in find_layers(model, ["0"])] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("vit", ["classifier.weight", "classifier.bias"]),
+        ("bert", ["classifier.weight", "classifier.bias"]),
+        (
+            "roberta",
+            [f"classifier.{m}.{p}" for m in ("dense", "out_proj") for p in ("weight", "bias")],
+        ),
+        ("llama-classifier", ["score.weight"]),
+        ("llama", []),
+        ("t5", []),
+    ],
+)
+def test_head_parameters(backbone, family, names):
+    assert head_parameters(backbone(family)) == names
+
+
+def test_the_meta_device_is_enough(backbone):
+    model = backbone("vit").to("meta")
+    assert next(model.parameters()).device == torch.device("meta")
+    assert len(find_layers(model)) == 6

@@ -1,0 +1,146 @@
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from trishul_ray.errors import InputError
+from trishul_ray.tasks import ImageClassification
+
+RGB = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+GRAY = {"mean": (0.5,), "std": (0.25,)}
+
+
+def task(image_size=8, channels=3, num_classes=5):
+    scale = RGB if channels == 3 else GRAY
+    return ImageClassification(
+        **scale, image_size=image_size, channels=channels, num_classes=num_classes
+    )
+
+
+def rows(b=4, c=3, side=8, classes=5, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "pixels": torch.from_numpy(rng.integers(0, 256, (b, c, side, side), dtype=np.uint8)),
+        "label": torch.from_numpy(rng.integers(0, classes, b)),
+    }
+
+
+def test_pixels_are_normalised():
+    batch = task().prepare_batch(rows(), "cpu", torch.float32)
+    mean, std = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in RGB.values())
+    want = (rows()["pixels"].double() / 255 - mean) / std
+    torch.testing.assert_close(batch["pixel_values"].double(), want, rtol=0, atol=1e-6)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert torch.equal(batch["labels"], rows()["label"])
+    assert set(task().inputs(batch)) == {"pixel_values"}
+
+
+def test_the_stored_rows_are_left_as_they_were():
+    stored = rows()
+    task().prepare_batch(stored, "cpu", torch.float32)
+    assert torch.equal(stored["pixels"], rows()["pixels"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("have", "want"), [(1, 3), (3, 1), (1, 1), (3, 3)])
+@pytest.mark.parametrize("side", [5, 8, 16])
+def test_shapes_and_channels_become_the_models(dtype, have, want, side):
+    batch = task(image_size=side, channels=want).prepare_batch(rows(c=have), "cpu", dtype)
+    assert batch["pixel_values"].shape == (4, want, side, side)
+    assert batch["pixel_values"].dtype == dtype
+
+
+def test_color_becomes_gray_as_pillow_does():
+    stored = rows(side=8)
+    unit = ImageClassification(mean=(0,), std=(1,), image_size=8, channels=1, num_classes=5)
+    got = unit.prepare_batch(stored, "cpu", torch.float32)["pixel_values"][0, 0] * 255
+    want = Image.fromarray(stored["pixels"][0].permute(1, 2, 0).numpy()).convert("L")
+    torch.testing.assert_close(got, torch.tensor(np.asarray(want)).float(), rtol=0, atol=1.0)
+
+
+@pytest.mark.parametrize("side", [3, 20])
+def test_resizing_is_as_pillow_does(side):
+    stored = rows(c=1, side=8)
+    unit = ImageClassification(mean=(0,), std=(1,), image_size=side, channels=1, num_classes=5)
+    got = unit.prepare_batch(stored, "cpu", torch.float32)["pixel_values"][0, 0] * 255
+    image = Image.fromarray(stored["pixels"][0, 0].numpy()).resize((side, side), Image.BILINEAR)
+    torch.testing.assert_close(got, torch.tensor(np.asarray(image)).float(), rtol=0, atol=1.5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(b=st.integers(1, 20), seed=st.integers(0, 1000), wrapped=st.booleans())
+def test_loss_and_sums_agree_with_float64(b, seed, wrapped):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(b, 5, generator=generator)
+    batch = {"labels": torch.randint(0, 5, (b,), generator=generator)}
+    outputs = SimpleNamespace(logits=logits) if wrapped else logits
+    chosen = logits.double().log_softmax(1)[torch.arange(b), batch["labels"]]
+    sums = task().evaluate(outputs, batch)
+    assert all(type(value) is float for value in sums.values())
+    assert sums["loss_sum"] == pytest.approx(-float(chosen.sum()), rel=1e-5)
+    assert sums["correct"] == float((logits.argmax(1) == batch["labels"]).sum())
+    assert sums["count"] == b
+    loss = task().loss(outputs, batch)
+    assert loss.shape == () and float(loss) == pytest.approx(-float(chosen.mean()), rel=1e-5)
+    assert task().merge([sums])["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(cuts=st.lists(st.integers(1, 29), max_size=6, unique=True), order=st.randoms())
+def test_merging_does_not_depend_on_the_order(cuts, order):
+    logits = torch.randn(30, 5, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(30) % 5
+    edges = [0, *sorted(cuts), 30]
+    sums = [
+        task().evaluate(logits[a:z], {"labels": labels[a:z]})
+        for a, z in zip(edges, edges[1:], strict=False)
+    ]
+    merged = task().merge(sums)
+    order.shuffle(sums)
+    assert task().merge(sums) == merged
+    whole = task().merge([task().evaluate(logits, {"labels": labels})])
+    assert merged["accuracy"] == whole["accuracy"]
+    assert merged["loss"] == pytest.approx(whole["loss"], rel=1e-12)
+
+
+def test_logits_that_are_not_finite_are_wrong_answers():
+    logits = torch.zeros(3, 5)
+    logits[0], logits[1, 2] = float("nan"), float("inf")
+    sums = task().evaluate(logits, {"labels": torch.tensor([0, 2, 0])})
+    assert sums["correct"] == 1.0 and np.isnan(sums["loss_sum"])
+    assert np.isnan(task().merge([sums])["loss"])
+
+
+def test_nothing_evaluated_is_an_error():
+    with pytest.raises(ValueError, match="no rows"):
+        task().merge([])
+
+
+def test_a_task_pickles_small():
+    again = pickle.loads(pickle.dumps(task()))
+    assert vars(again) == vars(task()) and len(pickle.dumps(task())) < 500
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channels": 4}, "channels=4: the model must take 1 or 3"),
+        ({"mean": (0.5,)}, "mean has 1 and std 3 entries"),
+        ({"std": (1.0, 0.0, 1.0)}, "must be positive"),
+        ({"image_size": 0}, "image_size=0"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(change, message):
+    good = {**RGB, "image_size": 8, "channels": 3, "num_classes": 5}
+    with pytest.raises(InputError, match=message):
+        ImageClassification(**{**good, **change})
+
+
+def test_other_channel_counts_are_refused():
+    with pytest.raises(InputError, match="images have 2 channels"):
+        task().prepare_batch(rows(c=2), "cpu", torch.float32)

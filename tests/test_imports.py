@@ -1,0 +1,156 @@
+"""The import direction of the design: spectral <- adapters <- methods <- federation <- cli."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trishul_ray
+
+ROOT = Path(trishul_ray.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+FOUNDATION = {"errors", "rng", "version"}
+
+#: What a part of the package may import of it, beside itself. A part is a folder or a file.
+MAY_IMPORT = {
+    "spectral": FOUNDATION,
+    "adapters": FOUNDATION | {"spectral"},
+    "methods": FOUNDATION | {"spectral", "adapters"},
+    "tasks": FOUNDATION,
+    "tracking": FOUNDATION,
+}
+#: What a part may not import; the parts above it.
+MAY_NOT_IMPORT = {
+    "data": {"methods", "federation", "tuning", "report", "runner", "cli"},
+    "models": {"federation", "tuning", "report", "runner", "cli"},
+    "experiment": {"data", "models", "federation", "tuning", "report", "runner", "cli"},
+    "federation": {"tuning", "report", "runner", "cli"},
+    "report": {"tuning", "runner", "cli"},
+    "doctor": {"tuning", "report", "runner", "cli"},
+    "runner": {"tuning", "cli"},
+    "tuning": {"cli"},
+}
+#: Third parties that only some may import: beginnings of module names.
+ONLY = {
+    "ray": ("federation.", "tuning", "models.pretrain", "cli"),
+    "mlflow": ("tracking.",),
+    "datasets": ("data.",),
+}
+#: Files of the federation that run where there is no Ray.
+CORE_OF_FEDERATION = ("federation.local",)
+CORE = ("spectral", "adapters", "methods", "tasks")
+
+
+def module(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def running(tree):
+    """All nodes but those under `if TYPE_CHECKING`: a name in an annotation is no dependency."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        else:
+            todo += ast.iter_child_nodes(node)
+
+
+def imported(path):
+    """Every module a file imports, wherever in it; relative ones made absolute."""
+    package = ["trishul_ray", *path.relative_to(ROOT).parts[:-1]]
+    found = set()
+    for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            found.add(source)
+            # `from trishul_ray.methods import ravan` imports a module, too.
+            found |= {f"{source}.{alias.name}" for alias in node.names}
+    return found
+
+
+def ours(path):
+    prefix = "trishul_ray."
+    return {name.removeprefix(prefix) for name in imported(path) if name.startswith(prefix)}
+
+
+def parts(path):
+    known = {module(file).split(".")[0] for file in FILES}
+    return {name.split(".")[0] for name in ours(path)} & known
+
+
+def of_part(part):
+    return [path for path in FILES if module(path).split(".")[0] == part]
+
+
+def registers(path):
+    """Whether a file is a method's: it registers one."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            for mark in node.decorator_list:
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("register"):
+                    return True
+    return False
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_parts_of_the_core_import_only_what_lies_below(part):
+    assert of_part(part)
+    for path in of_part(part):
+        assert parts(path) <= MAY_IMPORT[part] | {part}, module(path)
+
+
+@pytest.mark.parametrize("part", MAY_NOT_IMPORT)
+def test_nothing_imports_what_lies_above(part):
+    for path in of_part(part):
+        assert not parts(path) & MAY_NOT_IMPORT[part], module(path)
+
+
+def test_the_foundation_imports_nothing_of_ours():
+    for part in FOUNDATION:
+        for path in of_part(part):
+            assert not parts(path) - {part}, module(path)
+
+
+@pytest.mark.parametrize("package", ONLY)
+def test_who_may_import_a_third_party(package):
+    users = [
+        path
+        for path in FILES
+        if any(name == package or name.startswith(f"{package}.") for name in imported(path))
+    ]
+    assert users, f"nothing imports {package}: is the rule out of date?"
+    for path in users:
+        name = module(path)
+        assert f"{name}.".startswith(ONLY[package]), f"{name} imports {package}"
+        assert name not in CORE_OF_FEDERATION, f"{name} imports {package}"
+
+
+def test_a_method_never_imports_another_methods_file():
+    methods = {module(path): path for path in of_part("methods") if registers(path)}
+    assert len(methods) >= 3
+    for name, path in methods.items():
+        assert not (ours(path) & set(methods)) - {name}, name
+
+
+def test_the_core_runs_where_ray_mlflow_and_datasets_are_not_installed():
+    core = [module(path) for path in FILES if module(path).split(".")[0] in CORE]
+    names = [f"trishul_ray.{name}" for name in (*core, *CORE_OF_FEDERATION)]
+    script = (
+        "import importlib, sys\n"
+        "for name in ('ray', 'mlflow', 'datasets'):\n"
+        "    sys.modules[name] = None  # importing it fails\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
