@@ -27,6 +27,7 @@ help:
 	@echo "make clean   remove the environment and all caches; runs/ is kept"
 
 setup: $(STAMP)
+	@:
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

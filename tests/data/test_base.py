@@ -111,7 +111,7 @@ def test_faults_are_named(tmp_path, split):
         split.column("img")
     with pytest.raises(InputError, match=r"no split 'dev'.*train, test"):
         PreparedDataset(tmp_path, ("train", "test")).split("dev")
-    with pytest.raises(InputError, match="not on this machine.*storage.cache"):
+    with pytest.raises(InputError, match=r"not on this machine.*storage.cache"):
         len(Split(tmp_path / "gone.arrow"))
 
 

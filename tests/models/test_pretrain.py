@@ -93,7 +93,7 @@ def test_random_backbones_need_no_pretraining(tmp_path):
 
 
 def test_unknown_built_ins_are_refused(tmp_path):
-    with pytest.raises(InputError, match="'vit-huge' is not a built-in.*vit-digits"):
+    with pytest.raises(InputError, match=r"'vit-huge' is not a built-in.*vit-digits"):
         pretrain.pretrain("vit-huge", tmp_path)
 
 

@@ -1,4 +1,5 @@
 import pickle
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,10 +97,7 @@ def test_merging_does_not_depend_on_the_order(cuts, order):
     logits = torch.randn(30, 5, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(30) % 5
     edges = [0, *sorted(cuts), 30]
-    sums = [
-        task().evaluate(logits[a:z], {"labels": labels[a:z]})
-        for a, z in zip(edges, edges[1:], strict=False)
-    ]
+    sums = [task().evaluate(logits[a:z], {"labels": labels[a:z]}) for a, z in pairwise(edges)]
     merged = task().merge(sums)
     order.shuffle(sums)
     assert task().merge(sums) == merged

@@ -99,10 +99,12 @@ class LoRA(LayerAdapter):
         if merged:
             return functional.linear(x, self.merged_weight(weight, constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
-        thin = functional.linear(x, factor_A)  # [..., r]
+        thin = x.reshape(-1, d_in) @ factor_A.t()  # [n, r]
         if self.scale != 1.0:
             thin = thin * self.scale
-        return functional.linear(x, weight, bias) + functional.linear(thin, factor_B)
+        y = functional.linear(x, weight, bias).view(-1, d_out)
+        # In place: nothing needs the plain layer's output, and a copy costs as much as the product.
+        return y.addmm_(thin, factor_B.t()).view(*x.shape[:-1], d_out)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]

@@ -133,7 +133,7 @@ def _even(rows: int, clients: int) -> np.ndarray:
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
     """One draw p [size] of Dir(alpha 1), normalised in float64."""
-    drawn = rng.dirichlet(np.full(size, alpha))
+    drawn: np.ndarray = rng.dirichlet(np.full(size, alpha))
     total = drawn.sum()
     if not np.isfinite(total) or total <= 0:
         raise InputError(f"partition.alpha={alpha} is out of what float64 can draw with")

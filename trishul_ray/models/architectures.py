@@ -32,7 +32,6 @@ def _t5_base() -> PretrainedConfig:
         num_layers=12,
         num_heads=12,
         relative_attention_num_buckets=32,
-        decoder_start_token_id=0,
     )
 
 

@@ -1,6 +1,7 @@
 """Backbones with their weights, or on the meta device; nothing depends on a global seed.
 
-Weights are read from safetensors only, on the CPU, in float32, with scaled-dot-product attention.
+Weights are read from safetensors only, on the CPU, in float32, with transformers' default attention:
+scaled-dot-product wherever the architecture supports it.
 What a checkpoint does not give (a head for another number of classes) is drawn from
 ``torch_rng(seed, ...)``; whatever transformers draws while building happens on a forked global
 stream and is overwritten.
@@ -116,7 +117,7 @@ def _build(config: "ModelConfig", architecture: PretrainedConfig) -> nn.Module:
     elif architecture.is_encoder_decoder:
         auto = AutoModelForSeq2SeqLM
     try:
-        model: nn.Module = auto.from_config(architecture, attn_implementation="sdpa")
+        model: nn.Module = auto.from_config(architecture)
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"model.name={config.name!r} cannot be built: {reason}") from error
@@ -144,7 +145,6 @@ def _from_checkpoint(
             model, info = AutoModelForImageClassification.from_pretrained(
                 where,
                 config=architecture,
-                attn_implementation="sdpa",
                 dtype=torch.float32,
                 use_safetensors=True,
                 trust_remote_code=False,

@@ -39,9 +39,7 @@ Progress = Callable[[str, float], None]
 def new_backbone(builtin: Builtin) -> nn.Module:
     """The untrained built-in, weights drawn from the recipe's seed."""
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        model: nn.Module = AutoModelForImageClassification.from_config(
-            builtin.config(), attn_implementation="sdpa"
-        )
+        model: nn.Module = AutoModelForImageClassification.from_config(builtin.config())
     draw_weights(model, builtin.recipe.seed)
     return model
 
@@ -200,13 +198,13 @@ def _train_on_ray(
         )
         with tempfile.TemporaryDirectory(prefix="train-", dir=cache) as storage:
             trainer = TorchTrainer(
-                _train_loop,
+                _train_loop,  # type: ignore[arg-type]  # may return a value since Ray Train 2
                 train_loop_config={"builtin": builtin, "cache": str(cache), "queue": queue},
                 scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
                 run_config=RunConfig(
                     name=f"pretrain-{builtin.name}",
                     storage_path=storage,
-                    logging_config=LoggingConfig(log_level="ERROR"),
+                    logging_config=LoggingConfig(log_level="ERROR"),  # type: ignore[call-arg]  # as above
                 ),
             )
             teller.start()
@@ -221,7 +219,7 @@ def _train_on_ray(
                 done.set()
                 teller.join()
                 queue.shutdown()
-        arrays: dict[str, np.ndarray] = result.return_value
+        arrays: dict[str, np.ndarray] = result.return_value  # type: ignore[attr-defined]  # as above
         return arrays
     finally:
         if started:

@@ -5,6 +5,7 @@ mirror, the Hugging Face hub. Code from a checkpoint is never executed.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,9 +83,10 @@ def load_model_config(config: "ModelConfig", *, hub: Path | None, cache: Path) -
         return KNOWN[where]()
     with quiet_transformers():
         try:
-            return AutoConfig.from_pretrained(where, trust_remote_code=False)
+            found: PretrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise not_found(config, where, hub, error) from error
+    return found
 
 
 def load_preprocessing(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Preprocessing:
@@ -162,7 +164,7 @@ def quiet_transformers() -> Iterator[None]:
     """Load reports, retry notes and progress bars of transformers off, then as they were."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
+    hf_logging.set_verbosity(logging.ERROR)
     hf_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
     try:
