@@ -67,8 +67,7 @@ def run(
     """
     from trishul_ray.federation.result import config_yaml
     from trishul_ray.report.summary import summary_table
-    from trishul_ray.runner import central_twin, run_experiment
-    from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.runner import central_twin
 
     experiment = _load(arguments)
     if show:
@@ -78,23 +77,7 @@ def run(
     twins = [("federated", experiment)]
     if central:
         twins.append(("central", central_twin(experiment)))
-    results = []
-    for label, twin in twins:
-        err.print(
-            f"[bold]{label}[/] {twin.method.name} on {twin.data.name}, "
-            f"{twin.federation.rounds} rounds, id {twin.id}"
-        )
-        with RunProgress(twin.federation.rounds, err) as progress:
-            try:
-                outcome = run_experiment(twin, progress, fresh=fresh)
-            except RunError as error:
-                raise RunError(f"{error}\n{_how_to_continue(twin)}") from error
-            except KeyboardInterrupt:
-                err.print(f"\nstopped. {_how_to_continue(twin)}", highlight=False, soft_wrap=True)
-                raise typer.Exit(130) from None
-        if outcome.repeated:
-            err.print("this run had finished before; its result is shown (--fresh runs it again)")
-        results.append((label, outcome))
+    results = [(label, _run_one(label, twin, fresh)) for label, twin in twins]
     out.print(summary_table([(label, o.summary) for label, o in results]))
     first = results[0][1]
     out.print(f"result    {first.home.uri}/result.json", highlight=False, soft_wrap=True)
@@ -209,6 +192,25 @@ def doctor(
     render(checks, out)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+def _run_one(label: str, experiment: Any, fresh: bool) -> Any:
+    from trishul_ray.report.summary import describe
+    from trishul_ray.runner import run_experiment
+    from trishul_ray.tracking.progress import RunProgress
+
+    err.print(f"{label}: {describe(experiment)}", highlight=False, soft_wrap=True)
+    with RunProgress(experiment.federation.rounds, err) as progress:
+        try:
+            outcome = run_experiment(experiment, progress, fresh=fresh)
+        except RunError as error:
+            raise RunError(f"{error}\n{_how_to_continue(experiment)}") from error
+        except KeyboardInterrupt:
+            err.print(f"stopped. {_how_to_continue(experiment)}", highlight=False, soft_wrap=True)
+            raise typer.Exit(130) from None
+    if outcome.repeated:
+        err.print("this run had finished before; its result is shown (--fresh runs it again)")
+    return outcome
 
 
 def _load(arguments: list[str] | None) -> Any:

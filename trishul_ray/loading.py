@@ -135,14 +135,15 @@ def _explain(error: ValidationError, fields: dict[str, Any]) -> str:
 def _fault(item: Any, fields: dict[str, Any]) -> str:
     # Union members appear in pydantic's location as type names: keep only real field names.
     location = [str(part) for part in item["loc"]]
-    path, model = [], Experiment  # type: type[BaseModel]
+    path: list[str] = []
+    model: type[BaseModel] = Experiment
     for part in location:
         if part in model.model_fields or item["type"] == "extra_forbidden":
             path.append(part)
-            inner = _section_of(model, part)
             if part == "method" and model is Experiment:
-                inner = method_class(_method_of(fields)).Config
-            model = inner or model
+                model = method_class(_method_of(fields)).Config
+            else:
+                model = _section_of(model, part) or model
     dotted = ".".join(path)
     context = item.get("ctx", {})
     if item["type"] == "extra_forbidden":

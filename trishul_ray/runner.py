@@ -9,7 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from trishul_ray.report.figures import (
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tracking.store import tracking_uri
+from trishul_ray.tracking.store import tracking_uri, ui_command
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def _run(experiment: Experiment, home: Store, attempt: str, progress: RunProgres
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")
-            free = stack.enter_context(ray_session() if use_ray else nullcontext({}))
+            free: dict[str, float] = {}
+            if use_ray:
+                free = stack.enter_context(ray_session())
             ensure_backbone(
                 experiment.model, Places.of(experiment).cache, progress.task_progress("backbone")
             )
@@ -138,24 +140,21 @@ def _run(experiment: Experiment, home: Store, attempt: str, progress: RunProgres
 def _rounds(
     experiment: Experiment, driver: Driver, home: Store, tracker: Tracker, progress: RunProgress
 ) -> Final:
-    seen: list[dict[str, Any]] = []
-
-    def tell(step: Progressed) -> None:
+    def tell(step: Progressed, shown: int) -> None:
         for event in step.events:
             progress.note(event)
         for record in step.records:
-            seen.append(record)
+            # Logged again after a resume: the tracker drops what it has already.
             tracker.log_round(record["round"], flat_metrics(record))
+        for record in step.records[-shown:]:
             progress.advance(record["round"], record)
 
     standing = driver.begin()
-    progress.phase(
-        f"training, from round {standing.round + 1}" if standing.round else "training"
-    )
-    tell(standing)
+    progress.phase(f"training, from round {standing.round + 1}" if standing.round else "training")
+    tell(standing, shown=1)
     while not standing.finished:
         standing = driver.step()
-        tell(standing)
+        tell(standing, shown=len(standing.records))
     return driver.final()
 
 
@@ -169,6 +168,7 @@ def _write_artifacts(
         [r["round"] for r in measured],
         {experiment.method.name: [r["accuracy"] for r in measured]},
         figures / "accuracy.png",
+        references={"untouched backbone": measured[0]["accuracy"]},
     )
     counts = client_labels(prepared)
     label_distribution(counts, figures / "label_distribution.png")
@@ -212,8 +212,7 @@ def _open_tracker(experiment: Experiment, attempt: str) -> Tracker:
 def _command_of(experiment: Experiment) -> str | None:
     if not experiment.tracking.mlflow:
         return None
-    uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
-    return f"mlflow ui --backend-store-uri {uri} --host 127.0.0.1"
+    return ui_command(tracking_uri(experiment.tracking.uri, experiment.storage.runs))
 
 
 def _attempt(home: Store) -> str:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from trishul_ray.adapters.base import LayerSpec
-from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.lora import LoRA, merging_pays
 from trishul_ray.errors import InputError
 
 SPEC = LayerSpec("layer", "layer", 7, 9)
@@ -81,6 +81,14 @@ def test_factors_give_the_update():
     params = {"lora_A": torch.randn(2, 9), "lora_B": torch.randn(7, 2)}
     expected = 3.0 * params["lora_B"].double() @ params["lora_A"].double()
     torch.testing.assert_close(adapter.delta({}, params), expected)
+
+
+@pytest.mark.parametrize(
+    ("width", "rank", "tokens", "merged"),
+    [(128, 4, 2080, True), (768, 32, 6304, False), (768, 32, 8, False)],
+)
+def test_the_route_follows_the_shapes(width, rank, tokens, merged):
+    assert merging_pays(tokens, width, width, rank, backward=True) == merged
 
 
 def test_a_rank_that_means_nothing_is_refused():

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from trishul_ray.data.base import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.tasks import ImageClassification
+from trishul_ray.models import Preprocessing
+from trishul_ray.tasks import ImageClassification, image_task
 
 RGB = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 GRAY = {"mean": (0.5,), "std": (0.25,)}
@@ -142,3 +144,26 @@ def test_numbers_that_do_not_fit_are_refused(change, message):
 def test_other_channel_counts_are_refused():
     with pytest.raises(InputError, match="images have 2 channels"):
         task().prepare_batch(rows(c=2), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "want"),
+    [
+        (Preprocessing(32, 3, (0.1, 0.2, 0.3), (1, 2, 3)), (32, 3, (0.1, 0.2, 0.3), (1, 2, 3))),
+        (Preprocessing(32, 3, None, None), (32, 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))),
+        (Preprocessing(16, 1, None, None), (16, 1, (0.4,), (0.3,))),
+        (Preprocessing(None, None, None, None), (8, 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))),
+    ],
+)
+def test_what_a_backbone_leaves_open_the_dataset_decides(backbone, want):
+    info = DatasetInfo("toy", ("a", "b"), (3, 8, 8), RGB["mean"], RGB["std"], "test")
+    made = image_task(backbone, info)
+    assert (made.image_size, made.channels) == want[:2] and made.num_classes == 2
+    assert made.mean == pytest.approx(want[2]) and made.std == pytest.approx(want[3])
+
+
+def test_images_that_are_not_square_need_a_size():
+    info = DatasetInfo("toy", ("a", "b"), (3, 8, 6), RGB["mean"], RGB["std"], "test")
+    assert image_task(Preprocessing(8, 3, None, None), info).image_size == 8
+    with pytest.raises(InputError, match=r"images of 6x8: set model\.image_size"):
+        image_task(Preprocessing(None, 3, None, None), info)

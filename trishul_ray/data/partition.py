@@ -133,11 +133,12 @@ def _even(rows: int, clients: int) -> np.ndarray:
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
     """One draw p [size] of Dir(alpha 1), normalised in float64."""
-    drawn: np.ndarray = rng.dirichlet(np.full(size, alpha))
-    total = drawn.sum()
+    drawn = rng.dirichlet(np.full(size, alpha))
+    total = float(drawn.sum())
     if not np.isfinite(total) or total <= 0:
         raise InputError(f"partition.alpha={alpha} is out of what float64 can draw with")
-    return drawn / total
+    proportions: np.ndarray = drawn / total
+    return proportions
 
 
 def _per_client(

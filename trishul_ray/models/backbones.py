@@ -1,10 +1,9 @@
 """Backbones with their weights, or on the meta device; nothing depends on a global seed.
 
-Weights are read from safetensors only, on the CPU, in float32, with transformers' default attention:
-scaled-dot-product wherever the architecture supports it.
-What a checkpoint does not give (a head for another number of classes) is drawn from
-``torch_rng(seed, ...)``; whatever transformers draws while building happens on a forked global
-stream and is overwritten.
+Weights are read from safetensors only, on the CPU, in float32, with transformers' default
+attention: scaled-dot-product wherever the architecture supports it. What a checkpoint does not
+give (a head for another number of classes) is drawn from ``torch_rng(seed, ...)``; whatever
+transformers draws while building happens on a forked global stream and is overwritten.
 """
 
 from pathlib import Path

@@ -24,10 +24,10 @@ from trishul_ray.data import Split, prepare
 from trishul_ray.data.sources import make_cache_folder
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.models.backbones import draw_weights
-from trishul_ray.models.registry import quiet_transformers
+from trishul_ray.models.registry import Preprocessing, quiet_transformers
 from trishul_ray.models.tiny import BUILTINS, Builtin
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks import ImageClassification
+from trishul_ray.tasks import ImageClassification, image_task
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import ModelConfig
@@ -46,14 +46,8 @@ def new_backbone(builtin: Builtin) -> nn.Module:
 
 def task_for(builtin: Builtin, split: Split) -> ImageClassification:
     """The classification task of a built-in, normalised by its dataset's statistics."""
-    info = split.info
-    return ImageClassification(
-        mean=info.mean,
-        std=info.std,
-        image_size=int(builtin.architecture["image_size"]),
-        channels=int(builtin.architecture["num_channels"]),
-        num_classes=info.num_classes,
-    )
+    shape = builtin.config()
+    return image_task(Preprocessing(shape.image_size, shape.num_channels, None, None), split.info)
 
 
 def train_backbone(

@@ -166,7 +166,7 @@ def quiet_transformers() -> Iterator[None]:
     hub_verbosity = hub_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)
     hf_logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:

@@ -10,27 +10,39 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.tracking.progress import count, duration
 
 
+def describe(experiment: Experiment) -> str:
+    """A run in one line: what, where, how far, and its id."""
+    fed = experiment.federation
+    strength = getattr(experiment.method, "lam", None)
+    method = experiment.method.name + ("" if strength is None else f" (λ={strength:g})")
+    return (
+        f"{method} on {experiment.data.name}, {experiment.model.name}, "
+        f"{fed.clients_per_round} of {fed.clients} clients a round, {fed.rounds} rounds, "
+        f"id {experiment.id}"
+    )
+
+
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """Final accuracy of each run beside that of the untouched backbone, with cost.
 
     Args:
         results: a label and the content of result.json, for each run.
     """
-    table = Table("run", "accuracy", "loss", "best", "trained", "sent up", "sent down", "training")
+    table = Table("", "accuracy", "loss", "trained", "up / down", "time")
     first = results[0][1]["untouched"]
     table.add_row("untouched backbone", f"{first['accuracy']:.2%}", f"{first['loss']:.4f}")
     for label, summary in results:
-        final, best = summary["final"], summary["best"]
+        final = summary["final"]
+        up, down = summary["uploaded_parameters"], summary["downloaded_parameters"]
         table.add_row(
-            f"{label} ({summary['config']['method']['name']})",
+            f"{label} {summary['config']['method']['name']}",
             f"{final['accuracy']:.2%}",
             f"{final['loss']:.4f}",
-            f"{best['accuracy']:.2%} (round {best['round']})",
             count(sum(summary["parameters"].values())),
-            count(summary["uploaded_parameters"]),
-            count(summary["downloaded_parameters"]),
+            f"{count(up)} / {count(down)}",
             duration(sum(summary["round_seconds"])),
         )
+    table.caption = f"after the last round, {results[0][1]['final']['round']}"
     return table
 
 

@@ -4,7 +4,7 @@ Legend of shapes: b images, C channels, H x W pixels as stored, S the model's si
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
 from trishul_ray.tasks.base import Task, logits_of, total
+
+if TYPE_CHECKING:
+    from trishul_ray.data.base import DatasetInfo
+    from trishul_ray.models.registry import Preprocessing
 
 #: ITU-R 601 luma, the weights of Pillow's mode "L".
 _LUMA = (0.299, 0.587, 0.114)
@@ -127,3 +131,38 @@ class ImageClassification(Task):
             "loss": total(sums, "loss_sum") / count,
             "accuracy": total(sums, "correct") / count,
         }
+
+
+def image_task(backbone: "Preprocessing", info: "DatasetInfo") -> ImageClassification:
+    """The task of a dataset for a backbone: what the backbone leaves open, the dataset decides.
+
+    A backbone that names no normalization gets the dataset's: repeated where gray images go into
+    a color model, averaged over channels where color goes into a gray one.
+
+    Args:
+        backbone: image size, channels, mean and std the model was trained with, as far as known.
+        info: the dataset's description.
+
+    Raises:
+        InputError: sizes, channels or statistics do not fit together.
+    """
+    stored, height, width = info.image_shape
+    channels = backbone.channels or stored
+    if backbone.image_size is None and height != width:
+        raise InputError(
+            f"dataset {info.name} has images of {width}x{height}: set model.image_size, since the "
+            "model names no size and only squares are taken"
+        )
+    mean, std = backbone.mean, backbone.std
+    if mean is None or std is None:
+        mean, std = info.mean, info.std
+        if len(mean) != channels:
+            mean = (sum(mean) / len(mean),) * channels
+            std = (sum(std) / len(std),) * channels
+    return ImageClassification(
+        mean=mean,
+        std=std,
+        image_size=backbone.image_size or height,
+        channels=channels,
+        num_classes=info.num_classes,
+    )
