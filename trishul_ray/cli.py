@@ -7,9 +7,8 @@ happened, what is kept and how to continue); 130 stopped by Ctrl-C.
 import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Federated fine-tuning with shared frozen bases: one run, from the command line.",
 )
+
+#: Typer carries a copy of Click's exceptions; this public class leads to their common base.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 out = Console()
 err = Console(stderr=True)
@@ -240,22 +242,23 @@ def _quoted(word: str) -> str:
 def main() -> None:
     """Entry point: errors become one line or one paragraph and an exit code."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except InputError as error:
         _fail(str(error), 2)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except click.ClickException as error:
+    except typer.Abort:
+        code = 130
+    except _UsageError as error:
         _fail(error.format_message(), 2)
     except RunError as error:
         _fail("\n".join(textwrap.wrap(str(error), 100, break_long_words=False)), 1)
     except OSError as error:
         _fail(f"{error.strerror or error}: {error.filename or 'storage'}", 1)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 

@@ -19,7 +19,6 @@ from trishul_ray.adapters.base import LOW_PRECISION, LayerAdapter, LayerSpec, Pa
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 
-
 #: A product with a thin factor is bound by memory, not by arithmetic: reading or writing one entry
 #: of the wide side costs about as much as this many multiplications (measured on AVX-512 CPUs).
 ENTRY_COST = 32

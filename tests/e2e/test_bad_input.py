@@ -1,0 +1,258 @@
+"""What each mistake prints: one line, exit code 2, nothing written. Or 1 and a paragraph.
+
+Most rows call the command's entry point in this process; a few, as subprocesses, prove that the
+process itself behaves so.
+"""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from trishul_ray import cli
+
+TINY = [
+    "model.init=random",
+    "federation.clients=3",
+    "federation.clients_per_round=2",
+    "federation.rounds=2",
+    "federation.local_steps=2",
+    "evaluation.limit=32",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def trishul(monkeypatch, capsys, tmp_path, cache):
+    """``trishul("run", ...)`` -> (exit code, standard error), in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("TRISHUL_HUB", raising=False)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["trishul", *words])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def one_line(text):
+    """The error itself, without the lines that tell what was going on before it."""
+    lines = [line for line in text.strip().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, text
+    assert text.strip().splitlines()[-1] == lines[0], "nothing may follow the error"
+    assert "Traceback" not in text
+    return lines[0]
+
+
+COMMAND_LINES = [
+    (["run", "nosuch.yaml"], "config file nosuch.yaml does not exist"),
+    (["run", "method=nosuch"], "unknown method 'nosuch'; known: fedit, ravan, trishul"),
+    (["run", "federation.cilents=3"], "did you mean 'federation.clients'?"),
+    (["run", "partition.alpha=0"], "partition.alpha=0: input should be greater than 0"),
+    (["run", "seed=x"], "seed='x': input should be a valid integer"),
+    (["run", "rounds", "3"], "config file rounds does not exist"),
+    (["run", "--frsh"], "No such option: --frsh"),
+    (["rum"], "No such command 'rum'"),
+    (["run", "dataset=mnist"], "data.name='mnist' is unknown"),
+    (["run", "budget=60"], "heads x rank"),
+    (["run", "budget=4", "adapter.heads=10"], "heads x rank"),
+    (["run", "adapter.rank=65"], "adapter.rank"),
+    (["run", "adapter.targets=[qproj]"], "no module is named 'qproj'; nearest: q_proj"),
+    (["run", "model=no/such-model"], "model.name='no/such-model' not found"),
+    (["run", "model.name=./nowhere"], "model.name='./nowhere'"),
+    (["run", "partition.min_size=500"], "partition.min_size"),
+    (["run", "federation.clients=2000"], "federation.clients"),
+    (["run", "storage.runs=nosuch://x"], "storage.runs='nosuch://x' cannot be opened"),
+    (["run", "tracking.uri=file:///x", "tracking.mlflow=true"], "tracking.uri='file:///x'"),
+    (["run", "dataset=cifar100", "model=vit-digits", "budget=4"], "storage.hub or TRISHUL_HUB"),
+    (["run", "storage.hub=/no/such/place"], "is not a folder"),
+    (["run", "resources.device=cuda", "resources.backend=ray"], "exceed what is free here"),
+    (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
+    (["pretrain", "vit-huge"], "unknown built-in backbone 'vit-huge'; known: vit-digits"),
+    (["datasets", "mnist"], "unknown dataset 'mnist'"),
+    (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), COMMAND_LINES, ids=lambda v: " ".join(v)[:50] if isinstance(v, list) else "")
+def test_command_lines(trishul, words, says, tmp_path):
+    if words[0] == "run" and "=" in words[-1]:
+        words = ["run", *TINY, *words[1:]]
+    code, error = trishul(*words)
+    assert code == 2, error
+    assert says in one_line(error)
+    assert not list(tmp_path.glob("runs/*/result.json"))
+
+
+def make_mirror(root, mode="RGB", size=(32, 32), label=3, column="fine_label"):
+    folder = root / "uoft-cs" / "cifar100" / "cifar100"
+    folder.mkdir(parents=True)
+    data = io.BytesIO()
+    Image.new(mode, size).save(data, format="PNG")
+    rows = [{"img": {"bytes": data.getvalue(), "path": None}, column: n % 3} for n in range(40)]
+    rows[17][column] = label
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def on_mirror(root):
+    return ["run", *TINY, "dataset=cifar100", "model=vit-digits", "budget=4", f"storage.hub={root}"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"mode": "L"}, "row 0"),
+        ({"size": (28, 28)}, "row 0"),
+        ({"label": 100}, "row 17"),
+        ({"label": -2}, "row 17"),
+        ({"column": "other"}, "fine_label"),
+    ],
+    ids=["gray image", "wrong size", "label too large", "label negative", "column missing"],
+)
+def test_malformed_mirrors(trishul, tmp_path, damage, says):
+    folder = make_mirror(tmp_path / "hub", **damage)
+    code, error = trishul(*on_mirror(tmp_path / "hub"))
+    assert code == 2, error
+    assert says in one_line(error)
+    assert str(folder / "train-00000-of-00001.parquet") in error
+
+
+def test_a_truncated_parquet_file_is_named(trishul, tmp_path):
+    folder = make_mirror(tmp_path / "hub")
+    file = folder / "train-00000-of-00001.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    code, error = trishul(*on_mirror(tmp_path / "hub"))
+    assert code == 2, error
+    assert str(file) in one_line(error)
+
+
+def test_nan_weights_are_named(trishul, tmp_path, cache):
+    from safetensors.torch import load_file, save_file
+
+    from trishul_ray.models.pretrain import new_backbone
+    from trishul_ray.models.tiny import BUILTINS
+
+    folder = tmp_path / "model"
+    new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "vit.embeddings.patch_embeddings.projection.weight"
+    tensors[name][0, 0, 0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    words = [w for w in TINY if w != "model.init=random"]
+    code, error = trishul("run", *words, f"model={folder}")
+    assert code == 2, error
+    assert name in one_line(error)
+
+
+def test_a_truncated_model_file_is_named(trishul, tmp_path):
+    from trishul_ray.models.pretrain import new_backbone
+    from trishul_ray.models.tiny import BUILTINS
+
+    folder = tmp_path / "model"
+    new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    words = [w for w in TINY if w != "model.init=random"]
+    code, error = trishul("run", *words, f"model={folder}")
+    assert code == 2, error
+    assert str(folder) in one_line(error)
+
+
+def test_truncated_checkpoints_are_named_and_the_run_goes_on(trishul, tmp_path):
+    code, error = trishul("run", *TINY)
+    assert code == 0, error
+    (home,) = tmp_path.glob("runs/*/")
+    before = json.loads((home / "result.json").read_text())
+    (home / "result.json").unlink()
+    for file in (home / "checkpoints").iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    code, error = trishul("run", *TINY)
+    assert code == 0, error
+    assert error.count("is corrupt (checksum differs): skipped") == 2
+    after = json.loads((home / "result.json").read_text())
+    assert after["state_sha256"] == before["state_sha256"]
+
+
+def test_a_diverging_run_fails_in_a_paragraph(trishul, tmp_path):
+    code, error = trishul("run", *TINY, "optimizer.name=sgd", "optimizer.lr=1e30")
+    assert code == 1
+    said = error[error.index("error: ") :]
+    assert "not finite" in said
+    assert "optimizer.lr" in said
+    assert "to continue: trishul run" in " ".join(said.split())
+    assert "Traceback" not in said
+
+
+def test_export_does_not_overwrite(trishul, tmp_path):
+    trishul("run", *TINY)
+    (home,) = tmp_path.glob("runs/*/")
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "precious").write_text("mine")
+    code, error = trishul("export", home.name, str(target))
+    assert code == 2
+    assert "is not an empty folder" in one_line(error)
+    assert (target / "precious").read_text() == "mine"
+    shutil.rmtree(home / "checkpoints")
+    code, error = trishul("export", home.name, str(tmp_path / "new"))
+    assert code == 1
+    assert "no usable checkpoint" in error
+
+
+def test_two_drivers_of_one_run_do_not_meet(trishul, tmp_path):
+    from filelock import FileLock
+
+    trishul("run", *TINY)
+    (home,) = tmp_path.glob("runs/*/")
+    with FileLock(tmp_path / "runs" / f".{home.name}.lock"):
+        code, error = trishul("run", *TINY)
+    assert code == 1
+    assert "is being driven by another process" in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["run", "method.lam=-1"], 2, "error: method.lam=-1: input should be greater than"),
+        (["nonsense"], 2, "error: No such command 'nonsense'"),
+        (["--help"], 0, ""),
+        (["run", "--help"], 0, ""),
+    ],
+)
+def test_as_a_process(words, code, says, tmp_path):
+    package = str(Path(cli.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "trishul_ray.cli", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": package},
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
