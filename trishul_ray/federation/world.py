@@ -16,7 +16,6 @@ from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.data.base import PreparedDataset
 from trishul_ray.data.partition import Partition, partition
 from trishul_ray.data.sources import prepare
-from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.jobs import to_arrays
 from trishul_ray.federation.local import Workbench
@@ -27,8 +26,7 @@ from trishul_ray.models.backbones import load_backbone, meta_backbone
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.models.registry import load_preprocessing
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks.base import Task
-from trishul_ray.tasks.image_classification import ImageClassification
+from trishul_ray.tasks.image_classification import image_task
 
 Progress = Callable[[str, float], None]
 
@@ -109,29 +107,6 @@ def pick_device(experiment: Experiment) -> torch.device:
     return torch.device(wanted)
 
 
-def build_task(experiment: Experiment, prepared: Prepared) -> Task:
-    """Image classification as the backbone wants its images.
-
-    Raises:
-        InputError: the backbone takes no images.
-    """
-    places = Places.of(experiment)
-    wanted = load_preprocessing(experiment.model, hub=places.hub, cache=places.cache)
-    info = prepared.dataset.info
-    if wanted.image_size is None or wanted.channels is None:
-        raise InputError(
-            f"model.name={experiment.model.name!r} takes no images, but data.name={info.name!r} "
-            "is an image dataset"
-        )
-    return ImageClassification(
-        mean=wanted.mean or info.mean,
-        std=wanted.std or info.std,
-        image_size=wanted.image_size,
-        channels=wanted.channels,
-        num_classes=info.num_classes,
-    )
-
-
 def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     """Load the backbone, attach the method's adapters, open the data.
 
@@ -139,10 +114,14 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         InputError: the backbone, the budget or the data do not fit together.
     """
     places = Places.of(experiment)
+    # An actor on a node that the driver's cache does not reach makes its own copy, from the same
+    # source and with the same bytes.
     dataset = prepared.dataset
+    if not dataset.folder.is_dir():
+        dataset = prepare(experiment.data.name, cache=places.cache, hub=places.hub)
     device = pick_device(experiment)
     dtype = torch.bfloat16 if experiment.model.precision == "bf16" else torch.float32
-    ensure_backbone(experiment.model, places.cache)
+    ensure_backbone(experiment.model, places.cache, on_ray=False)
     backbone = load_backbone(
         experiment.model,
         dataset.info.num_classes,
@@ -150,7 +129,8 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         hub=places.hub,
         cache=places.cache,
     )
-    task = build_task(experiment, prepared)
+    wanted = load_preprocessing(experiment.model, hub=places.hub, cache=places.cache)
+    task = image_task(wanted, dataset.info)
     method = build_method(experiment.method)
     adapters = method.adapters(build_site(backbone, experiment))
     model = AdaptedModel(

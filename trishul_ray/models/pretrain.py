@@ -111,11 +111,15 @@ def save_backbone(model: nn.Module, task: ImageClassification, folder: Path) -> 
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def pretrain(name: str, cache: Path, *, progress: Progress | None = None) -> Path:
+def pretrain(
+    name: str, cache: Path, *, progress: Progress | None = None, on_ray: bool = True
+) -> Path:
     """The folder of the built-in ``name``, trained now by Ray Train or found in ``cache``.
 
     Uses the Ray instance that is initialised; where there is none, starts a local one and shuts
-    it down again. Two processes that ask at once train once.
+    it down again. Two processes that ask at once train once. With ``on_ray=False`` the same loop
+    runs in this process and gives the same bytes: what an actor on another node does, since it
+    must not ask for resources of its own.
 
     Raises:
         InputError: no such built-in.
@@ -132,16 +136,21 @@ def pretrain(name: str, cache: Path, *, progress: Progress | None = None) -> Pat
                 builtin.recipe.split
             )
             model = new_backbone(builtin)
-            arrays = _train_on_ray(builtin, cache, progress)
-            model.load_state_dict({key: torch.tensor(a) for key, a in arrays.items()})
+            if on_ray:
+                arrays = _train_on_ray(builtin, cache, progress)
+                model.load_state_dict({key: torch.tensor(a) for key, a in arrays.items()})
+            else:
+                model = train_backbone(builtin, split)
             save_backbone(model, task_for(builtin, split), folder)
     return folder
 
 
-def ensure_backbone(config: "ModelConfig", cache: Path, progress: Progress | None = None) -> None:
+def ensure_backbone(
+    config: "ModelConfig", cache: Path, progress: Progress | None = None, *, on_ray: bool = True
+) -> None:
     """Pretrain ``config.name`` if it is a built-in that is wanted pretrained and is missing."""
     if config.name in BUILTINS and config.init == "pretrained":
-        pretrain(config.name, cache, progress=progress)
+        pretrain(config.name, cache, progress=progress, on_ray=on_ray)
 
 
 def _train_loop(settings: dict[str, Any]) -> dict[str, np.ndarray]:
