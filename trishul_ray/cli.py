@@ -135,7 +135,7 @@ def pretrain(
 @app.command()
 def methods() -> None:
     """List the methods: what they do, what they send, where they come from."""
-    from trishul_ray.methods.base import method_class, method_names
+    from trishul_ray.methods.registry import method_class, method_names
 
     table = Table("name", "what it does", "communication", "reference")
     for name in method_names():

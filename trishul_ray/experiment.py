@@ -22,7 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from trishul_ray.methods.base import MethodConfig, method_class, method_names
+from trishul_ray.methods.base import MethodConfig
+from trishul_ray.methods.registry import method_class, method_names
 from trishul_ray.version import NUMERICS
 
 #: LoRA rank per adapted matrix that a named budget stands for (paper, "Parameter Budget").
@@ -146,6 +147,11 @@ class FederationConfig(Section):
     weighting: Literal["uniform", "size"] = Field(
         "uniform", description="aggregation weight of a client: equal, or its number of rows"
     )
+    compute: Literal["full", "uniform", "bell", "skewed-right"] = Field(
+        "full",
+        description="how much of the budget clients can train: all of it, or shares of 1/4 to 1 "
+        "drawn once per client",
+    )
     clients_per_actor: Annotated[int, Field(ge=1)] | Literal["auto"] = _free(
         "auto", "1: one actor per client; auto: as many actors as slices are free"
     )
@@ -241,6 +247,12 @@ class Experiment(Section):
             raise ValueError(
                 f"federation.clients_per_round={fed.clients_per_round} exceeds "
                 f"federation.clients={fed.clients}"
+            )
+        if fed.compute != "full" and not method_class(self.method.name).takes_limits:
+            able = [name for name in method_names() if method_class(name).takes_limits]
+            raise ValueError(
+                f"federation.compute={fed.compute!r} needs a method that limited clients can "
+                f"train a part of ({', '.join(able)}), not method={self.method.name!r}"
             )
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.methods.base import MethodConfig, method_class, method_names
+from trishul_ray.methods.base import MethodConfig
+from trishul_ray.methods.registry import method_class, method_names
 
 _SHORT = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
 

@@ -13,7 +13,7 @@ from trishul_ray.federation.jobs import TrainJob, to_arrays, to_tensors
 from trishul_ray.federation.local import global_vector, train_client
 from trishul_ray.federation.reduce import judge
 from trishul_ray.federation.server import Outcome, Server
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.registry import method_class, method_names
 from trishul_ray.storage import Store
 
 METHODS = method_names()

@@ -9,6 +9,7 @@ Legend: P length of the flat vector of trainables.
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.adapters.targets import find_layers, head_parameters, spec_of
 from trishul_ray.errors import InputError
 
-__all__ = ["AdaptedLinear", "AdaptedModel", "find_layers", "head_parameters"]
+__all__ = ["AdaptedLinear", "AdaptedModel", "Trained", "find_layers", "head_parameters"]
 
 
 class AdaptedLinear(nn.Module):
@@ -36,24 +37,62 @@ class AdaptedLinear(nn.Module):
         self.constants = constants  # float32, for exact updates
         #: In the weight's dtype, for the forward: cast once (the same tensors in float32).
         self.working = {k: v.to(linear.weight.dtype) for k, v in constants.items()}
+        self.exact, self.swapped = constants, False
         #: A bound state that does not train is merged once for all its forwards.
         self.mergeable = path != "factored" and linear.weight.dtype not in LOW_PRECISION
         self.params: dict[str, Tensor] | None = None
         self.merged: Tensor | None = None
+        #: The frozen weight for the bound state, where a method has moved it.
+        self.moved: Tensor | None = None
 
-    def bind(self, params: dict[str, Tensor] | None) -> None:
-        """Take trainables by suffix, or None to compute the frozen layer alone."""
+    def bind(
+        self,
+        params: dict[str, Tensor] | None,
+        base: Tensor | None = None,
+        constants: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Take trainables by suffix, or None to compute the frozen layer alone.
+
+        Args:
+            params: trainables.
+            base: [d_out, d_in], added to the frozen weight while bound.
+            constants: instead of the layer's own frozen bases, while bound.
+        """
         self.params, self.merged = params, None
+        self.moved = None
+        if base is not None:
+            self.moved = (self.weight.detach().float() + base).to(self.weight.dtype)
+        used = self.constants if constants is None else constants
+        self.exact = used
+        if constants is not None or self.swapped:
+            self.working = {k: v.to(self.weight.dtype) for k, v in used.items()}
+        self.swapped = constants is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """The adapted layer: x [..., d_in] -> [..., d_out]."""
         if self.params is None:
             return nn.functional.linear(x, self.weight, self.bias)
+        frozen = self.weight if self.moved is None else self.moved
         if self.mergeable and not any(p.requires_grad for p in self.params.values()):
             if self.merged is None:
-                self.merged = self.adapter.merged_weight(self.weight, self.constants, self.params)
+                self.merged = self.adapter.merged_weight(frozen, self.exact, self.params)
             return nn.functional.linear(x, self.merged, self.bias)
-        return self.adapter.forward(x, self.weight, self.bias, self.working, self.params, self.path)
+        return self.adapter.forward(x, frozen, self.bias, self.working, self.params, self.path)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained state: the vector, and what a method may have done to the frozen part.
+
+    Attributes:
+        vector: [P] float32.
+        base: by layer, [d_out, d_in] added to the frozen weight.
+        constants: by layer, frozen tensors instead of those the adapter draws.
+    """
+
+    vector: Tensor
+    base: Mapping[str, Tensor] = field(default_factory=dict)
+    constants: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 class AdaptedModel:
@@ -66,6 +105,7 @@ class AdaptedModel:
             heads) leaves its layer as it is.
         seed: of the frozen bases and the initial trainables.
         train_head: train the classification head too, where there is one.
+        train_all: train every parameter of the model as it is (full fine-tuning); no adapters.
         path: how adapted layers compute.
         device: where the model lies and the frozen bases go.
 
@@ -74,6 +114,7 @@ class AdaptedModel:
         specs: the layers in ``adapters``, in the model's order.
         adapters: as given.
         head_size: numbers in the trainable head (0 where it is not trained).
+        whole_size: numbers in other parameters trained as they are (full fine-tuning).
 
     Raises:
         InputError: a name is no ``nn.Linear`` of the model, or lies in the trainable head; or an
@@ -87,6 +128,7 @@ class AdaptedModel:
         *,
         seed: int,
         train_head: bool,
+        train_all: bool = False,
         path: Path = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
@@ -98,7 +140,11 @@ class AdaptedModel:
         )
         self._seed = seed
         self._model = model
-        self._head = head_parameters(model) if train_head else []
+        head = head_parameters(model)
+        self._head = head if train_head else []
+        if train_all:
+            kept = [] if train_head else head
+            self._head = [name for name, _ in model.named_parameters() if name not in kept]
         self._check_head()
         shapes = [
             (f"{spec.name}.{suffix}", shape)
@@ -109,7 +155,8 @@ class AdaptedModel:
             (HEAD_PREFIX + name, tuple(model.get_parameter(name).shape)) for name in self._head
         ]
         self.layout = Layout.of([*shapes, *head_shapes])
-        self.head_size = sum(model.get_parameter(name).numel() for name in self._head)
+        self.head_size = sum(model.get_parameter(n).numel() for n in self._head if n in head)
+        self.whole_size = sum(model.get_parameter(n).numel() for n in self._head if n not in head)
 
         constants = {
             spec.name: self.adapters[spec.name].constants(spec, seed, device)
@@ -166,7 +213,13 @@ class AdaptedModel:
             values[HEAD_PREFIX + name] = parameter.detach().float().cpu()
         return self.layout.pack(values)
 
-    def bind(self, vector: Tensor, grad: Tensor | None = None) -> None:
+    def bind(
+        self,
+        vector: Tensor,
+        grad: Tensor | None = None,
+        base: Mapping[str, Tensor] | None = None,
+        constants: Mapping[str, dict[str, Tensor]] | None = None,
+    ) -> None:
         """Let the layers compute with ``vector`` until :meth:`unbind`.
 
         With ``grad``, ``backward`` adds into it (it is not zeroed here), and ``vector`` may change
@@ -176,6 +229,8 @@ class AdaptedModel:
         Args:
             vector: [P] float32 on the model's device.
             grad: [P] float32 on the same device, or None.
+            base: by layer, [d_out, d_in] added to the frozen weight while bound.
+            constants: by layer, frozen tensors to use instead of its own while bound.
 
         Raises:
             InputError: a shape, dtype or device differs; or the adapters were detached.
@@ -197,7 +252,11 @@ class AdaptedModel:
         for spec in self.specs:
             if spec.name in self._layers:
                 suffixes = self.adapters[spec.name].shapes(spec)
-                self._layers[spec.name].bind({s: leaves[f"{spec.name}.{s}"] for s in suffixes})
+                self._layers[spec.name].bind(
+                    {s: leaves[f"{spec.name}.{s}"] for s in suffixes},
+                    None if base is None else base.get(spec.name),
+                    None if constants is None else constants.get(spec.name),
+                )
         self._head_leaves = {name: leaves[HEAD_PREFIX + name] for name in self._head}
         self._point_head_at_leaves()
 
@@ -254,23 +313,41 @@ class AdaptedModel:
         views = self.layout.views(vector)
         return {name: views[HEAD_PREFIX + name] for name in self._head}
 
-    def deltas(self, vector: Tensor) -> dict[str, Tensor]:
-        """The update of each adapted weight, float64 [d_out, d_in], by module name."""
-        return {
-            name: adapter.delta(self.constants(name), params)
-            for name, adapter, params in self.states(vector)
-        }
+    def deltas(
+        self,
+        vector: Tensor,
+        base: Mapping[str, Tensor] | None = None,
+        constants: Mapping[str, dict[str, Tensor]] | None = None,
+    ) -> dict[str, Tensor]:
+        """The update of each adapted weight, float64 [d_out, d_in], by module name.
+
+        Args:
+            vector: [P].
+            base: by layer, what else was added to the frozen weight; part of the update.
+            constants: by layer, instead of its own frozen tensors.
+        """
+        base, constants = base or {}, constants or {}
+        found = {}
+        for name, adapter, params in self.states(vector):
+            update = adapter.delta(constants.get(name, self.constants(name)), params)
+            found[name] = update + base[name].double() if name in base else update
+        return found
 
     @torch.no_grad()
-    def merge(self, vector: Tensor) -> nn.Module:
+    def merge(
+        self,
+        vector: Tensor,
+        base: Mapping[str, Tensor] | None = None,
+        constants: Mapping[str, dict[str, Tensor]] | None = None,
+    ) -> nn.Module:
         """A plain copy of the model with updates and head written into its weights.
 
         Sums are taken in float64 and cast once; a zero update leaves a weight bitwise as it is.
-        This model stays adapted and as it was.
+        This model stays adapted and as it was. Arguments as in :meth:`deltas`.
         """
         with self._plain():
             merged = copy.deepcopy(self._model)
-        for name, delta in self.deltas(vector).items():
+        for name, delta in self.deltas(vector, base, constants).items():
             weight = merged.get_parameter(name + ".weight")
             weight.copy_((weight.double() + delta.to(weight.device)).to(weight.dtype))
         for name, value in self.head(vector).items():

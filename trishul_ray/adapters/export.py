@@ -17,7 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trishul_ray.adapters.attach import AdaptedModel, head_parameters
+from trishul_ray.adapters.attach import AdaptedModel, Trained, head_parameters
 from trishul_ray.errors import InputError
 
 #: What PEFT prefixes to a base model's module paths.
@@ -33,13 +33,13 @@ _TASKS = {
 
 
 def export_peft(
-    adapted: AdaptedModel, vector: Tensor, directory: Path | str, base_model_name: str
+    adapted: AdaptedModel, trained: Trained, directory: Path | str, base_model_name: str
 ) -> Path:
     """Write a folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
     Args:
         adapted: the model with its adapters.
-        vector: [P] float32, the trained state.
+        trained: the trained state.
         directory: must not exist, or be empty.
         base_model_name: name or path of the backbone, noted in the adapter's config.
 
@@ -47,12 +47,21 @@ def export_peft(
         The folder.
 
     Raises:
-        InputError: the folder is not empty, or no layer is adapted.
+        InputError: the folder is not empty, no layer is adapted, or the method moved the frozen
+            weights themselves, which an adapter cannot hold.
     """
+    if trained.base:
+        raise InputError(
+            "export: this method moved the frozen weights, which a LoRA adapter cannot hold; "
+            "write the merged model instead (--merged)"
+        )
+    vector = trained.vector
     ranks: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     for name, adapter, params in adapted.states(vector):
-        side_B, side_A = adapter.lora_factors(adapted.constants(name), params)
+        side_B, side_A = adapter.lora_factors(
+            trained.constants.get(name, adapted.constants(name)), params
+        )
         ranks[name] = side_A.shape[0]
         tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = _portable(side_A)
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = _portable(side_B)
@@ -84,12 +93,12 @@ def export_peft(
     return Path(directory)
 
 
-def export_merged(adapted: AdaptedModel, vector: Tensor, directory: Path | str) -> Path:
+def export_merged(adapted: AdaptedModel, trained: Trained, directory: Path | str) -> Path:
     """Write the whole model with the updates in its weights, by ``save_pretrained``.
 
     Args:
         adapted: the model with its adapters; a Hugging Face model.
-        vector: [P] float32, the trained state.
+        trained: the trained state.
         directory: must not exist, or be empty.
 
     Returns:
@@ -98,7 +107,8 @@ def export_merged(adapted: AdaptedModel, vector: Tensor, directory: Path | str) 
     Raises:
         InputError: the folder is not empty, or the model has no ``save_pretrained``.
     """
-    save = getattr(adapted.merge(vector), "save_pretrained", None)
+    merged = adapted.merge(trained.vector, trained.base, trained.constants)
+    save = getattr(merged, "save_pretrained", None)
     if save is None:
         raise InputError(f"export: {type(adapted.model).__name__} has no save_pretrained")
     with _placed(Path(directory)) as folder:

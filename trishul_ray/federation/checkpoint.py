@@ -37,6 +37,7 @@ class Checkpoint:
         client_states: persistent state of each client that has one.
         records: one record per round so far, the untouched backbone's first.
         spectra: singular values of the last diagnostics, for the figure.
+        survey: what clients found out before round 1, averaged.
     """
 
     experiment_id: str
@@ -46,11 +47,13 @@ class Checkpoint:
     client_states: dict[int, Arrays] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     spectra: Arrays = field(default_factory=dict)
+    survey: Arrays = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """One safetensors image."""
         tensors = {f"state/{key}": value for key, value in self.state.items()}
         tensors |= {f"spectra/{key}": value for key, value in self.spectra.items()}
+        tensors |= {f"survey/{key}": value for key, value in self.survey.items()}
         for client, arrays in self.client_states.items():
             tensors |= {f"client/{client}/{key}": value for key, value in arrays.items()}
         meta = {
@@ -88,7 +91,9 @@ class Checkpoint:
                 client, _, key = rest.partition("/")
                 found.client_states.setdefault(int(client), {})[key] = value
             else:
-                (found.state if kind == "state" else found.spectra)[rest] = value
+                {"state": found.state, "spectra": found.spectra, "survey": found.survey}[kind][
+                    rest
+                ] = value
         return found
 
 

@@ -6,11 +6,17 @@ from contextlib import contextmanager
 import torch
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import Arrays, Job, TrainJob, Upload
-from trishul_ray.federation.local import Workbench, evaluate_chunk, train_client
-from trishul_ray.federation.reduce import Expected, Partial, combine, groups, partial_sum
+from trishul_ray.federation.jobs import Arrays, Job, SurveyJob, TrainJob, Upload
+from trishul_ray.federation.local import Workbench, evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
 from trishul_ray.federation.server import Blueprint, Outcome
-from trishul_ray.federation.world import Prepared, blueprint_of, build_workbench
+from trishul_ray.federation.world import (
+    Prepared,
+    adapt_to,
+    blueprint_of,
+    build_workbench,
+    survey_in,
+)
 
 
 @contextmanager
@@ -33,16 +39,21 @@ class InlineExecutor:
         with pinned_threads(self.threads):
             self.bench: Workbench = build_workbench(experiment, prepared)
 
-    def describe(self) -> Blueprint:
+    def describe(self, survey: Arrays) -> Blueprint:
         """The blueprint of the workbench."""
+        with pinned_threads(self.threads):
+            adapt_to(self.bench, survey)
         return blueprint_of(self.bench)
 
     def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
         """Run the jobs in the order given."""
         outcome = Outcome([], [], [])
         with pinned_threads(self.threads):
+            adapt_to(self.bench, survey_in(broadcast))
             for job in jobs:
-                if isinstance(job, TrainJob):
+                if isinstance(job, SurveyJob):
+                    outcome.surveys.append(survey_client(self.bench, job))
+                elif isinstance(job, TrainJob):
                     upload, report = train_client(self.bench, broadcast, job)
                     outcome.uploads.append(upload)
                     outcome.reports.append(report)
@@ -50,11 +61,11 @@ class InlineExecutor:
                     outcome.evaluations.append(evaluate_chunk(self.bench, broadcast, job))
         return outcome
 
-    def reduce(self, uploads: list[Upload], weighting: str, expected: Expected) -> Partial:
+    def reduce(self, uploads: list[Upload], reducer: Reducer) -> Partial:
         """Sum group by group, exactly as the Ray backend does."""
         return combine(
             [
-                partial_sum([uploads[i] for i in group], weighting, expected)
+                partial_sum([uploads[i] for i in group], reducer)
                 for group in groups([u.client for u in uploads])
             ]
         )

@@ -3,6 +3,7 @@
 Legend: W entries of the shared part on the wire, U units of aggregation, n rows.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,14 @@ def to_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
     return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
 
 
+def as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    """Host arrays as tensors of the same memory, for reading only."""
+    with warnings.catch_warnings():
+        # torch warns of arrays it must not write to, as those of the object store; nobody does.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {key: torch.from_numpy(value) for key, value in arrays.items()}
+
+
 @dataclass(frozen=True)
 class TrainJob:
     """Train one client for one round."""
@@ -41,7 +50,14 @@ class EvalJob:
     stop: int
 
 
-Job = TrainJob | EvalJob
+@dataclass(frozen=True)
+class SurveyJob:
+    """Ask one client what the method wants to know before round 1."""
+
+    client: int
+
+
+Job = TrainJob | EvalJob | SurveyJob
 
 
 @dataclass(frozen=True)

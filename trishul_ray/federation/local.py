@@ -8,6 +8,7 @@ Legend: P trainables of a client, U units of aggregation, S local steps, b batch
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trishul_ray.adapters.attach import AdaptedModel
+from trishul_ray.adapters.attach import AdaptedModel, Trained
+from trishul_ray.federation.capacity import capacity
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
     EvalReport,
+    SurveyJob,
     TrainJob,
     TrainReport,
     Upload,
@@ -27,7 +30,7 @@ from trishul_ray.federation.jobs import (
     to_tensors,
 )
 from trishul_ray.federation.reduce import unit_sizes
-from trishul_ray.methods.base import LocalRun, Method, State
+from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.base import Task
 
@@ -58,6 +61,7 @@ class Workbench:
     shards: "Shards"
     device: torch.device
     dtype: torch.dtype
+    site: Site
 
 
 class Shards(Protocol):
@@ -122,12 +126,41 @@ def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
 
 
 def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
-    """Numbers that really travel: inactive heads are not sent."""
-    count = sum(value.numel() for value in upload.values())
+    """Numbers that really travel: inactive heads and components beyond a rank are not sent."""
+    count = sum(value.numel() for value in upload.values()) - run.unsent
     if run.active is None:
         return count
     sizes = torch.from_numpy(unit_sizes(run.layout, method.wire(run.layout)))
     return count - int(sizes[~run.active].sum())
+
+
+def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """What a broadcast changes of the frozen part: ``(base, constants)`` by layer."""
+    base = {k.removeprefix(BASE): v for k, v in broadcast.items() if k.startswith(BASE)}
+    constants: dict[str, dict[str, Tensor]] = {}
+    for key, value in broadcast.items():
+        if key.startswith(CONSTANT):
+            layer, _, name = key.removeprefix(CONSTANT).rpartition("/")
+            constants.setdefault(layer, {})[name] = value
+    return base, constants
+
+
+def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int | None) -> LocalRun:
+    """A run of ``client`` (None: of the global model, for evaluation), before its start."""
+    settings, device = bench.settings, bench.device
+    seed, vector = settings.seed, torch.empty_like(bench.initial)
+    share = 1.0 if client is None else capacity(settings.federation.compute, seed, client)
+    return LocalRun(
+        layout=bench.model.layout,
+        vector=vector,
+        grad=torch.empty(0) if client is None else torch.zeros_like(vector),
+        broadcast={k: v.to(device) for k, v in to_tensors(broadcast).items()},
+        client_state={},
+        optimizer=settings.optimizer,
+        generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
+        common=torch_rng(seed, "common", round_number),
+        capacity=share,
+    )
 
 
 def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
@@ -140,21 +173,31 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     settings, method, model = bench.settings, bench.method, bench.model
     fed, seed = settings.federation, settings.seed
     rows = bench.shards.shard(job.client)
-    vector = torch.empty_like(bench.initial)
-    run = LocalRun(
-        layout=model.layout,
-        vector=vector,
-        grad=torch.zeros_like(vector),
-        broadcast={k: v.to(bench.device) for k, v in to_tensors(broadcast).items()},
-        client_state={k: v.to(bench.device) for k, v in to_tensors(job.state).items()},
-        optimizer=settings.optimizer,
-        generator=torch_rng(seed, "client", job.round, job.client),
-    )
-    method.start(run, bench.initial)
-    mask = gradient_mask(run, method.wire(run.layout))
+    run = new_run(bench, broadcast, job.round, job.client)
+    vector = run.vector
+    run.client_state = {k: v.to(bench.device) for k, v in to_tensors(job.state).items()}
+    frozen = frozen_part(run.broadcast)
     order = batch_order(
         rows, fed.local_steps, fed.batch_size, numpy_rng(seed, "batches", job.round, job.client)
     )
+
+    def backward(chosen: np.ndarray) -> Tensor:
+        batch = bench.task.prepare_batch(bench.train.batch(chosen), bench.device, bench.dtype)
+        run.grad.zero_()
+        loss = bench.task.loss(model.forward(**bench.task.inputs(batch)), batch)
+        loss.backward()
+        return loss.detach()
+
+    def probe() -> None:
+        model.bind(vector, run.grad, *frozen)
+        try:
+            backward(order[0])
+        finally:
+            model.unbind()
+
+    run.gradient = probe
+    method.start(run, bench.initial)
+    mask = gradient_mask(run, method.wire(run.layout))
     vector.grad = run.grad
     optimizer = make_optimizer(settings.optimizer, vector)
     losses = torch.empty(fed.local_steps, dtype=torch.float64)
@@ -164,16 +207,10 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         if settings.model.dropout:
             torch.manual_seed(torch_rng(seed, "dropout", job.round, job.client).initial_seed())
         model.train(settings.model.dropout)
-        model.bind(vector, run.grad)
+        model.bind(vector, run.grad, *frozen)
         try:
             for step in range(1, fed.local_steps + 1):
-                batch = bench.task.prepare_batch(
-                    bench.train.batch(order[step - 1]), bench.device, bench.dtype
-                )
-                run.grad.zero_()
-                loss = bench.task.loss(model.forward(**bench.task.inputs(batch)), batch)
-                loss.backward()
-                losses[step - 1] = loss.detach()
+                losses[step - 1] = backward(order[step - 1])
                 method.before_step(run)
                 if mask is not None:
                     run.grad.mul_(mask)
@@ -190,8 +227,9 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
             "usual cure"
         )
     with torch.no_grad():
-        upload, kept = method.upload(run)
+        upload, kept = method.upload(run, fed.local_steps)
     run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, method)
+    run.notes["unsent"] = run.unsent
     return (
         Upload(
             client=job.client,
@@ -209,26 +247,52 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     )
 
 
-def global_vector(bench: Workbench, broadcast: Arrays, round_number: int) -> Tensor:
-    """[P] the trainable vector of the global model that a broadcast describes."""
-    run = LocalRun(
-        layout=bench.model.layout,
-        vector=torch.empty_like(bench.initial),
-        grad=torch.empty(0),
-        broadcast={k: v.to(bench.device) for k, v in to_tensors(broadcast).items()},
-        client_state={},
-        optimizer=bench.settings.optimizer,
-        generator=torch_rng(bench.settings.seed, "evaluation", round_number),
-    )
+def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
+    """One client's answer to the method's survey, at the pretrained model.
+
+    Raises:
+        ValueError: the method asks for none.
+    """
+    plan, settings = bench.method.survey_plan, bench.settings
+    if plan is None:
+        raise ValueError(f"{settings.method.name} asks for no survey")
+    rng = numpy_rng(settings.seed, "survey-batches", job.client)
+    size = plan.batch_size or settings.federation.batch_size
+    order = batch_order(bench.shards.shard(job.client), plan.batches, size, rng)
+    weights = {
+        spec.name: bench.model.model.get_parameter(f"{spec.name}.weight")
+        for spec in bench.model.specs
+    }
+
+    def gradients() -> Iterator[dict[str, Tensor]]:
+        for rows in order:
+            batch = bench.task.prepare_batch(bench.train.batch(rows), bench.device, bench.dtype)
+            loss = bench.task.loss(bench.model.forward(**bench.task.inputs(batch)), batch)
+            found = torch.autograd.grad(loss, list(weights.values()))
+            yield {name: g.float() for name, g in zip(weights, found, strict=True)}
+
+    for weight in weights.values():
+        weight.requires_grad_(True)
+    try:
+        return to_arrays(bench.method.survey(gradients()))
+    finally:
+        for weight in weights.values():
+            weight.requires_grad_(False)
+
+
+def global_model(bench: Workbench, broadcast: Arrays, round_number: int) -> Trained:
+    """The global model that a broadcast describes."""
+    run = new_run(bench, broadcast, round_number, None)
     bench.method.start(run, bench.initial)
-    return run.vector
+    return Trained(run.vector, *frozen_part(run.broadcast))
 
 
 def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalReport:
     """Sums of loss and correct answers of the global model over one chunk of test rows."""
     bench.model.train(False)
     with torch.inference_mode():
-        bench.model.bind(global_vector(bench, broadcast, job.round))
+        trained = global_model(bench, broadcast, job.round)
+        bench.model.bind(trained.vector, None, trained.base, trained.constants)
         try:
             batch = bench.task.prepare_batch(
                 bench.test.batch(bench.test_rows[job.start : job.stop]), bench.device, bench.dtype

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.federation.jobs import Arrays, Upload
+from trishul_ray.federation.jobs import Arrays, Upload, as_tensors
+from trishul_ray.methods.base import Method
 
 #: Uploads summed by one worker. Up to here a round is reduced where the server is.
 FAN_IN = 16
@@ -29,6 +30,26 @@ class Expected:
 
     lengths: Mapping[str, int]
     unit_sizes: np.ndarray  # [U] int64, sums to lengths["shared"]
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How a method's uploads are judged, weighed and summed; pickles to any worker."""
+
+    method: Method
+    layout: Layout
+    weighting: str
+    expected: Expected
+
+    def weight(self, upload: Upload) -> float:
+        """w_c: the method's say on what ``federation.weighting`` gives."""
+        given = float(upload.rows) if self.weighting == "size" else 1.0
+        return self.method.weight(as_tensors(upload.arrays), self.layout, given)
+
+    def contribution(self, upload: Upload) -> Arrays:
+        """What of an upload is averaged."""
+        found = self.method.contribution(as_tensors(upload.arrays), self.layout)
+        return {key: value.numpy() for key, value in found.items()}
 
 
 @dataclass
@@ -73,25 +94,25 @@ def judge(upload: Upload, expected: Expected) -> str | None:
     return None
 
 
-def partial_sum(uploads: Sequence[Upload], weighting: str, expected: Expected) -> Partial:
+def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
     """Judge and sum one group of uploads, in the order given (ascending client)."""
-    total = Partial(
-        sums={key: np.zeros(length) for key, length in expected.lengths.items()},
-        weight=0.0,
-        unit_weight=np.zeros(len(expected.unit_sizes)),
-    )
+    sizes = reducer.expected.unit_sizes
+    total = Partial(sums={}, weight=0.0, unit_weight=np.zeros(len(sizes)))
     for upload in uploads:
-        reason = judge(upload, expected)
+        reason = judge(upload, reducer.expected)
         if reason is not None:
             total.refused[upload.client] = reason
             continue
-        weight = float(upload.rows) if weighting == "size" else 1.0
-        for key, array in upload.arrays.items():
+        weight = reducer.weight(upload)
+        for key, array in reducer.contribution(upload).items():
             term = array.astype(np.float64)
             term *= weight
             if key == "shared" and upload.active is not None:
-                term *= np.repeat(upload.active, expected.unit_sizes)
-            total.sums[key] += term
+                term *= np.repeat(upload.active, sizes)
+            if key in total.sums:
+                total.sums[key] += term
+            else:
+                total.sums[key] = term
         total.weight += weight
         total.unit_weight += weight if upload.active is None else weight * upload.active
         total.clients.append(upload.client)
@@ -103,7 +124,7 @@ def combine(partials: Sequence[Partial]) -> Partial:
     first, *rest = partials
     for other in rest:
         for key, array in other.sums.items():
-            first.sums[key] = first.sums[key] + array
+            first.sums[key] = first.sums[key] + array if key in first.sums else array
         first.weight += other.weight
         first.unit_weight = first.unit_weight + other.unit_weight
         first.clients += other.clients
@@ -121,13 +142,15 @@ def finish(total: Partial, before: Arrays, expected: Expected) -> tuple[Arrays, 
     """Divide by the weights; a unit that nobody trained keeps its value from ``before``.
 
     Returns:
-        The mean (float32, by key), and [U] bool, which units somebody trained.
+        The mean by key (``"shared"`` and what was uploaded in float32, what a method added to it
+        in float64), and [U] bool, which units somebody trained.
     """
     trained = total.unit_weight > 0
     mean: Arrays = {}
     for key, sums in total.sums.items():
         if key != "shared":
-            mean[key] = (sums / total.weight).astype(np.float32)
+            dtype = np.float32 if key in expected.lengths else np.float64
+            mean[key] = (sums / total.weight).astype(dtype)
             continue
         divisor = np.repeat(np.where(trained, total.unit_weight, 1.0), expected.unit_sizes)
         kept = np.repeat(~trained, expected.unit_sizes)

@@ -25,14 +25,17 @@ from trishul_ray.federation.jobs import (
     EvalJob,
     EvalReport,
     Job,
+    SurveyJob,
     TrainJob,
     TrainReport,
     Upload,
+    as_tensors,
     to_arrays,
     to_tensors,
 )
-from trishul_ray.federation.reduce import FAN_IN, Expected, Partial, finish
-from trishul_ray.methods.base import build_method
+from trishul_ray.federation.reduce import FAN_IN, Expected, Partial, Reducer, finish
+from trishul_ray.methods.base import SURVEY, Round, SurveyPlan
+from trishul_ray.methods.registry import build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import Task
 
@@ -43,7 +46,7 @@ class Blueprint:
 
     layout: Layout
     wire: tuple[str, ...]
-    initial_state: Arrays
+    initial: np.ndarray  # [P] float32, the untrained vector
     expected: Expected
     task: Task
     test_rows: int
@@ -58,21 +61,22 @@ class Outcome:
     uploads: list[Any]  # in the order of the training jobs
     reports: list[TrainReport]  # likewise
     evaluations: list[EvalReport]  # in the order of the evaluation jobs
+    surveys: list[Arrays] = field(default_factory=list)  # in the order of the survey jobs
     events: list[str] = field(default_factory=list)  # restarts and the like, for people
 
 
 class Executor(Protocol):
     """Runs jobs somewhere. Results depend on the jobs alone, never on where or in which order."""
 
-    def describe(self) -> Blueprint:
-        """The blueprint of the workbench that every worker has built."""
+    def describe(self, survey: Arrays) -> Blueprint:
+        """The blueprint of the workbench that every worker builds, given the survey (or none)."""
         ...
 
     def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
         """Run all jobs against one broadcast."""
         ...
 
-    def reduce(self, uploads: list[Any], weighting: str, expected: Expected) -> Partial:
+    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
         """Judge and sum uploads in groups of ``FAN_IN``, in order."""
         ...
 
@@ -99,10 +103,10 @@ class Server:
         self.executor = executor
         self.checkpoints = checkpoints
         self.method = build_method(experiment.method)
-        self.blueprint = executor.describe()
         self.attempt = attempt
         self.round = 0
-        self.state = self.blueprint.initial_state
+        self.state: Arrays = {}
+        self.survey: Arrays = {}
         self.client_states: dict[int, Arrays] = {}
         self.records: list[dict[str, Any]] = [{"round": 0}]
         self.spectra: Arrays = {}
@@ -110,15 +114,55 @@ class Server:
         self.events: list[str] = list(checkpoints.skipped)
         if found is not None:
             self._restore(found)
+        elif self.method.survey_plan is not None:
+            self._ask(self.method.survey_plan)
+        self.blueprint = executor.describe(self._survey_for_workers())
+        if found is None:
+            self.state = self._initial_state()
 
     def _restore(self, found: Checkpoint) -> None:
         self.round = found.round
         self.state = found.state
+        self.survey = found.survey
         self.client_states = found.client_states
         self.records = found.records
         self.spectra = found.spectra
         self.attempt = found.attempt
         self.events.append(f"continuing after round {found.round}")
+
+    def _ask(self, plan: SurveyPlan) -> None:
+        """Ask some clients what the method wants to know, and average their answers."""
+        fed = self.experiment.federation
+        rng = numpy_rng(self.experiment.seed, "survey-cohort")
+        asked = sorted(rng.choice(fed.clients, min(plan.clients, fed.clients), replace=False))
+        outcome = self.executor.run({}, [SurveyJob(int(client)) for client in asked])
+        self.events += outcome.events
+        for client, answer in zip(asked, outcome.surveys, strict=True):
+            if not all(np.isfinite(array).all() for array in answer.values()):
+                raise RunError(f"the survey before round 1: client {client} sent non-finite values")
+        self.survey = {
+            key: np.mean([a[key].astype(np.float64) for a in outcome.surveys], axis=0).astype(
+                np.float32
+            )
+            for key in outcome.surveys[0]
+        }
+        sent = sum(array.size for answer in outcome.surveys for array in answer.values())
+        self.records[0] |= {"uploaded_parameters": sent, "uploaded_bytes": 4 * sent}
+
+    def _survey_for_workers(self) -> Arrays:
+        """The part of the survey that every worker must have to build its adapters."""
+        plan = self.method.survey_plan
+        return self.survey if plan is not None and plan.decides_adapters else {}
+
+    def _initial_state(self) -> Arrays:
+        initial = torch.from_numpy(np.array(self.blueprint.initial))
+        survey = to_tensors(self.survey)
+        return to_arrays(self.method.initial_state(self.blueprint.layout, initial, survey))
+
+    def broadcast(self) -> Arrays:
+        """What goes to every worker for the next round: the method's broadcast, and the survey."""
+        sent = to_arrays(self.method.broadcast(to_tensors(self.state)))
+        return sent | {SURVEY + k: v for k, v in self._survey_for_workers().items()}
 
     def complete_records(self) -> list[dict[str, Any]]:
         """Records that no later step will add to."""
@@ -146,7 +190,7 @@ class Server:
         """
         began = time.perf_counter()
         fed = self.experiment.federation
-        broadcast = to_arrays(self.method.broadcast(to_tensors(self.state)))
+        broadcast = self.broadcast()
         number = self.round + 1
         cohort = self.cohort(number) if number <= fed.rounds else []
         train = [TrainJob(number, c, self.client_states.get(c, {})) for c in cohort]
@@ -178,8 +222,10 @@ class Server:
         self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome, seconds: float
     ) -> None:
         fed, expected = self.experiment.federation, self.blueprint.expected
+        layout = self.blueprint.layout
         began = time.perf_counter()
-        total = self.executor.reduce(outcome.uploads, fed.weighting, expected)
+        reducer = Reducer(self.method, layout, fed.weighting, expected)
+        total = self.executor.reduce(outcome.uploads, reducer)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} refused: {reason}")
         if len(total.clients) < fed.quorum * len(cohort):
@@ -189,10 +235,9 @@ class Server:
             )
         mean, trained = finish(total, self.state, expected)
         sample = self.executor.fetch(outcome.uploads[:FAN_IN])
+        round_ = Round(number, len(total.clients), fed.clients, torch.from_numpy(trained))
         self.state = to_arrays(
-            self.method.aggregate(
-                to_tensors(self.state), to_tensors(mean), torch.from_numpy(trained)
-            )
+            self.method.aggregate(to_tensors(self.state), to_tensors(mean), round_, layout)
         )
         accepted = set(total.clients)
         self.client_states |= {
@@ -219,7 +264,10 @@ class Server:
         reports: list[TrainReport],
         total: Partial,
     ) -> dict[str, Any]:
-        down = sum(array.size for array in broadcast.values()) * len(cohort)
+        one = self.method.download_parameters(
+            as_tensors(broadcast), len(cohort), self.blueprint.layout
+        )
+        down = sum(one - int(r.notes["unsent"]) for r in reports)
         up = sum(int(r.notes["uploaded_parameters"]) for r in reports)
         return {
             "round": number,
@@ -248,4 +296,5 @@ class Server:
             client_states=self.client_states,
             records=self.records,
             spectra=self.spectra,
+            survey=self.survey,
         )

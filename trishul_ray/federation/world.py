@@ -5,7 +5,7 @@ Built from the experiment alone, so that any process on any node builds the same
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,12 @@ from trishul_ray.data.base import PreparedDataset
 from trishul_ray.data.partition import Partition, partition
 from trishul_ray.data.sources import prepare
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import to_arrays
+from trishul_ray.federation.jobs import Arrays, to_tensors
 from trishul_ray.federation.local import Workbench
 from trishul_ray.federation.reduce import Expected, unit_sizes
 from trishul_ray.federation.server import Blueprint
-from trishul_ray.methods.base import Site, build_method
+from trishul_ray.methods.base import SURVEY, Method, Site
+from trishul_ray.methods.registry import build_method
 from trishul_ray.models.backbones import load_backbone, meta_backbone
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.models.registry import load_preprocessing
@@ -131,16 +132,10 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     )
     wanted = load_preprocessing(experiment.model, hub=places.hub, cache=places.cache)
     task = image_task(wanted, dataset.info)
+    backbone = backbone.to(device=device, dtype=dtype)
     method = build_method(experiment.method)
-    adapters = method.adapters(build_site(backbone, experiment))
-    model = AdaptedModel(
-        backbone.to(device=device, dtype=dtype),
-        adapters,
-        seed=experiment.seed,
-        train_head=experiment.model.train_head,
-        path=experiment.adapter.path,
-        device=device,
-    )
+    site = build_site(backbone, experiment)
+    model = attach(backbone, experiment, method, site, device)
     test_rows = np.arange(len(dataset.test.labels))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
@@ -158,7 +153,45 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         shards=prepared.shards,
         device=device,
         dtype=dtype,
+        site=site,
     )
+
+
+def attach(
+    backbone: torch.nn.Module,
+    experiment: Experiment,
+    method: Method,
+    site: Site,
+    device: torch.device,
+) -> AdaptedModel:
+    """The backbone with the method's adapters for a site."""
+    return AdaptedModel(
+        backbone,
+        method.adapters(site),
+        seed=experiment.seed,
+        train_head=experiment.model.train_head,
+        train_all=method.train_all,
+        path=experiment.adapter.path,
+        device=device,
+    )
+
+
+def adapt_to(bench: Workbench, survey: Arrays) -> None:
+    """Rebuild a workbench's adapters if a survey came in that decides them."""
+    found = to_tensors(survey)
+    known = bench.site.survey
+    same = known.keys() == found.keys() and all(torch.equal(known[k], found[k]) for k in found)
+    if same:
+        return
+    bench.site = replace(bench.site, survey=found)
+    backbone = bench.model.detach()
+    bench.model = attach(backbone, bench.settings, bench.method, bench.site, bench.device)
+    bench.initial = bench.model.initial().to(bench.device)
+
+
+def survey_in(broadcast: Arrays) -> Arrays:
+    """The survey that a broadcast carries, if any."""
+    return {k.removeprefix(SURVEY): v for k, v in broadcast.items() if k.startswith(SURVEY)}
 
 
 def blueprint_of(bench: Workbench) -> Blueprint:
@@ -174,10 +207,10 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     return Blueprint(
         layout=layout,
         wire=wire,
-        initial_state=to_arrays(method.initial_state(layout, bench.initial)),
+        initial=bench.initial.cpu().numpy(),
         expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
         task=bench.task,
         test_rows=len(bench.test_rows),
-        parameters={"adapter": counts.adapter, "scalars": counts.scalars, "head": counts.head},
+        parameters={"adapter": counts.adapter + model.whole_size, "scalars": counts.scalars, "head": counts.head},
         heads=heads,
     )

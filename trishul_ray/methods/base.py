@@ -1,4 +1,4 @@
-"""The contract of a federated method, and the registry that finds every method by itself.
+"""The contract of a federated method.
 
 A method says five things and nothing else: which adapters it attaches, what a client trains and
 how its local step ends, what it uploads, how uploads become the next global state, and what the
@@ -13,12 +13,10 @@ Legend: P trainables of a client, W entries of the shared part on the wire, U un
 aggregation (one head's core, or one whole tensor).
 """
 
-import importlib
-import pkgutil
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -29,6 +27,12 @@ from trishul_ray.adapters.layout import Layout
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import AdapterConfig, OptimizerConfig
+
+#: Keys of a broadcast that change what is frozen: ``base/<layer>`` is added to the frozen weight,
+#: ``constant/<layer>/<name>`` replaces a frozen tensor of the layer's adapter.
+BASE, CONSTANT = "base/", "constant/"
+#: Keys under which the survey travels to workers, who build their adapters from it.
+SURVEY = "survey/"
 
 #: What a broadcast, an upload, a global state and a client's persistent state all are.
 State = dict[str, Tensor]
@@ -50,12 +54,15 @@ class Site:
         squared_norms: ``||W||_F^2`` of each, by layer name.
         lora_rank: the budget as a LoRA rank per adapted matrix.
         adapter: the experiment's adapter section.
+        survey: what clients found out before round 1, averaged (see :meth:`Method.survey`);
+            empty where the method asks for nothing, or while only sizes are being checked.
     """
 
     layers: tuple[LayerSpec, ...]
     squared_norms: Mapping[str, float]
     lora_rank: int
     adapter: "AdapterConfig"
+    survey: State = field(default_factory=dict)
 
     def blocks(self) -> dict[str, list[LayerSpec]]:
         """The layers by transformer block, in the model's order."""
@@ -63,6 +70,24 @@ class Site:
         for layer in self.layers:
             grouped.setdefault(layer.block, []).append(layer)
         return grouped
+
+
+@dataclass(frozen=True)
+class SurveyPlan:
+    """How much data a survey reads on each asked client.
+
+    Attributes:
+        clients: how many clients are asked.
+        batches: mini-batches per client.
+        batch_size: examples per mini-batch; None takes ``federation.batch_size``.
+        decides_adapters: whether :meth:`Method.adapters` reads the answer, so that every worker
+            must have it.
+    """
+
+    clients: int
+    batches: int
+    batch_size: int | None = None
+    decides_adapters: bool = False
 
 
 @dataclass
@@ -77,7 +102,12 @@ class LocalRun:
         client_state: what this client kept from its last participation (may be empty).
         optimizer: the experiment's optimizer section.
         generator: the client's own stream for this round.
+        common: a stream that is the same for all clients of the round.
+        capacity: share of the full budget this client can compute, in (0, 1].
+        gradient: fills ``grad`` with the gradient of one mini-batch at the present vector.
         active: [U] bool, which units of the wire this client trains; None means all.
+        memory: whatever a hook wants to find again in a later one.
+        unsent: numbers that a real deployment would neither send up nor down to this client.
         notes: numbers a hook wants reported with the upload.
     """
 
@@ -88,8 +118,30 @@ class LocalRun:
     client_state: State
     optimizer: "OptimizerConfig"
     generator: torch.Generator
+    common: torch.Generator
+    capacity: float = 1.0
+    gradient: Callable[[], None] = lambda: None
     active: Tensor | None = None
+    memory: State = field(default_factory=dict)
+    unsent: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the server knows of a round when it aggregates.
+
+    Attributes:
+        number: from 1.
+        accepted: clients whose uploads were sound, m.
+        clients: registered clients, N.
+        trained: [U] bool, units that at least one client trained.
+    """
+
+    number: int
+    accepted: int
+    clients: int
+    trained: Tensor
 
 
 class Method(ABC):
@@ -106,7 +158,13 @@ class Method(ABC):
     #: Parameters a client sends each round, as a formula.
     communication: ClassVar[str]
 
+    #: Full fine-tuning: every parameter of the backbone is trained as it is.
+    train_all: ClassVar[bool] = False
+    #: Whether a client of limited compute can train a part of the budget.
+    takes_limits: ClassVar[bool] = False
+
     def __init__(self, config: MethodConfig) -> None:
+        """Keep the configuration."""
         self.config: Any = config
 
     # 1. Which adapters.
@@ -117,6 +175,17 @@ class Method(ABC):
             InputError: the budget does not fit the backbone.
         """
         raise NotImplementedError(f"{type(self).__name__} must say which adapters it attaches")
+
+    @property
+    def survey_plan(self) -> SurveyPlan | None:
+        """What clients must find out before round 1; None (the default) if nothing."""
+        return None
+
+    def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
+        """A client's answer: from the dense gradient [d_out, d_in] of each adapted layer's weight
+        at the pretrained model, one dictionary per mini-batch. The server averages the answers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} asks for a survey but reads none")
 
     # 2. What a client trains and how its local step ends.
     def start(self, run: LocalRun, initial: Tensor) -> None:
@@ -135,8 +204,8 @@ class Method(ABC):
         """Names of the trainables that travel under ``"shared"``, in order (all by default)."""
         return tuple(entry.name for entry in layout.entries)
 
-    def upload(self, run: LocalRun) -> tuple[State, State]:
-        """What the client sends and what it keeps: ``(upload, new client state)``."""
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+        """What the client sends after ``steps`` steps and what it keeps."""
         return {"shared": self.pack(run.layout, run.vector)}, {}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
@@ -144,18 +213,27 @@ class Method(ABC):
         return {"shared": sum(layout.entry(name).numel for name in self.wire(layout))}
 
     # 4. How uploads become the next global state.
-    def initial_state(self, layout: Layout, initial: Tensor) -> State:
-        """The global state before round 1, from the untrained vector [P]."""
+    def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
+        """The global state before round 1, from the untrained vector [P] and the survey."""
         return {"shared": self.pack(layout, initial)}
 
-    def aggregate(self, state: State, mean: State, trained: Tensor) -> State:
+    def weight(self, upload: State, layout: Layout, weight: float) -> float:
+        """This upload's weight in the mean; ``weight`` is what ``federation.weighting`` says."""
+        return weight
+
+    def contribution(self, upload: State, layout: Layout) -> State:
+        """What of an upload is averaged: the upload itself, or functions of it beside it."""
+        return upload
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """The next global state.
 
         Args:
             state: the current one.
-            mean: the weighted mean of the uploads, each unit over those who trained it.
-            trained: [U] bool, units that at least one client trained; others keep their value
-                (the platform has already put the old value into ``mean``).
+            mean: the weighted mean of the contributions, each unit of ``"shared"`` over those who
+                trained it; a unit that nobody trained has its old value there.
+            round_: which round, and who took part.
+            layout: names the entries of the shared vector by way of :meth:`wire`.
         """
         return dict(mean)
 
@@ -163,6 +241,18 @@ class Method(ABC):
     def broadcast(self, state: State) -> State:
         """What every client of the next cohort receives (the global state by default)."""
         return state
+
+    def download_parameters(self, broadcast: State, cohort: int, layout: Layout) -> int:
+        """Numbers one client downloads for this broadcast, as a real deployment would send it.
+
+        By default all of it but ``base/`` and ``constant/`` keys: the simulation sends those
+        whole to clients that keep nothing, a deployment only what is new in them.
+        """
+        return sum(
+            value.numel()
+            for key, value in broadcast.items()
+            if not key.startswith((BASE, CONSTANT, SURVEY))
+        )
 
     # Helpers that follow from :meth:`wire`.
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:
@@ -172,47 +262,14 @@ class Method(ABC):
 
     def unpack(self, layout: Layout, vector: Tensor, shared: Tensor) -> None:
         """Scatter a wire vector [W] into a trainable vector [P], in place."""
-        views, start = layout.views(vector), 0
-        for name in self.wire(layout):
-            target = views[name]
-            target.copy_(shared[start : start + target.numel()].view_as(target))
-            start += target.numel()
+        views = layout.views(vector)
+        for name, value in self.named(layout, shared).items():
+            views[name].copy_(value)
 
-
-_REGISTRY: dict[str, type[Method]] = {}
-_M = TypeVar("_M", bound=type[Method])
-
-
-def register(name: str) -> Callable[[_M], _M]:
-    """Class decorator: make a method available under ``name`` in every config and test."""
-
-    def add(cls: _M) -> _M:
-        if _REGISTRY.get(name, cls).__qualname__ != cls.__qualname__:
-            raise ValueError(f"method name {name!r} is taken by {_REGISTRY[name].__qualname__}")
-        _REGISTRY[name] = cls
-        return cls
-
-    return add
-
-
-def _discover() -> None:
-    package = importlib.import_module("trishul_ray.methods")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"trishul_ray.methods.{module.name}")
-
-
-def method_names() -> list[str]:
-    """Names of all registered methods, sorted; every file of the package is looked into."""
-    _discover()
-    return sorted(_REGISTRY)
-
-
-def method_class(name: str) -> type[Method]:
-    """The class registered under ``name``; KeyError if there is none."""
-    _discover()
-    return _REGISTRY[name]
-
-
-def build_method(config: MethodConfig) -> Method:
-    """The method a configuration asks for."""
-    return method_class(config.name)(config)
+    def named(self, layout: Layout, shared: Tensor) -> dict[str, Tensor]:
+        """The entries of a wire vector [W] by name, as views of their own shapes."""
+        found, start = {}, 0
+        for entry in (layout.entry(name) for name in self.wire(layout)):
+            found[entry.name] = shared[start : start + entry.numel].view(entry.shape)
+            start += entry.numel
+        return found

@@ -11,8 +11,9 @@ means, so the aggregate is inexact whenever clients differ: the fault the other 
 from typing import Literal
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.adapters.lora import LoRA
-from trishul_ray.methods.base import Method, MethodConfig, Site, register
+from trishul_ray.methods.base import Method, MethodConfig, Site
+from trishul_ray.methods.kinds import lora
+from trishul_ray.methods.registry import register
 
 
 class FedITConfig(MethodConfig):
@@ -32,5 +33,4 @@ class FedIT(Method):
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """LoRA of the budget's rank on every target; the scale alpha/r is 1."""
-        rank = site.adapter.rank or site.lora_rank
-        return {layer.name: LoRA(rank=rank, scale=1.0) for layer in site.layers}
+        return lora(site)

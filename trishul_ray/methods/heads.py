@@ -12,11 +12,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trishul_ray.adapters.base import LayerAdapter, LayerSpec
-from trishul_ray.adapters.budget import check_heads_fit, multihead_rank
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State
+from trishul_ray.methods.kinds import head_rank
 from trishul_ray.spectral.bases import heads_that_fit
 
 BasisInit = Literal[
@@ -33,14 +34,17 @@ class HeadsConfig(MethodConfig):
     head_fraction: float = Field(
         1.0, gt=0, le=1, description="share of each layer's heads a client trains in a round"
     )
-    selection: Literal["random"] = Field(
-        "random", description="which heads: drawn anew per client and round"
+    selection: Literal["random", "weight", "gradient"] = Field(
+        "random",
+        description="which heads a limited client trains, chosen anew each round: drawn, those of "
+        "largest norm, or those of largest gradient on one mini-batch",
     )
 
 
 class MultiHeadMethod(Method):
     """Heads on every target layer. Subclasses say how many heads and how a step ends."""
 
+    takes_limits = True
     #: Basis initialization where the experiment leaves ``adapter.init`` open.
     default_init: BasisInit
 
@@ -52,7 +56,7 @@ class MultiHeadMethod(Method):
         """Multi-head cores of the budget's rank; see ``heads_by_block`` for their number."""
         options = site.adapter
         init = options.init or self.default_init
-        ranks = {layer.name: self._rank(layer, site) for layer in site.layers}
+        ranks = {layer.name: head_rank(layer, site) for layer in site.layers}
         orthogonal = init == "gram_schmidt"
         if orthogonal and options.overflow != "independent":
             for layer in site.layers:
@@ -77,11 +81,6 @@ class MultiHeadMethod(Method):
             for layer in site.layers
         }
 
-    def _rank(self, layer: LayerSpec, site: Site) -> int:
-        if site.adapter.rank is not None:
-            return site.adapter.rank
-        return multihead_rank(layer, site.lora_rank, site.adapter.heads, site.adapter.matching)
-
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Cores and the classification head; scalars never travel (the server resets them)."""
         return tuple(e.name for e in layout.entries if not e.name.endswith(".scale"))
@@ -89,10 +88,16 @@ class MultiHeadMethod(Method):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Cores from the broadcast, scalars at 1, and this round's active heads."""
         super().start(run, initial)
-        if self.config.head_fraction < 1.0:
-            run.active = self._draw_active(run)
+        share = self.config.head_fraction * run.capacity
+        if share < 1.0:
+            run.active = self._choose(run, share)
 
-    def _draw_active(self, run: LocalRun) -> Tensor:
+    def _choose(self, run: LocalRun, share: float) -> Tensor:
+        """[U] bool: on each layer the ``ceil(share h)`` heads of the largest score."""
+        if self.config.selection == "gradient":
+            run.gradient()
+        source = run.grad if self.config.selection == "gradient" else run.vector
+        views = run.layout.views(source)
         # Units follow the wire: the heads of each core in turn, then one unit per other tensor.
         flags: list[Tensor] = []
         for entry in (run.layout.entry(name) for name in self.wire(run.layout)):
@@ -100,13 +105,18 @@ class MultiHeadMethod(Method):
                 flags.append(torch.ones(1, dtype=torch.bool))
                 continue
             heads = entry.shape[0]
-            keep = max(1, math.ceil(self.config.head_fraction * heads)) if heads else 0
+            if self.config.selection == "random":
+                score = torch.rand(heads, generator=run.generator)
+            else:
+                score = views[entry.name].flatten(1).norm(dim=1).cpu()
             chosen = torch.zeros(heads, dtype=torch.bool)
-            chosen[torch.randperm(heads, generator=run.generator)[:keep]] = True
+            # Stable: equal scores (all cores are zero in round 1) fall to the first heads.
+            order = score.argsort(descending=True, stable=True)
+            chosen[order[: math.ceil(share * heads)]] = True
             flags.append(chosen)
         return torch.cat(flags)
 
-    def upload(self, run: LocalRun) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
         """The products s_i H_i (eq. uploaded_core) and the classification head."""
         views = run.layout.views(run.vector.clone())
         parts = []

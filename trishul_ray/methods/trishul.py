@@ -19,10 +19,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from trishul_ray.methods.base import LocalRun, Site, register
+from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan
+from trishul_ray.methods.registry import register
 from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats
@@ -37,8 +39,11 @@ class TrishulConfig(HeadsConfig):
     name: Literal["trishul"] = "trishul"
     lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
     prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
-    allocation: Literal["waterfill", "uniform"] = Field(
-        "waterfill", description="heads per block: by water-filling, or the same everywhere"
+    allocation: Literal["waterfill", "uniform", "gradient", "curvature"] = Field(
+        "waterfill",
+        description="heads per block: water-filling of the squared weight norms, the same "
+        "everywhere, or water-filling of what clients measure before round 1: the squared norm of "
+        "the mean gradient, or the empirical Fisher trace",
     )
     scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
 
@@ -62,11 +67,32 @@ class Trishul(MultiHeadMethod):
             heads = uniform(len(blocks), total, limits)
         else:
             scores = [
-                sum(site.squared_norms[layer.name] for layer in members) + SCORE_FLOOR
+                sum(self._score(layer.name, site) for layer in members) + SCORE_FLOOR
                 for members in blocks.values()
             ]
             heads = round_to_total(water_fill(scores, total, limits), total, limits)
         return dict(zip(blocks, heads, strict=True))
+
+    def _score(self, layer: str, site: Site) -> float:
+        if self.config.allocation == "waterfill":
+            return site.squared_norms[layer]
+        measured = site.survey.get(layer)
+        return 0.0 if measured is None else float(measured)
+
+    @property
+    def survey_plan(self) -> SurveyPlan | None:
+        """Gradients of 5 clients for the allocations that need them (4 batches, or 32 rows)."""
+        if self.config.allocation == "gradient":
+            return SurveyPlan(clients=5, batches=4, decides_adapters=True)
+        if self.config.allocation == "curvature":
+            return SurveyPlan(clients=5, batches=32, batch_size=1, decides_adapters=True)
+        return None
+
+    def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
+        """By layer, the mean squared gradient norm: of mini-batches, or of single examples
+        (their mean is the trace of the empirical Fisher matrix)."""
+        found = [{name: g.square().sum() for name, g in batch.items()} for batch in gradients]
+        return {name: torch.stack([f[name] for f in found]).mean().view(1) for name in found[0]}
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Prong 2: the prox of ``λη||.||_*`` on every active core, then the clip of s."""

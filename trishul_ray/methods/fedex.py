@@ -1,0 +1,71 @@
+"""FedEx-LoRA: averaged factors, and the error of averaging them folded into the frozen weight.
+
+Singhal et al.: "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of
+Foundation Models", ACL 2025, arXiv 2410.09432.
+
+After a round, ``A = mean A_c``, ``B = mean B_c`` and the residual ``R = mean(B_c A_c) - B A``, all
+three means with the same weights; ``W0 <- W0 + scale R`` for good, and the next round starts from A
+and B. So the model is exactly the mean of the clients' models. R is dense, or, since its rank is at
+most (m + 1) r, travels as factors (``method.ship``).
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.base import BASE, Method, MethodConfig, Round, Site, State
+from trishul_ray.methods.kinds import (
+    LORA_SCALE,
+    PRODUCT,
+    folded,
+    lora,
+    lora_pairs,
+    with_products,
+)
+from trishul_ray.methods.registry import register
+
+class FedExConfig(MethodConfig):
+    """FedEx-LoRA's hyper-parameters."""
+
+    name: Literal["fedex"] = "fedex"
+    ship: Literal["dense", "factors"] = Field(
+        "dense", description="how the residual is counted on its way down: dense, or as factors"
+    )
+
+
+@register("fedex")
+class FedEx(Method):
+    """LoRA whose aggregation error goes into the frozen weight."""
+
+    Config = FedExConfig
+    summary = "LoRA; A and B averaged, the residual folded into the frozen weight (exact)"
+    reference = "Singhal et al., ACL 2025, arXiv 2410.09432"
+    communication = "r (d_in + d_out) up; down also d_in d_out, or (m + 1) r (d_in + d_out)"
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """LoRA on every target."""
+        return lora(site)
+
+    def contribution(self, upload: State, layout: Layout) -> State:
+        """Beside the factors, their products."""
+        return with_products(upload, self.named(layout, upload["shared"]))
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """Fold ``scale (mean(B_c A_c) - B A)`` into what was folded before."""
+        residuals = {
+            layer: LORA_SCALE * (mean[PRODUCT + layer] - b.double() @ a.double())
+            for layer, a, b in lora_pairs(self.named(layout, mean["shared"]))
+        }
+        return {"shared": mean["shared"], **folded(state, residuals)}
+
+    def download_parameters(self, broadcast: State, cohort: int, layout: Layout) -> int:
+        """The averaged factors and, once something was folded, this round's residual."""
+        factors = super().download_parameters(broadcast, cohort, layout)
+        moved = [value.numel() for key, value in broadcast.items() if key.startswith(BASE)]
+        if self.config.ship == "dense" or not moved:
+            return factors + sum(moved)
+        named = self.named(layout, broadcast["shared"])
+        thin = sum(a.numel() + b.numel() for _, a, b in lora_pairs(named))
+        return factors + (cohort + 1) * thin

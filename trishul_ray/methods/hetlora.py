@@ -1,0 +1,98 @@
+"""HetLoRA: clients of different ranks, zero-padded, weighed by the norm of their update.
+
+Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024,
+arXiv 2401.06432.
+
+A client of rank r_c takes the first r_c columns of B and rows of A, trains them, and uploads them
+padded with zeros to r_max. The server averages the padded factors with weights
+``p_c = ||B_c A_c||_F / sum ||B A||_F`` (root of the sum of squares over layers; equal weights while
+all are zero); inexact. Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of
+the rank, and a lower rank for good once the tail has shrunk) is a switch, off by default since the
+comparison in the paper speaks of truncation alone.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State
+from trishul_ray.methods.kinds import limit_rank, lora, lora_pairs
+from trishul_ray.methods.registry import register
+
+
+class HetLoRAConfig(MethodConfig):
+    """HetLoRA's hyper-parameters."""
+
+    name: Literal["hetlora"] = "hetlora"
+    prune: bool = Field(False, description="self-pruning of a client's rank")
+    gamma: float = Field(0.95, gt=0, lt=1, description="γ: where the rank's tail begins")
+    penalty: float = Field(0.01, ge=0, description="weight of the tail's norm in the loss")
+    min_rank: int = Field(1, ge=1, description="a client's rank never falls below this")
+
+
+@register("hetlora")
+class HetLoRA(Method):
+    """Truncate, train, pad, average by norm."""
+
+    Config = HetLoRAConfig
+    summary = "LoRA of client-specific rank; zero-padded, averaged by update norm (inexact)"
+    reference = "Cho et al., EMNLP 2024, arXiv 2401.06432"
+    communication = "r_c (d_in + d_out) per matrix up and down"
+    takes_limits = True
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """LoRA of the largest rank on every target."""
+        return lora(site)
+
+    def start(self, run: LocalRun, initial: Tensor) -> None:
+        """The first r_c components of the broadcast; the rest is zero and stays so."""
+        super().start(run, initial)
+        kept = run.client_state.get("rank")
+        rank = limit_rank(run, None if kept is None else int(kept))
+        run.memory["rank"] = torch.tensor([float(rank)])
+        run.memory["tail"] = torch.stack(self._tails(run, run.vector)).sum()
+
+    def _tails(self, run: LocalRun, vector: Tensor) -> list[Tensor]:
+        """``||B[:, tail]||_F ||A[tail, :]||_F`` of every layer, tail = gamma r_c .. r_c."""
+        stop = int(run.memory["rank"])
+        first = max(self.config.min_rank, int(self.config.gamma * stop))
+        pairs = lora_pairs(run.layout.views(vector))
+        return [b[:, first:stop].norm() * a[first:stop].norm() for _, a, b in pairs]
+
+    def before_step(self, run: LocalRun) -> None:
+        """Add the gradient of the tail's penalty."""
+        if not self.config.prune or self.config.penalty == 0:
+            return
+        with torch.enable_grad():
+            leaf = run.vector.detach().clone().requires_grad_()
+            total = torch.stack(self._tails(run, leaf)).sum()
+            (slope,) = torch.autograd.grad(total, leaf)
+        # Where a factor's tail is all zero its norm has no gradient; the subgradient 0 is taken.
+        run.grad.add_(slope.nan_to_num(0.0), alpha=self.config.penalty)
+
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+        """The padded factors; a client whose tail has shrunk keeps a smaller rank."""
+        rank = int(run.memory["rank"])
+        state: State = {}
+        if self.config.prune:
+            smaller = max(self.config.min_rank, int(self.config.gamma * rank))
+            shrunk = torch.stack(self._tails(run, run.vector)).sum() < run.memory["tail"]
+            state["rank"] = torch.tensor([float(smaller if shrunk else rank)])
+        run.notes["metrics"] = {"rank": float(rank)}
+        return {"shared": self.pack(run.layout, run.vector)}, state
+
+    def weight(self, upload: State, layout: Layout, weight: float) -> float:
+        """``||B_c A_c||_F``, by ``tr(A^T B^T B A)`` without forming the product.
+
+        An update of zero has the smallest weight there is, so that where all are zero all count
+        alike.
+        """
+        squares = [
+            float(((b.mT @ b).double() * (a @ a.mT).double()).sum())
+            for _, a, b in lora_pairs(self.named(layout, upload["shared"]))
+        ]
+        return float(max(sum(squares), 1e-60) ** 0.5)

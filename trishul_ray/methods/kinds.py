@@ -1,0 +1,124 @@
+"""The adapters that several methods attach alike, sized by the budget, and their products.
+
+Not a method itself: what would otherwise stand twice in method files.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from trishul_ray.adapters.base import LayerAdapter, LayerSpec
+from trishul_ray.adapters.budget import ffa_rank, multihead_rank
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.methods.base import BASE, LocalRun, Site, State
+
+#: LoRA's alpha / r: alpha = r everywhere, so that the update is B A itself.
+LORA_SCALE = 1.0
+
+#: Where ``B_c A_c`` stands beside an upload.
+PRODUCT = "product/"
+
+Kind = Literal["lora", "ffa", "multihead"]
+
+
+def lora_rank(site: Site) -> int:
+    """The rank of plain LoRA: the budget's, or ``adapter.rank``."""
+    return site.adapter.rank or site.lora_rank
+
+
+def lora(site: Site) -> dict[str, LayerAdapter]:
+    """A trained pair B A on every target."""
+    return {
+        layer.name: LoRA(rank=lora_rank(site), scale=LORA_SCALE) for layer in site.layers
+    }
+
+
+def ffa(site: Site) -> dict[str, LayerAdapter]:
+    """LoRA with A frozen, of the rank that costs the same."""
+    matching = site.adapter.matching
+    return {
+        layer.name: LoRA(
+            rank=site.adapter.rank or ffa_rank(layer, site.lora_rank, matching),
+            scale=LORA_SCALE,
+            train_A=False,
+        )
+        for layer in site.layers
+    }
+
+
+def head_rank(layer: LayerSpec, site: Site) -> int:
+    """Rank of one of ``adapter.heads`` cores on a layer."""
+    options = site.adapter
+    return options.rank or multihead_rank(layer, site.lora_rank, options.heads, options.matching)
+
+
+def multihead(site: Site) -> dict[str, LayerAdapter]:
+    """``adapter.heads`` cores on every target, without scalars."""
+    return {
+        layer.name: MultiHead(
+            heads=site.adapter.heads,
+            rank=head_rank(layer, site),
+            init=site.adapter.init or "random_normal",
+            sigma=site.adapter.sigma,
+            overflow="independent",
+            train_scale=False,
+        )
+        for layer in site.layers
+    }
+
+
+def of_kind(kind: Kind, site: Site) -> dict[str, LayerAdapter]:
+    """Adapters of a named kind."""
+    return {"lora": lora, "ffa": ffa, "multihead": multihead}[kind](site)
+
+
+def lora_pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Layer, A [r, d_in] and B [d_out, r] of every LoRA pair among named tensors."""
+    for name, factor_A in named.items():
+        layer, _, last = name.rpartition(".")
+        if last == "lora_A":
+            yield layer, factor_A, named[f"{layer}.lora_B"]
+
+
+def limit_rank(run: LocalRun, at_most: int | None = None) -> int:
+    """Zero and freeze the components beyond this client's rank; returns that rank.
+
+    The rank is ``floor(capacity x r)``, at least 1. B's columns and A's rows beyond it are zero, so
+    their gradients are zero too (each is a product with the other) and no optimizer moves them.
+    """
+    pairs = list(lora_pairs(run.layout.views(run.vector)))
+    full = pairs[0][1].shape[0]
+    rank = max(1, math.floor(run.capacity * full))
+    rank = rank if at_most is None else min(rank, at_most)
+    for _, a, b in pairs:
+        run.unsent += a[rank:].numel() + b[:, rank:].numel()
+        a[rank:].zero_()
+        b[:, rank:].zero_()
+    return rank
+
+
+def with_products(upload: State, named: Mapping[str, Tensor]) -> State:
+    """An upload and, beside it, ``B_c A_c`` [d_out, d_in] of every pair, float64.
+
+    The mean of products is what the mean of factors is not.
+    """
+    products = {PRODUCT + layer: b.double() @ a.double() for layer, a, b in lora_pairs(named)}
+    return upload | products
+
+
+def folded(state: State, updates: Mapping[str, Tensor]) -> State:
+    """The ``base/`` part of the next state: each layer's update on top of what was folded before.
+
+    Args:
+        state: the present global state.
+        updates: by layer, [d_out, d_in] of any float dtype.
+    """
+    return {
+        BASE + layer: state[BASE + layer] + update.float()
+        if BASE + layer in state
+        else update.float()
+        for layer, update in updates.items()
+    }
