@@ -129,7 +129,10 @@ class OptimizerConfig(Section):
     """The client's local optimizer; its state is fresh in every round."""
 
     name: Literal["adam", "sgd"] = Field("adam", description="local optimizer")
-    lr: float = Field(5e-4, gt=0, description="learning rate η")
+    lr: float = Field(
+        5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
+    )
+    lr_source: str = _free("set by hand, or the general default", "where the learning rate is from")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum")

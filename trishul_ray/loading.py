@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
+from trishul_ray.learning_rates import default_learning_rate
 from trishul_ray.methods.base import MethodConfig
 from trishul_ray.methods.registry import method_class, method_names
 
@@ -41,7 +42,24 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
         _put(user, _SHORT.get(key, key), value, text)
     data = user.get("data", {})
     name = data.get("name", "digits") if isinstance(data, dict) else None
-    return build_experiment(_merge(_preset(name), user))
+    return _with_learning_rate(build_experiment(_merge(_preset(name), user)), user)
+
+
+def _with_learning_rate(experiment: Experiment, user: dict[str, Any]) -> Experiment:
+    """Fill in the learning rate that the user left open, and say where it is from."""
+    if "lr" in (user.get("optimizer") or {}):
+        return experiment
+    found = default_learning_rate(
+        experiment.data.name,
+        experiment.method.name,
+        experiment.lora_rank,
+        experiment.partition.kind == "iid",
+    )
+    if found is None:
+        return experiment
+    rate, source = found
+    chosen = experiment.optimizer.model_copy(update={"lr": rate, "lr_source": source})
+    return experiment.model_copy(update={"optimizer": chosen})
 
 
 def build_experiment(fields: dict[str, Any]) -> Experiment:
@@ -112,7 +130,8 @@ def _preset(dataset: Any) -> dict[str, Any]:
 def preset_names() -> list[str]:
     """Datasets that come with a preset."""
     folder = resources.files("trishul_ray") / "presets"
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
+    names = (f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+    return sorted(name for name in names if name != "learning_rates")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import torch
 from peft import PeftModel
 from pydantic import ValidationError
 
+from trishul_ray.adapters.attach import Trained
 from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.inline import pinned_threads
-from trishul_ray.federation.jobs import TrainJob, to_arrays, to_tensors
-from trishul_ray.federation.local import global_vector, train_client
+from trishul_ray.federation.jobs import TrainJob, to_tensors
+from trishul_ray.federation.local import frozen_part, global_model, train_client
 from trishul_ray.federation.reduce import judge
 from trishul_ray.federation.server import Outcome, Server
 from trishul_ray.methods.registry import method_class, method_names
@@ -28,11 +30,19 @@ def run(executor, tmp_path, name="run"):
     return server
 
 
-def logits(bench, vector=None, rows=16):
+def first_broadcast(inline, tmp_path):
+    """What round 1 of a run broadcasts: the survey, if there is one, has been made."""
+    experiment = inline.bench.settings
+    checkpoints = CheckpointStore(Store.open(str(tmp_path / "first")), experiment.id)
+    server = Server(experiment, inline, checkpoints, "attempt")
+    return server, server.broadcast()
+
+
+def logits(bench, trained=None, rows=16):
     batch = bench.task.prepare_batch(bench.test.batch(np.arange(rows)), "cpu", torch.float32)
     with torch.inference_mode():
-        if vector is not None:
-            bench.model.bind(vector)
+        if trained is not None:
+            bench.model.bind(trained.vector, None, trained.base, trained.constants)
         try:
             return bench.model.forward(**bench.task.inputs(batch)).logits
         finally:
@@ -52,58 +62,87 @@ def test_it_says_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_starts_at_the_pretrained_model(name, executor):
+def test_starts_at_the_pretrained_model_or_where_it_says(name, executor, tmp_path):
     bench = executor(f"method={name}").bench
-    blueprint = executor(f"method={name}").describe()
-    vector = global_vector(bench, blueprint.initial_state, 0)
-    torch.testing.assert_close(logits(bench, vector), logits(bench), atol=1e-6, rtol=1e-6)
+    server, broadcast = first_broadcast(executor(f"method={name}"), tmp_path)
+    trained = global_model(bench, broadcast, 0)
+    if name != "fedsb":
+        torch.testing.assert_close(logits(bench, trained), logits(bench), atol=1e-6, rtol=1e-6)
+        return
+    # Fed-SB starts at W0 + U S V^T, the rank-r part of -eta0 sign(mean gradient).
+    for layer, delta in bench.model.deltas(trained.vector, {}, trained.constants).items():
+        step = -bench.method.config.init_lr * np.sign(server.survey[layer].astype(np.float64))
+        u, s, vt = np.linalg.svd(step)
+        rank = trained.constants[layer]["basis_A"].shape[0]
+        expected = (u[:, :rank] * s[:rank]) @ vt[:rank]
+        np.testing.assert_allclose(delta.numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_uploads_are_as_declared_and_finite(name, executor):
+def test_uploads_are_as_declared_and_finite(name, executor, tmp_path):
     inline = executor(f"method={name}")
-    blueprint = inline.describe()
-    upload, report = train_client(inline.bench, blueprint.initial_state, TrainJob(1, 2))
-    assert judge(upload, blueprint.expected) is None
+    server, broadcast = first_broadcast(inline, tmp_path)
+    expected = server.blueprint.expected
+    upload, report = train_client(inline.bench, broadcast, TrainJob(1, 2))
+    assert judge(upload, expected) is None
     assert upload.rows == len(inline.bench.shards.shard(2))
-    assert report.notes["uploaded_parameters"] == sum(blueprint.expected.lengths.values())
-    assert sum(blueprint.expected.unit_sizes) == blueprint.expected.lengths["shared"]
+    assert report.notes["uploaded_parameters"] == sum(expected.lengths.values())
+    assert sum(expected.unit_sizes) == expected.lengths["shared"]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_training_moves_and_the_loss_falls(name, executor):
-    inline = executor(f"method={name}", "federation.local_steps=20")
-    state = inline.describe().initial_state
-    _, first = train_client(inline.bench, state, TrainJob(1, 0))
-    upload, _ = train_client(inline.bench, state, TrainJob(1, 0))
-    _, second = train_client(inline.bench, upload.arrays, TrainJob(2, 0))
-    assert second.loss < first.loss
+def test_training_moves_and_the_loss_falls(name, executor, tmp_path):
+    inline = executor(f"method={name}", "federation.local_steps=25", "optimizer.lr=0.003")
+    server = run(inline, tmp_path)
+    losses = [record["train_loss"] for record in server.records[1:]]
+    start = server.records[0]["loss"]
+    assert losses[-1] < start
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_client_call_can_be_repeated(name, executor):
+def test_a_client_call_can_be_repeated(name, executor, tmp_path):
     inline = executor(f"method={name}")
-    state = inline.describe().initial_state
+    _, broadcast = first_broadcast(inline, tmp_path)
     job = TrainJob(3, 1)
-    first, _ = train_client(inline.bench, state, job)
-    train_client(inline.bench, state, TrainJob(3, 2))  # another client in between
+    first, kept = train_client(inline.bench, broadcast, job)
+    train_client(inline.bench, broadcast, TrainJob(3, 2))  # another client in between
     torch.rand(5)  # and somebody drawing from the global stream
-    second, _ = train_client(inline.bench, state, job)
+    second, again = train_client(inline.bench, broadcast, job)
     assert state_digest(first.arrays) == state_digest(second.arrays)
+    assert state_digest(kept.state) == state_digest(again.state)
+
+
+def model_of(bench, trained):
+    """The change of every weight, and the head, of a trained state, float64."""
+    weights = bench.model.deltas(trained.vector, trained.base, trained.constants)
+    head = {k: v.double() for k, v in bench.model.head(trained.vector).items()}
+    return weights | head
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_client_is_central_training(name, executor, tmp_path):
-    """A federation of one client that always takes part is that client training alone."""
-    inline = executor(f"method={name}", "federation.clients=1", "federation.clients_per_round=1")
-    server = run(inline, tmp_path)
-    state = inline.describe().initial_state
-    with pinned_threads(1):
-        for number in (1, 2):
-            broadcast = to_arrays(server.method.broadcast(to_tensors(state)))
-            upload, _ = train_client(inline.bench, broadcast, TrainJob(number, 0))
-            state = upload.arrays
-    np.testing.assert_allclose(server.state["shared"], state["shared"], rtol=0, atol=0)
+    """A federation of one client that always takes part is that client training alone: after
+    each round the global model is the client's own model."""
+    options = ["federation.clients=1", "federation.clients_per_round=1"]
+    if name == "flexlora":
+        options.append("method.truncate=false")
+    inline = executor(f"method={name}", *options)
+    server, broadcast = first_broadcast(inline, tmp_path)
+    for number in (1, 2):
+        state = server.client_states.get(0, {})
+        with pinned_threads(1):
+            upload, _ = train_client(inline.bench, broadcast, TrainJob(number, 0, state))
+        vector = inline.bench.initial.clone()
+        server.method.unpack(
+            inline.bench.model.layout, vector, torch.from_numpy(upload.arrays["shared"])
+        )
+        alone = Trained(vector, *frozen_part(to_tensors(broadcast)))
+        alone = model_of(inline.bench, alone)
+        server.step()
+        broadcast = server.broadcast()
+        together = model_of(inline.bench, global_model(inline.bench, broadcast, 0))
+        for key, value in alone.items():
+            torch.testing.assert_close(together[key], value, atol=1e-6, rtol=1e-5)
 
 
 class Shuffled:
@@ -123,6 +162,7 @@ class Shuffled:
             merged.uploads += done[i].uploads
             merged.reports += done[i].reports
             merged.evaluations += done[i].evaluations
+            merged.surveys += done[i].surveys
         return merged
 
 
@@ -155,19 +195,24 @@ def test_exports_give_the_same_logits(name, executor, tmp_path):
     inline = executor(f"method={name}", "federation.local_steps=10")
     bench = inline.bench
     server = run(inline, tmp_path)
-    vector = global_vector(bench, server.state, 2)
-    ours = logits(bench, vector)
+    trained = global_model(bench, server.broadcast(), 2)
+    ours = logits(bench, trained)
     assert (ours - logits(bench)).abs().max() > 1e-3, "training must have moved the model"
     batch = bench.task.inputs(
         bench.task.prepare_batch(bench.test.batch(np.arange(16)), "cpu", torch.float32)
     )
-    export_merged(bench.model, vector, tmp_path / "merged")
+    export_merged(bench.model, trained, tmp_path / "merged")
     base = bench.model.merge(bench.initial)
-    merged = type(base).from_pretrained(tmp_path / "merged")
-    export_peft(bench.model, vector, tmp_path / "adapter", "base")
-    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    merged = type(base).from_pretrained(tmp_path / "merged").eval()
     with torch.inference_mode():
         torch.testing.assert_close(merged(**batch).logits, ours, atol=1e-4, rtol=1e-4)
+    if trained.base or not bench.model.specs:
+        with pytest.raises(InputError, match="export: "):
+            export_peft(bench.model, trained, tmp_path / "adapter", "base")
+        return
+    export_peft(bench.model, trained, tmp_path / "adapter", "base")
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    with torch.inference_mode():
         torch.testing.assert_close(loaded(**batch).logits, ours, atol=1e-4, rtol=1e-4)
 
 

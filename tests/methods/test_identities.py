@@ -8,9 +8,9 @@ import torch
 from torch.func import functional_call
 
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.jobs import TrainJob
-from trishul_ray.federation.local import batch_order, global_vector, train_client
-from trishul_ray.federation.reduce import finish, partial_sum
+from trishul_ray.federation.jobs import TrainJob, to_arrays
+from trishul_ray.federation.local import batch_order, global_model, train_client
+from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.methods.base import LocalRun
 from trishul_ray.rng import numpy_rng, torch_rng
 
@@ -22,12 +22,18 @@ AS_RAVAN = [
 ]
 
 
+def initial_state(inline):
+    bench = inline.bench
+    return to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+
+
 def one_round(inline, clients=(0, 1, 2)):
-    blueprint, bench = inline.describe(), inline.bench
-    uploads = [train_client(bench, blueprint.initial_state, TrainJob(1, c))[0] for c in clients]
+    blueprint, bench = inline.describe({}), inline.bench
+    before = initial_state(inline)
+    uploads = [train_client(bench, before, TrainJob(1, c))[0] for c in clients]
     weighting = bench.settings.federation.weighting
-    total = partial_sum(uploads, weighting, blueprint.expected)
-    mean, trained = finish(total, blueprint.initial_state, blueprint.expected)
+    reducer = Reducer(bench.method, bench.model.layout, weighting, blueprint.expected)
+    mean, trained = finish(partial_sum(uploads, reducer), before, blueprint.expected)
     return uploads, mean, trained
 
 
@@ -41,8 +47,7 @@ def test_trishul_without_its_prongs_is_ravan_byte_for_byte(executor):
 
 
 def ambient(bench, shared):
-    vector = global_vector(bench, {"shared": shared}, 1)
-    return bench.model.deltas(vector)
+    return bench.model.deltas(global_model(bench, {"shared": shared}, 1).vector)
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
@@ -129,11 +134,11 @@ def test_a_clients_round_is_the_papers_algorithm(executor, method, lam):
         options.append(f"method.lam={lam}")
     inline = executor(*options)
     bench = inline.bench
-    upload, report = train_client(bench, inline.describe().initial_state, TrainJob(1, 0))
+    upload, report = train_client(bench, initial_state(inline), TrainJob(1, 0))
     expected = plain_training(bench, method, lam)
     wire = bench.method.wire(bench.model.layout)
     flat = torch.cat([expected[name].reshape(-1) for name in wire]).numpy()
-    moved = np.abs(flat - inline.describe().initial_state["shared"]).max()
+    moved = np.abs(flat - initial_state(inline)["shared"]).max()
     assert moved > 1e-3
     # Adam divides by sqrt(v): an entry whose gradient is rounding noise may step either way.
     close = np.isclose(upload.arrays["shared"], flat, rtol=1e-3, atol=1e-3 * moved)
@@ -151,6 +156,7 @@ def local_run(bench, vector):
         client_state={},
         optimizer=bench.settings.optimizer,
         generator=torch_rng(0, "test"),
+        common=torch_rng(0, "common"),
     )
 
 
@@ -191,15 +197,15 @@ def test_scalars_are_clipped(executor):
 def test_fixed_scalars_are_not_trained(executor, method):
     inline = executor(f"method={method}", "method.scalars=fixed")
     assert not [e for e in inline.bench.model.layout.entries if e.name.endswith(".scale")]
-    assert inline.describe().parameters["scalars"] == 0
+    assert inline.describe({}).parameters["scalars"] == 0
     trained = executor(f"method={method}")
-    assert inline.describe().expected.lengths == trained.describe().expected.lengths
+    assert inline.describe({}).expected.lengths == trained.describe({}).expected.lengths
 
 
 @pytest.mark.parametrize("method", ["trishul", "ravan"])
 def test_masked_heads(executor, method):
     inline = executor(f"method={method}", "method.head_fraction=0.5")
-    blueprint = inline.describe()
+    blueprint, before = inline.describe({}), initial_state(inline)
     uploads, mean, trained = one_round(inline)
     masks = [u.active for u in uploads]
     assert not np.array_equal(masks[0], masks[1]), "each client draws its own heads"
@@ -207,25 +213,25 @@ def test_masked_heads(executor, method):
         start = 0
         for size, active in zip(blueprint.expected.unit_sizes, upload.active, strict=True):
             part = upload.arrays["shared"][start : start + size]
-            still = blueprint.initial_state["shared"][start : start + size]
+            still = before["shared"][start : start + size]
             assert np.array_equal(part, still) != bool(active)
             start += size
     for entry in (e for e in blueprint.layout.entries if e.name.endswith(".core")):
         assert math.ceil(0.5 * entry.shape[0]) >= 1
     untouched = np.repeat(~trained, blueprint.expected.unit_sizes)
     np.testing.assert_array_equal(
-        mean["shared"][untouched], blueprint.initial_state["shared"][untouched]
+        mean["shared"][untouched], before["shared"][untouched]
     )
-    _, report = train_client(inline.bench, blueprint.initial_state, TrainJob(1, 0))
+    _, report = train_client(inline.bench, before, TrainJob(1, 0))
     sizes = blueprint.expected.unit_sizes
     assert report.notes["uploaded_parameters"] == int(sizes[uploads[0].active].sum())
 
 
 def test_water_filling_changes_the_heads_and_keeps_the_total(executor):
     filled, uniform = executor("method=trishul"), executor("method.allocation=uniform")
-    heads = filled.describe().heads
-    assert sum(heads.values()) == sum(uniform.describe().heads.values())
-    assert set(uniform.describe().heads.values()) == {4}
+    heads = filled.describe({}).heads
+    assert sum(heads.values()) == sum(uniform.describe({}).heads.values())
+    assert set(uniform.describe({}).heads.values()) == {4}
     assert (
-        filled.describe().parameters["adapter"] == uniform.describe().parameters["adapter"]
+        filled.describe({}).parameters["adapter"] == uniform.describe({}).parameters["adapter"]
     ), "all layers of this backbone are alike, so the budget is kept exactly"

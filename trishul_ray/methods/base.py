@@ -103,6 +103,7 @@ class LocalRun:
         optimizer: the experiment's optimizer section.
         generator: the client's own stream for this round.
         common: a stream that is the same for all clients of the round.
+        training: False while a broadcast is only made into the global model, to evaluate it.
         capacity: share of the full budget this client can compute, in (0, 1].
         gradient: fills ``grad`` with the gradient of one mini-batch at the present vector.
         active: [U] bool, which units of the wire this client trains; None means all.
@@ -119,6 +120,7 @@ class LocalRun:
     optimizer: "OptimizerConfig"
     generator: torch.Generator
     common: torch.Generator
+    training: bool = True
     capacity: float = 1.0
     gradient: Callable[[], None] = lambda: None
     active: Tensor | None = None

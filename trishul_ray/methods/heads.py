@@ -89,7 +89,7 @@ class MultiHeadMethod(Method):
         """Cores from the broadcast, scalars at 1, and this round's active heads."""
         super().start(run, initial)
         share = self.config.head_fraction * run.capacity
-        if share < 1.0:
+        if run.training and share < 1.0:
             run.active = self._choose(run, share)
 
     def _choose(self, run: LocalRun, share: float) -> Tensor:
