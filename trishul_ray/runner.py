@@ -24,7 +24,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.coordinator import Final, Progressed, open_checkpoints
 from trishul_ray.federation.drive import Driver, open_driver
-from trishul_ray.federation.local import global_vector
+from trishul_ray.federation.local import global_model
 from trishul_ray.federation.result import (
     config_yaml,
     flat_config,
@@ -38,11 +38,15 @@ from trishul_ray.federation.result import (
 from trishul_ray.federation.world import (
     Places,
     Prepared,
+    adapt_to,
     build_workbench,
     check_fits,
     prepare_run,
+    survey_in,
 )
+from trishul_ray.federation.server import broadcast_of
 from trishul_ray.loading import build_experiment
+from trishul_ray.methods.registry import build_method
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.report.figures import (
     accuracy_curve,
@@ -181,8 +185,13 @@ def _write_artifacts(
             final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png"
         )
     bench = build_workbench(experiment, prepared)
-    vector = global_vector(bench, final.state, experiment.federation.rounds)
-    export_peft(bench.model, vector, folder / "adapter", experiment.model.name)
+    adapt_to(bench, survey_in(final.broadcast))
+    trained = global_model(bench, final.broadcast, experiment.federation.rounds)
+    if trained.base or not bench.model.specs:
+        # The method moved the backbone itself: no adapter can hold that.
+        export_merged(bench.model, trained, folder / "model")
+    else:
+        export_peft(bench.model, trained, folder / "adapter", experiment.model.name)
 
 
 def client_labels(prepared: Prepared) -> np.ndarray:
@@ -258,8 +267,8 @@ def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress
     progress.note(f"a new run, {experiment.id}: differs from {newest[1]['id']} in {told}{more}")
 
 
-def last_state(experiment: Experiment) -> tuple[int, dict[str, np.ndarray]]:
-    """The newest checkpoint's round and global state.
+def last_broadcast(experiment: Experiment) -> tuple[int, dict[str, np.ndarray]]:
+    """The newest checkpoint's round, and what the server would broadcast next.
 
     Raises:
         RunError: the run left no sound checkpoint.
@@ -269,7 +278,7 @@ def last_state(experiment: Experiment) -> tuple[int, dict[str, np.ndarray]]:
     if found is None:
         why = "; ".join(checkpoints.skipped) or "none was written"
         raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
-    return found.round, found.state
+    return found.round, broadcast_of(build_method(experiment.method), found.state, found.survey)
 
 
 def central_twin(experiment: Experiment) -> Experiment:
@@ -306,11 +315,12 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
     experiment = build_experiment(fields)
     if experiment.id != name:
         raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
-    number, state = last_state(experiment)
+    number, broadcast = last_broadcast(experiment)
     bench = build_workbench(experiment, prepare_run(experiment))
-    vector = global_vector(bench, state, number)
+    adapt_to(bench, survey_in(broadcast))
+    trained = global_model(bench, broadcast, number)
     if merged:
-        export_merged(bench.model, vector, directory)
+        export_merged(bench.model, trained, directory)
     else:
-        export_peft(bench.model, vector, directory, experiment.model.name)
+        export_peft(bench.model, trained, directory, experiment.model.name)
     return number

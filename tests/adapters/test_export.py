@@ -24,7 +24,7 @@ def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_
     bench = make(family, adapters, train_head=train_head)
     state = bench.random_state()
     expected = trained_logits(bench, state)
-    folder = export_peft(bench.adapted, state, tmp_path / "adapter", f"tiny/{family}")
+    folder = export_peft(bench.adapted, Trained(state), tmp_path / "adapter", f"tiny/{family}")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing.*")  # an adapter key not found
         loaded = PeftModel.from_pretrained(bench.twin, folder)
@@ -39,7 +39,7 @@ def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_
 
 def test_ranks_differ_by_layer_and_headless_layers_are_left_out(make, tmp_path):
     bench = make("vit")
-    export_peft(bench.adapted, bench.random_state(), tmp_path / "adapter", "tiny/vit")
+    export_peft(bench.adapted, Trained(bench.random_state()), tmp_path / "adapter", "tiny/vit")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     ranks = {
         s.name: a.heads * a.rank
@@ -65,7 +65,7 @@ def test_the_merged_model_is_loaded_by_from_pretrained(make, family, adapters, t
     bench = make(family, adapters)
     state = bench.random_state()
     expected = trained_logits(bench, state)
-    folder = export_merged(bench.adapted, state, tmp_path / "model")
+    folder = export_merged(bench.adapted, Trained(state), tmp_path / "model")
     loaded = type(bench.twin).from_pretrained(folder).eval()
     with torch.no_grad():
         got = loaded(**bench.inputs).logits
@@ -80,8 +80,8 @@ def test_only_an_empty_place_is_written_to(make, export, tmp_path):
 
     def write(directory):
         if export == "peft":
-            return export_peft(bench.adapted, state, directory, "tiny/vit")
-        return export_merged(bench.adapted, state, directory)
+            return export_peft(bench.adapted, Trained(state), directory, "tiny/vit")
+        return export_merged(bench.adapted, Trained(state), directory)
 
     full = tmp_path / "full"
     full.mkdir()
@@ -105,5 +105,5 @@ def test_a_model_without_adapters_has_nothing_to_export(make, tmp_path):
     bench.adapted.adapters.clear()
     empty = type(bench.adapted)(bench.twin, {}, seed=0, train_head=True)
     with pytest.raises(InputError, match="no layer is adapted"):
-        export_peft(empty, empty.initial(), tmp_path / "adapter", "tiny/vit")
+        export_peft(empty, Trained(empty.initial()), tmp_path / "adapter", "tiny/vit")
     assert list(tmp_path.iterdir()) == []

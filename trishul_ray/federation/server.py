@@ -34,7 +34,7 @@ from trishul_ray.federation.jobs import (
     to_tensors,
 )
 from trishul_ray.federation.reduce import FAN_IN, Expected, Partial, Reducer, finish
-from trishul_ray.methods.base import SURVEY, Round, SurveyPlan
+from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan
 from trishul_ray.methods.registry import build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import Task
@@ -83,6 +83,18 @@ class Executor(Protocol):
     def fetch(self, uploads: list[Any]) -> list[Upload]:
         """Bring a few uploads here, for diagnostics."""
         ...
+
+
+def survey_for_workers(method: Method, survey: Arrays) -> Arrays:
+    """The part of a survey that every worker must have to build its adapters."""
+    plan = method.survey_plan
+    return survey if plan is not None and plan.decides_adapters else {}
+
+
+def broadcast_of(method: Method, state: Arrays, survey: Arrays) -> Arrays:
+    """What goes to every worker: the method's broadcast of a state, and the survey."""
+    sent = to_arrays(method.broadcast(to_tensors(state)))
+    return sent | {SURVEY + k: v for k, v in survey_for_workers(method, survey).items()}
 
 
 class Server:
@@ -150,9 +162,7 @@ class Server:
         self.records[0] |= {"uploaded_parameters": sent, "uploaded_bytes": 4 * sent}
 
     def _survey_for_workers(self) -> Arrays:
-        """The part of the survey that every worker must have to build its adapters."""
-        plan = self.method.survey_plan
-        return self.survey if plan is not None and plan.decides_adapters else {}
+        return survey_for_workers(self.method, self.survey)
 
     def _initial_state(self) -> Arrays:
         initial = torch.from_numpy(np.array(self.blueprint.initial))
@@ -160,9 +170,8 @@ class Server:
         return to_arrays(self.method.initial_state(self.blueprint.layout, initial, survey))
 
     def broadcast(self) -> Arrays:
-        """What goes to every worker for the next round: the method's broadcast, and the survey."""
-        sent = to_arrays(self.method.broadcast(to_tensors(self.state)))
-        return sent | {SURVEY + k: v for k, v in self._survey_for_workers().items()}
+        """What goes to every worker for the next round."""
+        return broadcast_of(self.method, self.state, self.survey)
 
     def complete_records(self) -> list[dict[str, Any]]:
         """Records that no later step will add to."""
