@@ -6,6 +6,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
+from trishul_ray.adapters.attach import Trained
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.errors import InputError
 
