@@ -24,9 +24,9 @@ def test_paths_do_not_run_together():
 
 def test_global_streams_are_not_touched():
     torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    np.random.seed(1)
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
     torch.randn(3, generator=torch_rng(0, "x"))
     numpy_rng(0, "x").random()
     assert torch.equal(before[0], torch.random.get_rng_state())
-    assert (before[1] == np.random.get_state()[1]).all()  # noqa: NPY002
+    assert (before[1] == np.random.get_state()[1]).all()

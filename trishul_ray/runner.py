@@ -111,14 +111,12 @@ def _run(experiment: Experiment, home: Store, attempt: str, progress: RunProgres
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")
-            free: dict[str, float] = {}
-            if use_ray:
-                free = stack.enter_context(ray_session())
+                stack.enter_context(ray_session())
             ensure_backbone(
                 experiment.model, Places.of(experiment).cache, progress.task_progress("backbone")
             )
             progress.phase("starting clients")
-            driver = stack.enter_context(open_driver(experiment, prepared, attempt, free))
+            driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))
             final = _rounds(experiment, driver, home, tracker, progress)
         progress.phase("writing results")
         home.write("metrics.parquet", metrics_parquet(final.records))

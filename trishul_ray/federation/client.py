@@ -1,17 +1,20 @@
 """The client actor: a GPU slice, a resident backbone and the shards of the clients it adopts."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.cluster import Surroundings
 from trishul_ray.federation.jobs import Arrays, EvalJob, EvalReport, TrainJob, TrainReport, Upload
-from trishul_ray.federation.local import evaluate_chunk, train_client
+from trishul_ray.federation.local import Workbench, evaluate_chunk, train_client
 from trishul_ray.federation.reduce import Expected, Partial, partial_sum
 from trishul_ray.federation.server import Blueprint
-from trishul_ray.federation.world import Prepared, blueprint_of, build_workbench
+
+if TYPE_CHECKING:
+    from trishul_ray.federation.world import Prepared
 
 
 def cap_device_memory(share: float) -> None:
@@ -28,21 +31,50 @@ def cap_device_memory(share: float) -> None:
 class ClientActor:
     """Runs any client's round; every method gives the same result however often it is called.
 
-    Ray may restart it after a crash (the constructor rebuilds everything) and repeat a call: no
-    call leaves anything behind.
+    Ray may restart it after a crash (the first call then rebuilds everything) and repeat a call:
+    no call leaves anything behind. Every method also gives its process, by which the pool sees
+    restarts.
     """
 
-    def __init__(self, experiment: dict[str, Any], prepared: Prepared, gpu_share: float) -> None:
-        """Pin the threads, cap the memory, build the workbench."""
-        settings = Experiment.model_validate(experiment)
-        torch.set_num_threads(settings.resources.threads)
+    def __init__(
+        self,
+        experiment: dict[str, Any],
+        prepared: "Prepared",
+        gpu_share: float,
+        surroundings: Surroundings,
+    ) -> None:
+        """Pin the threads, cap the memory; what can fail comes with the first call."""
+        surroundings.enter()
+        self.settings = Experiment.model_validate(experiment)
+        self.prepared = prepared
+        torch.set_num_threads(self.settings.resources.threads)
         cap_device_memory(gpu_share)
-        self.bench = build_workbench(settings, prepared)
         self.pid = os.getpid()
+        self._bench: Workbench | None = None
 
-    def describe(self) -> Blueprint:
-        """The blueprint of the workbench."""
-        return blueprint_of(self.bench)
+    @property
+    def bench(self) -> Workbench:
+        """The workbench, built once.
+
+        Not in the constructor: Ray turns what a constructor raises into text, and bad input
+        must reach the person as what it is.
+        """
+        if self._bench is None:
+            # transformers takes seconds to import; the coordinator imports this module, too.
+            from trishul_ray.federation.world import build_workbench
+
+            self._bench = build_workbench(self.settings, self.prepared)
+        return self._bench
+
+    def describe(self) -> tuple[int, Blueprint]:
+        """The blueprint of the workbench.
+
+        Raises:
+            InputError: the workbench cannot be built from this input.
+        """
+        from trishul_ray.federation.world import blueprint_of
+
+        return self.pid, blueprint_of(self.bench)
 
     def process_id(self) -> int:
         """This actor's operating-system process."""
@@ -58,6 +90,6 @@ class ClientActor:
         """Evaluate the broadcast on one chunk of test rows."""
         return self.pid, evaluate_chunk(self.bench, broadcast, job)
 
-    def reduce(self, weighting: str, expected: Expected, *uploads: Upload) -> Partial:
+    def reduce(self, weighting: str, expected: Expected, *uploads: Upload) -> tuple[int, Partial]:
         """Judge and sum one group of uploads, without their passing through the coordinator."""
-        return partial_sum(uploads, weighting, expected)
+        return self.pid, partial_sum(uploads, weighting, expected)

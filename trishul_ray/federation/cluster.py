@@ -2,12 +2,26 @@
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 
 import ray
+from ray._private import ray_constants, worker
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray.exceptions import AuthenticationError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.resources import Slices, plan_slices, slices_of_bundles
+
+#: Where Ray looks for a token, beside ~/.ray/auth_token.
+_TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @contextmanager
@@ -15,7 +29,9 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
     """Join the cluster at ``RAY_ADDRESS``, use the one this process is in, or start a local one.
 
     A runtime that was there before is left alone at the end; one started here is shut down, with
-    every process it had. Local clusters bind to localhost and show no dashboard.
+    every process it had, also if this process is killed (its children die with it). Local
+    clusters listen on localhost alone, ask for a token that only this process and its children
+    know, write nothing to the home folder, and show no dashboard.
 
     Args:
         cpus: CPUs of a local cluster; default what the machine has.
@@ -30,25 +46,115 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
         yield ray.available_resources()
         return
     address = os.environ.get("RAY_ADDRESS")
-    # Ray's own logs go to its session folder; a person wants one progress bar.
-    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    joins = address not in (None, "", "local")
     # GPU slices are fractions of devices the actor must still see when it holds none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    before = {name: os.environ.get(name) for name in _TOKEN_SETTINGS}
     try:
-        if address:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        else:
-            ray.init(
-                num_cpus=cpus,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                _node_ip_address="127.0.0.1",
-            )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        where = f"the cluster at RAY_ADDRESS={address}" if address else "a local Ray cluster"
-        raise RunError(f"cannot join {where}: {str(error).strip().splitlines()[0]}") from error
-    try:
+        # Ray's own words go to its session folder; what a person must know, the run says itself.
+        worker._worker_logs_enabled = False
+        try:
+            if joins:
+                _join(str(address))
+            else:
+                _start(cpus)
+        except (ConnectionError, RuntimeError, ValueError, OSError, AuthenticationError) as error:
+            where = f"the cluster at RAY_ADDRESS={address}" if joins else "a local Ray cluster"
+            raise RunError(f"cannot join {where}: {_first_line(error)}") from error
         yield ray.available_resources()
     finally:
+        # Also after a start that was interrupted half-way.
         ray.shutdown()
+        worker._worker_logs_enabled = True
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _start(cpus: int | None) -> None:
+    if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
+        # Ray would write one to the home folder, which may be read-only or shared.
+        os.environ["RAY_AUTH_TOKEN"] = _own_token()
+    # What Ray does on a laptop by itself: its servers listen on the loopback address alone. (An
+    # `_node_ip_address` of 127.0.0.1 is replaced by the address that others see.)
+    reachable, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = reachable
+
+
+def _join(address: str) -> None:
+    # With an explicit address Ray sends no token unless told to, even where it has one, and then
+    # waits in vain for 20 seconds; a cluster that asks for none does not mind being sent one.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+
+
+@cache
+def _own_token() -> str:
+    # One for all clusters this process starts: Ray reads it once.
+    return secrets.token_hex(32)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def slices_here(experiment: Experiment) -> Slices:
+    """What a run takes: the bundles of the trial it is in, else a share of the whole cluster.
+
+    Raises:
+        InputError: the slices asked for are not to be had.
+    """
+    group = ray.util.get_current_placement_group()
+    if group is not None:
+        return slices_of_bundles(experiment, group.bundle_specs)
+    return plan_slices(experiment, ray.available_resources(), ray.cluster_resources())
+
+
+def room_for(slices: Slices) -> bool:
+    """Whether one of the slices can be had at once; a trial's own bundles are there for it."""
+    free = ray.available_resources()
+    return ray.util.get_current_placement_group() is not None or (
+        free.get("CPU", 0.0) >= slices.cpus and free.get("GPU", 0.0) >= slices.gpus
+    )
+
+
+def beside_driver() -> NodeAffinitySchedulingStrategy | None:
+    """Keeps an actor on this node, where a local folder of runs is; None inside a trial.
+
+    A trial's actors belong into its bundles, and its storage is seen by every node.
+    """
+    if ray.util.get_current_placement_group() is not None:
+        return None
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What paths and settings mean in the driver, for actors that a daemon started elsewhere."""
+
+    folder: str
+    variables: dict[str, str]
+
+    @classmethod
+    def here(cls) -> "Surroundings":
+        """This process's working folder and its settings of this package and of the hub."""
+        kept = {k: v for k, v in os.environ.items() if k.startswith(("TRISHUL_", "HF_"))}
+        return cls(os.getcwd(), kept)
+
+    def enter(self) -> None:
+        """Take them over, as far as this machine has the folder."""
+        os.environ.update(self.variables)
+        if os.path.isdir(self.folder):
+            os.chdir(self.folder)

@@ -1,9 +1,10 @@
 """The coordinator actor: owns the client actors of one run and drives its rounds.
 
-It holds no state that is not in the newest checkpoint: killed and restarted, its constructor starts
+It holds no state that is not in the newest checkpoint: killed and restarted, its first call starts
 new client actors and continues after the last whole round.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,11 @@ import ray
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
+from trishul_ray.federation.cluster import Surroundings
 from trishul_ray.federation.jobs import Arrays
 from trishul_ray.federation.pool import ActorPool
 from trishul_ray.federation.resources import Slices
 from trishul_ray.federation.server import Blueprint, Server
-from trishul_ray.federation.world import Prepared
 from trishul_ray.storage import Store
 
 
@@ -77,28 +78,61 @@ class Coordinator:
     """Samples, broadcasts through the object store, reduces, checkpoints."""
 
     def __init__(
-        self, experiment: dict[str, Any], prepared: Prepared, slices: Slices, attempt: str
+        self, experiment: dict[str, Any], slices: Slices, attempt: str, surroundings: Surroundings
     ) -> None:
-        """Start the client actors and find the newest checkpoint."""
-        settings = Experiment.model_validate(experiment)
-        # One copy in the object store serves all client actors.
-        self.pool = ActorPool(settings, ray.put(prepared), slices)
-        self.server = Server(settings, self.pool, open_checkpoints(settings), attempt)
+        """Keep what is needed; what can fail, or is large, comes with the calls.
 
-    def begin(self) -> Progressed:
-        """What is there already: records of a resumed run, the first events."""
-        return standing_of(self.server)
+        Args:
+            experiment: the run, as plain fields.
+            slices: how many client actors, with what each.
+            attempt: names the run in the tracking server.
+            surroundings: what relative paths mean.
+        """
+        surroundings.enter()
+        self.settings = Experiment.model_validate(experiment)
+        self.slices = slices
+        self.attempt = attempt
+        self.surroundings = surroundings
+        self.pool: ActorPool | None = None
+        self._server: Server | None = None
 
-    def step(self) -> Progressed:
-        """One round; repeated after a crash it continues from the checkpoint."""
-        if self.server.finished:
-            return Progressed([], self.server.drain_events(), self.server.round, True)
-        return progress_of(self.server)
+    def _run(self, prepared: list[Any]) -> Server:
+        """The run: started, or found in the newest checkpoint, by whichever call comes first.
+
+        Args:
+            prepared: a list around the reference to what the client actors get: this process
+                passes it on unread.
+        """
+        if self._server is None:
+            self.pool = self.pool or ActorPool(
+                self.settings, prepared[0], self.slices, self.surroundings
+            )
+            checkpoints = open_checkpoints(self.settings)
+            self._server = Server(self.settings, self.pool, checkpoints, self.attempt)
+        return self._server
+
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    def begin(self, prepared: list[Any]) -> Progressed:
+        """What is there already: records of a resumed run, the first events.
+
+        Repeated by Ray, after a restart, as long as there are restarts.
+
+        Raises:
+            InputError: the client actors cannot be built from this input.
+            RunError: no client actor came up.
+        """
+        return standing_of(self._run(prepared))
+
+    def step(self, prepared: list[Any]) -> Progressed:
+        """One round, or nothing if the run is finished."""
+        server = self._run(prepared)
+        return standing_of(server) if server.finished else progress_of(server)
+
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    def final(self, prepared: list[Any]) -> Final:
+        """The result."""
+        return final_of(self._run(prepared))
 
     def processes(self) -> list[int]:
-        """Operating-system processes of the client actors."""
-        return [ray.get(actor.process_id.remote()) for actor in self.pool.actors]
-
-    def final(self) -> Final:
-        """The result."""
-        return final_of(self.server)
+        """Operating-system processes: this one, then the client actors'."""
+        return [os.getpid(), *(self.pool.processes() if self.pool else [])]

@@ -1,0 +1,126 @@
+"""Seconds of a round, inline and on Ray by turns, with the limit on the same batches between them.
+
+Both backends run the same experiment, round by round, in one process and in one Ray actor with as
+many threads; at the end their states must be the same bytes, or the comparison would be void.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from _limit import Limit
+from _results import Goal, Section, Times, paired
+from _setups import Setup
+
+from trishul_ray.federation.cluster import ray_session
+from trishul_ray.federation.drive import InlineDriver, open_driver
+from trishul_ray.federation.local import Workbench, batch_order
+from trishul_ray.rng import numpy_rng
+
+#: Rounds shorter than this are dominated by fixed costs; the goal for Ray does not speak of them.
+LONG_ROUND = 2.0
+#: Ray's own setting. By default its workers yield to any other process of the machine, which on
+#: one that is not quite idle would decide the ratio; the script sets them equal.
+NICENESS = "RAY_worker_niceness"
+
+
+def round_limit(limit: Limit, bench: Workbench, cohort: list[int], number: int) -> float:
+    """Seconds of the limit on the very batches of a round; their preparation is not counted."""
+    fed, seed, seconds = bench.settings.federation, bench.settings.seed, 0.0
+    for client in cohort:
+        rng = numpy_rng(seed, "batches", number, client)
+        rows = bench.shards.shard(client)
+        for indices in batch_order(rows, fed.local_steps, fed.batch_size, rng):
+            batch = bench.task.prepare_batch(bench.train.batch(indices), bench.device, bench.dtype)
+            seconds += sum(limit.seconds(batch))
+    return seconds
+
+
+def backends(setup: Setup) -> Section:
+    """Inline and Ray by turns, round by round, with the limit between them."""
+    runs, fed = setup.experiment.storage.runs, setup.experiment.federation
+
+    def on(backend: str) -> Setup:
+        resources = setup.experiment.resources.model_copy(update={"backend": backend})
+        storage = setup.experiment.storage.model_copy(update={"runs": f"{runs}/{backend}"})
+        changed = {"resources": resources, "storage": storage}
+        return Setup(setup.label, setup.experiment.model_copy(update=changed), setup.prepared)
+
+    seconds: dict[str, dict[str, list[float]]] = {
+        kind: {"inline": [], "ray": [], "limit": []} for kind in ("training", "evaluation too")
+    }
+    here, there = on("inline"), on("ray")
+    with (
+        ray_session(),
+        open_driver(here.experiment, here.prepared, "benchmark") as inline,
+        open_driver(there.experiment, there.prepared, "benchmark") as ray,
+    ):
+        assert isinstance(inline, InlineDriver)
+        inline.begin()
+        ray.begin()
+        bench: Workbench = inline.server.executor.bench  # type: ignore[attr-defined]  # inline's
+        limit = Limit(bench)
+        for number in range(1, fed.rounds + 1):
+            cohort = inline.server.cohort(number)
+            took = {"limit": round_limit(limit, bench, cohort, number)}
+            both = [("inline", inline), ("ray", ray)]
+            # In turn first, so that a machine that slows down or speeds up favours neither.
+            for name, driver in both if number % 4 < 2 else both[::-1]:
+                took[name] = _timed(driver.step)
+            if number == 1:
+                continue  # first touches: compilation of kernels, page faults, caches
+            kind = "training" if number % 2 == 0 else "evaluation too"
+            for name, value in took.items():
+                seconds[kind][name].append(value)
+        inline.step()
+        ray.step()
+        same = inline.final().digest == ray.final().digest
+    rows, goals = [], [Goal("backends that ended with other bytes", float(not same), 0.0)]
+    data: dict[str, Any] = {"same_bytes": same}
+    for kind, measured in seconds.items():
+        times = {name: Times.of(values) for name, values in measured.items()}
+        over = paired(times["ray"], times["inline"])
+        rows.append(
+            [
+                kind,
+                times["limit"].show(),
+                times["inline"].show(),
+                times["ray"].show(),
+                paired(times["inline"], times["limit"]).show(),
+                paired(times["ray"], times["limit"]).show(),
+                over.show(digits=3),
+            ]
+        )
+        data[kind] = measured
+        if times["inline"].median >= LONG_ROUND:
+            goals.append(Goal(f"Ray / inline, {kind}", over.median, 1.05))
+    return Section(
+        f"A round, inline and on Ray ({setup.label})",
+        [
+            "a round with",
+            "limit s",
+            "inline s",
+            "Ray s",
+            "inline / limit",
+            "Ray / limit",
+            "Ray / inline",
+        ],
+        rows,
+        [
+            f"{fed.clients_per_round} clients x {fed.local_steps} steps of {fed.batch_size}, "
+            f"{setup.experiment.resources.threads} threads, one Ray actor; medians (min-max) of "
+            f"{len(seconds['training']['ray'])} rounds of each kind, ratios of neighbours",
+            "a round includes broadcast, reduction, diagnostics and checkpoint; the limit covers "
+            "the training batches alone",
+            f"Ray's workers run at niceness {os.environ[NICENESS]} (Ray's default is 15)",
+        ],
+        goals,
+        data,
+    )
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

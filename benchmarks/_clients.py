@@ -1,0 +1,109 @@
+"""One federation in a process of its own, stepped and weighed by the benchmark that started it.
+
+Reads ``step`` or ``memory`` a line from standard input and answers with one line of JSON, so that
+two federations of different size can be stepped by turns and neither's memory is the other's.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+from _setups import small
+
+from trishul_ray.federation.cluster import ray_session
+from trishul_ray.federation.drive import RayDriver, open_driver
+
+MIB = 2**20
+
+
+class Federation:
+    """The parent's side: start, ask, end."""
+
+    def __init__(self, clients: int, data: str, overrides: list[str]) -> None:
+        """Start the process; it answers once its actors are up."""
+        self.clients = clients
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(clients), data, *overrides],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, what: str) -> Any:
+        """Send one word, read one answer.
+
+        Raises:
+            RuntimeError: the process has ended; its own words are on standard error.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(what + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the federation of {self.clients} clients ended: see above")
+        return json.loads(answer)
+
+    def __enter__(self) -> Self:
+        """Nothing more to do."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End of input ends the process, which shuts its Ray down."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def weigh(driver: RayDriver) -> dict[str, float]:
+    """MiB by role, proportional set size: a page shared by k processes counts 1/k in each.
+
+    The driver, the coordinator and the client actors are ours; ``ray`` is the rest of the local
+    cluster.
+    """
+    found = {"driver": 0.0, "coordinator": 0.0, "actors": 0.0, "ray": 0.0}
+    me = psutil.Process()
+    coordinator, *actors = driver.processes()
+    roles = {me.pid: "driver", coordinator: "coordinator"} | dict.fromkeys(actors, "actors")
+    for process in [me, *me.children(recursive=True)]:
+        # A worker of Ray's may end while the others are being weighed.
+        with suppress(psutil.NoSuchProcess):
+            found[roles.get(process.pid, "ray")] += _mib(process)
+    return found
+
+
+def _mib(process: psutil.Process) -> float:
+    try:
+        memory = process.memory_full_info()
+    except psutil.AccessDenied:
+        return float(process.memory_info().rss / MIB)
+    return float(getattr(memory, "pss", memory.uss) / MIB)
+
+
+def serve(clients: int, data: str, overrides: list[str]) -> None:
+    """The child's side."""
+    with tempfile.TemporaryDirectory() as scratch:
+        chosen = [*overrides, f"federation.clients={clients}"]
+        began = time.perf_counter()
+        setup = small(Path(scratch), data, chosen)
+        dealt = time.perf_counter() - began
+        with ray_session(), open_driver(setup.experiment, setup.prepared, "benchmark") as driver:
+            assert isinstance(driver, RayDriver)
+            driver.begin()
+            for line in sys.stdin:
+                began = time.perf_counter()
+                if line.strip() == "step":
+                    driver.step()
+                    answer: Any = time.perf_counter() - began
+                else:
+                    answer = weigh(driver) | {"dealing_seconds": dealt}
+                print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,159 @@
+"""The limit and a whole local step, timed by turns on the same batches.
+
+The limit is what no adapter can go below: the frozen backbone's forward, the loss, and the
+backward that carries the gradient to the output of the embeddings, with no weight gradient at all.
+
+A step is not re-implemented here: the clock hangs on the seams of the library's own client loop
+(:func:`trishul_ray.federation.local.train_client`), and the limit runs inside the loop's call for
+the next batch, so that both see the same batch, the same weights and the same machine.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.jobs import TrainJob
+from trishul_ray.federation.local import Workbench, train_client
+from trishul_ray.federation.world import Prepared, blueprint_of, build_workbench
+
+#: Parts of a step, in order.
+PARTS = ("data", "forward", "backward", "optimizer", "prox")
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock that waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Limit:
+    """The frozen backbone's forward and input gradient. Shares its weights with ``bench``."""
+
+    def __init__(self, bench: Workbench) -> None:
+        """Copy the model's structure, not its weights."""
+        self.device, self.dtype, self.task = bench.device, bench.dtype, bench.task
+        self.model = bench.model.merge(bench.initial)
+        adapted = dict(bench.model.model.named_parameters())
+        for name, _ in list(self.model.named_parameters()):
+            owner, _, attribute = name.rpartition(".")
+            # An untrained update leaves every weight as it is, so sharing changes no number.
+            self.model.get_submodule(owner)._parameters[attribute] = adapted[name]
+        self.model.requires_grad_(False).eval()
+        embeddings: Any = self.model.base_model.embeddings  # type: ignore[union-attr]  # a ViT's
+        embeddings.register_forward_hook(_as_leaf)
+
+    def seconds(self, batch: Mapping[str, Tensor]) -> tuple[float, float]:
+        """Seconds of forward with loss, and of backward, on a prepared batch."""
+        began = now(self.device)
+        loss = self.task.loss(self.model(**self.task.inputs(batch)), batch)
+        middle = now(self.device)
+        loss.backward()
+        return middle - began, now(self.device) - middle
+
+
+def _as_leaf(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.detach().requires_grad_()
+
+
+@dataclass
+class Steps:
+    """Seconds of each measured step by part, and of the limit beside it."""
+
+    parts: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PARTS})
+    forward: list[float] = field(default_factory=list)  # of the limit
+    backward: list[float] = field(default_factory=list)  # of the limit
+    last_prox: float = 0.0  # the last step's, which also measures the spectrum
+
+    @property
+    def step(self) -> list[float]:
+        """Whole steps."""
+        return [sum(values) for values in zip(*self.parts.values(), strict=True)]
+
+    @property
+    def limit(self) -> list[float]:
+        """Whole limits."""
+        return [a + b for a, b in zip(self.forward, self.backward, strict=True)]
+
+
+class _Clocked:
+    """The training rows of a workbench whose steps are timed; runs the limit before each."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self.rows, self.device, self.steps = bench.train, bench.device, Steps()
+        self.limit = Limit(bench)
+        self.marks: list[float] = []
+        bench.train = self
+        self._prepare = bench.task.prepare_batch
+        self._after(bench.task, "prepare_batch")
+        self._after(bench.task, "loss")
+        self._before(bench.method, "before_step")
+        self._before(bench.method, "after_step")
+        self._after(bench.method, "after_step")
+
+    def _mark(self) -> None:
+        if self.marks:  # empty while the limit runs
+            self.marks.append(now(self.device))
+        if len(self.marks) == len(PARTS) + 1:
+            for part, (first, second) in zip(PARTS, pairwise(self.marks), strict=True):
+                self.steps.parts[part].append(second - first)
+            self.marks = []
+
+    def _before(self, owner: Any, name: str) -> None:
+        plain: Callable[..., Any] = getattr(owner, name)
+
+        def marked(*args: Any) -> Any:
+            self._mark()
+            return plain(*args)
+
+        setattr(owner, name, marked)
+
+    def _after(self, owner: Any, name: str) -> None:
+        plain: Callable[..., Any] = getattr(owner, name)
+
+        def marked(*args: Any) -> Any:
+            found = plain(*args)
+            self._mark()
+            return found
+
+        setattr(owner, name, marked)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """First the limit on this batch, then the batch itself, from where a step's clock runs."""
+        prepared = self._prepare(self.rows.batch(indices), self.device, self.limit.dtype)
+        forward, backward = self.limit.seconds(prepared)
+        self.steps.forward.append(forward)
+        self.steps.backward.append(backward)
+        del prepared
+        self.marks = [now(self.device)]
+        return self.rows.batch(indices)
+
+
+def time_steps(experiment: Experiment, prepared: Prepared, steps: int) -> Steps:
+    """Time ``steps`` local steps of one client, by turns with the limit.
+
+    One step before them warms up; one after them ends the client's round with the statistics of
+    the prox. Neither is among the measured ones.
+    """
+    fed = experiment.federation.model_copy(update={"local_steps": steps + 2})
+    experiment = experiment.model_copy(update={"federation": fed})
+    bench = build_workbench(experiment, prepared)
+    start = blueprint_of(bench).initial_state
+    clocked = _Clocked(bench)
+    train_client(bench, start, TrainJob(round=1, client=0))
+    found = clocked.steps
+    last = found.parts["prox"][-1]
+    inner = slice(1, -1)
+    return Steps(
+        {part: values[inner] for part, values in found.parts.items()},
+        found.forward[inner],
+        found.backward[inner],
+        last,
+    )

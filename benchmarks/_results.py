@@ -1,0 +1,208 @@
+"""What the benchmarks share: summaries, goals, and dated result files for people and programs."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from trishul_ray.federation.result import hardware, versions
+
+#: Results land beside the scripts, so that they are part of the repository.
+RESULTS = Path(__file__).resolve().parent / "results"
+#: Runnable processes per CPU before we start, above which a timing is not worth quoting.
+BUSY = 0.3
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one thing, measured several times."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Times":
+        """Keep the measurements in the order they were made."""
+        return cls(tuple(float(v) for v in values))
+
+    @property
+    def median(self) -> float:
+        """The median."""
+        return statistics.median(self.values)
+
+    def show(self, scale: float = 1.0, digits: int = 2) -> str:
+        """``median (min-max)``, each times ``scale``."""
+        low, high = min(self.values) * scale, max(self.values) * scale
+        return f"{self.median * scale:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def paired(over: Times, under: Times) -> Times:
+    """Ratios of measurements taken one right after the other."""
+    return Times.of([a / b for a, b in zip(over.values, under.values, strict=True)])
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that must not exceed a bound."""
+
+    what: str
+    measured: float
+    bound: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it does not."""
+        return self.measured <= self.bound
+
+    def line(self) -> str:
+        """One line for people."""
+        verdict = "met" if self.met else "NOT MET"
+        return f"{self.what}: {self.measured:.4g}, goal at most {self.bound:g}: {verdict}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table side by side, with what it says about the goals."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)  # raw numbers, for the JSON file
+    figure: str | None = None  # a PNG beside the page
+
+    def print(self, console: Console) -> None:
+        """Show it on the terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for column in self.columns:
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for text in [*self.notes, *(goal.line() for goal in self.goals)]:
+            console.print(f"  {text}", highlight=False, soft_wrap=True, markup=False)
+
+    def markdown(self) -> str:
+        """The same as a part of a Markdown page."""
+        rows = [self.columns, ["---"] * len(self.columns), *self.rows]
+        lines = [f"## {self.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
+        lines += [f"- {text}" for text in self.notes]
+        lines += [f"- **{goal.line()}**" for goal in self.goals]
+        if self.figure:
+            lines += ["", f"![{self.title}]({self.figure})"]
+        return "\n".join(lines) + "\n"
+
+
+def wide_console() -> Console:
+    """The terminal as it is; elsewhere, a page wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def hardware_slug() -> str:
+    """A short name of this machine for file names, such as ``amd-epyc-2cpu`` or ``h200``."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
+    else:
+        name = f"{_processor()} {os.cpu_count()}cpu"
+    name = re.sub(r"\((r|tm)\)|processor|\bcpu @.*?hz", "", name, flags=re.IGNORECASE)
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class Report:
+    """Collects sections and writes them as ``<what>_<hardware>_<date>.json`` and ``.md``."""
+
+    def __init__(self, what: str, config: dict[str, Any], console: Console) -> None:
+        """Note when it began and how busy the machine was by then."""
+        self.what, self.config, self.console = what, config, console
+        self.began = datetime.datetime.now(datetime.UTC)
+        self.load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        self.sections: list[Section] = []
+        if self.busy:
+            console.print(
+                f"this machine is busy ({self.load:.1f} runnable processes per CPU): ratios of "
+                "neighbouring measurements still mean something, seconds do not",
+                style="yellow",
+            )
+
+    @property
+    def busy(self) -> bool:
+        """Whether other work ran here when we began."""
+        return self.load > BUSY
+
+    @property
+    def stem(self) -> str:
+        """File name without its ending."""
+        return f"{self.what}_{hardware_slug()}_{self.began.date().isoformat()}"
+
+    def add(self, section: Section) -> None:
+        """Show a section and keep it."""
+        section.print(self.console)
+        self.sections.append(section)
+
+    def write(self, folder: Path) -> Path:
+        """Write both files; returns the page for people. An earlier one of this day is replaced."""
+        folder.mkdir(parents=True, exist_ok=True)
+        took = (datetime.datetime.now(datetime.UTC) - self.began).total_seconds()
+        content = {
+            "what": self.what,
+            "date": self.began.isoformat(timespec="seconds"),
+            "seconds": round(took, 1),
+            "busy": self.busy,
+            "load_per_cpu_before": round(self.load, 2),
+            "hardware": hardware() | {"processor": _processor()},
+            "versions": versions(),
+            "config": self.config,
+            "sections": [
+                asdict(s) | {"goals": [asdict(g) | {"met": g.met} for g in s.goals]}
+                for s in self.sections
+            ],
+        }
+        file = folder / f"{self.stem}.json"
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        page = folder / f"{self.stem}.md"
+        page.write_text(self._page(content), encoding="utf-8")
+        self.console.print(f"written: {page} and .json", soft_wrap=True, highlight=False)
+        return page
+
+    def _page(self, content: dict[str, Any]) -> str:
+        machine = content["hardware"]
+        where = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['cpus']} CPUs"
+        kept = ("trishul_ray", "python", "torch", "ray", "transformers")
+        numbers = ", ".join(f"{name} {content['versions'][name]}" for name in kept)
+        config = ", ".join(f"{key}={value}" for key, value in self.config.items())
+        lines = [
+            f"# {self.what}, {content['date'][:10]}",
+            "",
+            f"{where}, {machine['memory_gib']} GiB ({machine['cpu_capability']}); {numbers}; "
+            f"took {content['seconds']:.0f} s.",
+            "",
+            f"Settings: {config}.",
+            "",
+        ]
+        if self.busy:
+            lines += [
+                f"**The machine was busy** ({self.load:.1f} runnable processes per CPU before the "
+                "start): do not quote seconds from this page.",
+                "",
+            ]
+        return "\n".join(lines) + "\n".join(section.markdown() for section in self.sections)

@@ -1,0 +1,134 @@
+"""The driver killed or interrupted: nothing left behind, the same command continues the run."""
+
+import json
+import os
+import pty
+import random
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from trishul_ray.loading import load_experiment
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+
+ROUNDS = 6
+#: Rounds of half a second, so that a kill finds one under way.
+LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=25", "resources.actors=1"]
+#: What Ray's own processes print.
+RAYS_OWN = re.compile(r"raylet|gcs_|core_worker|\(pid=|WARNING|INFO|Traceback")
+
+
+@pytest.fixture
+def words(small_words):
+    return [*small_words, *LONG, "storage.runs=runs"]
+
+
+def result_of(tmp_path, experiment):
+    return json.loads((tmp_path / "runs" / experiment.id / "result.json").read_text())
+
+
+def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
+    trishul, words, tmp_path, inline_result
+):
+    from mlflow.tracking import MlflowClient
+
+    words = [*words, "tracking.mlflow=true"]
+    experiment = load_experiment(None, words)
+    # Before there is any checkpoint.
+    first = trishul("run", *words)
+    first.wait_for("starting clients")
+    time.sleep(random.Random().uniform(0, 2))
+    first.process.kill()
+    assert first.left_behind() == []
+    # At a random round.
+    number = random.Random().randint(1, ROUNDS - 1)
+    print(f"killed after round {number}")
+    second = trishul("run", *words)
+    second.wait_for(f"round {number}/{ROUNDS}")
+    time.sleep(random.Random().uniform(0, 0.5))
+    second.process.kill()
+    assert second.left_behind() == []
+    third = trishul("run", *words)
+    code, out, errors = third.end()
+    assert code == 0, errors
+    assert "continuing after round" in errors
+    assert RAYS_OWN.search(out + errors) is None, out + errors
+    assert third.left_behind() == []
+
+    reference = inline_result(experiment)
+    result = result_of(tmp_path, experiment)
+    assert result["state_sha256"] == reference.digest
+    accuracies = [record["accuracy"] for record in reference.records]
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    (group,) = [e for e in client.search_experiments() if e.name == "trishul"]
+    (run,) = client.search_runs([group.experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "accuracy")
+    assert sorted((point.step, point.value) for point in history) == list(enumerate(accuracies))
+
+
+def test_ctrl_c_on_a_terminal_stops_everything_and_says_how_to_go_on(
+    trishul, start, words, tmp_path, inline_result
+):
+    experiment = load_experiment(None, words)
+    parent, child = pty.openpty()
+    screen = bytearray()
+
+    def read():
+        while True:
+            try:
+                screen.extend(os.read(parent, 4096))
+            except OSError:  # the other side is closed
+                return
+
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    command = trishul(
+        "run",
+        *words,
+        options={**ends, "text": False, "preexec_fn": lambda: own_terminal(child)},
+        TERM="xterm-256color",
+    )
+    os.close(child)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 90
+    while not re.search(rb"round [12]/6", screen):
+        assert time.monotonic() < deadline, screen.decode()
+        assert command.process.poll() is None, screen.decode()
+        time.sleep(0.05)
+    os.write(parent, b"\x03")  # the key itself: every process of the foreground group gets it
+    assert command.process.wait(timeout=20) == 130, screen.decode()
+    assert command.left_behind() == []
+    os.close(parent)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.decode()).replace("\r", "")
+    assert f"checkpoints; to continue: trishul run {words[0]}" in text
+    assert f"runs/{experiment.id}/checkpoints" in text
+    assert RAYS_OWN.search(text) is None, text
+
+    code, _, errors = trishul("run", *words, "resources.backend=inline").end()
+    assert code == 0, errors
+    assert "continuing after round" in errors
+    assert result_of(tmp_path, experiment)["state_sha256"] == inline_result(experiment).digest
+
+
+def own_terminal(descriptor):
+    """Make the pseudo-terminal the controlling one, so that ^C becomes a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_leaves_nothing(trishul, words, number):
+    command = trishul("run", *words)
+    command.wait_for("starting Ray")
+    time.sleep(random.Random().uniform(0, 1.5))
+    command.process.send_signal(number)
+    code, _, errors = command.end(30)
+    assert code == 130 if number == signal.SIGINT else code != 0, errors
+    assert command.left_behind() == []

@@ -1,0 +1,204 @@
+"""Shared by all tests: places, small real experiments, commands that leave nothing behind."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+#: A run of seconds: random weights, so that nothing needs pretraining.
+SMALL = [
+    "model.init=random",
+    "federation.clients=4",
+    "federation.clients_per_round=3",
+    "federation.rounds=3",
+    "federation.local_steps=4",
+    "federation.batch_size=8",
+    "evaluation.limit=64",
+    "evaluation.batch_size=32",
+    "tracking.mlflow=false",
+    "optimizer.lr=0.01",
+]
+#: Marks every process that a test's command starts, children of children too.
+MARK = "TRISHUL_TEST_MARK"
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Prepared data: the caller's cache if there is one, so that repeated test runs share it."""
+    given = os.environ.get("TRISHUL_CACHE")
+    return Path(given) if given else tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def small(cache, tmp_path):
+    """``small("method=ravan", ...)`` -> an experiment whose runs lie in this test's folder."""
+    from trishul_ray.loading import load_experiment
+
+    def make(*overrides):
+        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+        return load_experiment(None, [*SMALL, *places, *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def inline_result(cache, tmp_path_factory):
+    """``inline_result(experiment)`` -> what the same run gives in one process, computed once."""
+    from trishul_ray.federation.drive import InlineDriver
+    from trishul_ray.federation.world import prepare_run
+    from trishul_ray.loading import build_experiment
+
+    results = {}
+
+    def run(experiment):
+        if experiment.id not in results:
+            fields = experiment.to_dict()
+            fields["storage"]["runs"] = str(tmp_path_factory.mktemp("inline"))
+            own = build_experiment(fields)
+            assert own.id == experiment.id
+            results[own.id] = finish(InlineDriver(own, prepare_run(own), "inline"))
+        return results[experiment.id]
+
+    return run
+
+
+def finish(driver):
+    """Drive to the end; the result, with everything told on the way as ``events``."""
+    standing = driver.begin()
+    told, events = list(standing.records), list(standing.events)
+    while not standing.finished:
+        standing = driver.step()
+        told += standing.records
+        events += standing.events
+    final = driver.final()
+    # Each record is told once, in order, whatever happened.
+    assert [record["round"] for record in told] == [record["round"] for record in final.records]
+    final.__dict__["events"] = events
+    return final
+
+
+@pytest.fixture(scope="session")
+def drive_to_end():
+    """See :func:`finish`."""
+    return finish
+
+
+def untimed(records):
+    """Records without what a clock says."""
+    return [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in records]
+
+
+@pytest.fixture(scope="session")
+def assert_same():
+    """``assert_same(result, reference)``: same bytes of the state, same metrics."""
+
+    def check(result, reference):
+        assert result.digest == reference.digest
+        assert untimed(result.records) == untimed(reference.records)
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """A local Ray with two CPUs, started as a run starts it."""
+    from trishul_ray.federation.cluster import ray_session
+
+    with ray_session(2) as free:
+        yield free
+
+
+def marked(mark):
+    """Live processes that inherited a command's mark."""
+    found = []
+    for process in psutil.process_iter(["environ", "status"]):
+        info = process.info
+        if info["status"] != psutil.STATUS_ZOMBIE and (info["environ"] or {}).get(MARK) == mark:
+            found.append(process)
+    return found
+
+
+def describe(process):
+    try:
+        return " ".join(process.cmdline())[:150]
+    except psutil.Error:
+        return "gone"
+
+
+class Command:
+    """A command under way, with all the processes it has started."""
+
+    def __init__(self, words, env, cwd, **options):
+        self.mark = uuid.uuid4().hex
+        self.errors: list[str] = []
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        self.process = subprocess.Popen(
+            words, env={**env, MARK: self.mark}, cwd=cwd, start_new_session=True, **options
+        )
+
+    def wait_for(self, text, seconds=90):
+        """Read the error stream up to a line that holds ``text``."""
+        end = time.monotonic() + seconds
+        for line in self.process.stderr:
+            self.errors.append(line)
+            if text in line:
+                return line
+            assert time.monotonic() < end, "".join(self.errors)
+        raise AssertionError(f"{text!r} never came:\n{''.join(self.errors)}")
+
+    def end(self, seconds=120):
+        """Wait for the end: exit code, stdout, stderr."""
+        out, rest = self.process.communicate(timeout=seconds)
+        self.errors.append(rest or "")
+        return self.process.returncode, out, "".join(self.errors)
+
+    def left_behind(self, seconds=15):
+        """What still lives of it after a grace period, as text."""
+        end = time.monotonic() + seconds
+        while (alive := marked(self.mark)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return [describe(process) for process in alive]
+
+    def sweep(self):
+        for process in marked(self.mark):
+            process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(cache, tmp_path):
+    """``start(words, **environment)`` -> a :class:`Command`; nothing of it outlives the test."""
+    commands = []
+    repository = str(Path(__file__).parents[1])
+
+    def begin(*words, cwd=tmp_path, options=(), **environment):
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TRISHUL_"))}
+        paths = [repository, *filter(None, [inherited.get("PYTHONPATH")])]
+        fixed = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        env = {**inherited, **fixed, "TRISHUL_CACHE": str(cache), **environment}
+        command = Command([str(word) for word in words], env, cwd, **dict(options))
+        commands.append(command)
+        return command
+
+    yield begin
+    for command in commands:
+        command.sweep()
+
+
+@pytest.fixture
+def trishul(start):
+    """``trishul("run", "seed=1", ...)`` -> the command line under way, with a small experiment."""
+    return functools.partial(start, sys.executable, "-u", "-m", "trishul_ray.cli")
+
+
+@pytest.fixture(scope="session")
+def small_words():
+    """The overrides of :func:`small`, for a command line."""
+    return SMALL
