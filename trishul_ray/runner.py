@@ -24,6 +24,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.coordinator import Final, Progressed, open_checkpoints
 from trishul_ray.federation.drive import Driver, open_driver
+from trishul_ray.federation.jobs import survey_in
 from trishul_ray.federation.local import global_model
 from trishul_ray.federation.result import (
     config_yaml,
@@ -42,7 +43,6 @@ from trishul_ray.federation.world import (
     build_workbench,
     check_fits,
     prepare_run,
-    survey_in,
 )
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.loading import build_experiment

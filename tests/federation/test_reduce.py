@@ -6,18 +6,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trishul_ray.federation.jobs import Upload
+from trishul_ray.adapters.layout import Layout
 from trishul_ray.federation.reduce import (
     FAN_IN,
     Expected,
+    Reducer,
     combine,
     finish,
     groups,
     judge,
     partial_sum,
 )
+from trishul_ray.methods.registry import method_class
 
 UNITS = np.array([4, 4, 9, 3])
 EXPECTED = Expected({"shared": 20}, UNITS)
+
+
+def by(weighting):
+    method = method_class("fedavg")(method_class("fedavg").Config())
+    return Reducer(method, Layout.of([("w", (20,))]), weighting, EXPECTED)
 
 
 def uploads_of(count, seed=0, masked=False):
@@ -35,7 +43,7 @@ def uploads_of(count, seed=0, masked=False):
 
 def reduce_in_groups(uploads, weighting):
     parts = [
-        partial_sum([uploads[i] for i in group], weighting, EXPECTED)
+        partial_sum([uploads[i] for i in group], by(weighting))
         for group in groups([u.client for u in uploads])
     ]
     return combine(parts)
@@ -86,10 +94,10 @@ def test_unsound_uploads_are_left_out_and_named(array, says):
     good = uploads_of(3)
     bad = Upload(client=9, rows=5, arrays={"shared": array})
     assert says in judge(bad, EXPECTED)
-    total = partial_sum([*good, bad], "size", EXPECTED)
+    total = partial_sum([*good, bad], by("size"))
     assert total.clients == [0, 1, 2]
     assert says in total.refused[9]
-    alone = partial_sum(good, "size", EXPECTED)
+    alone = partial_sum(good, by("size"))
     np.testing.assert_array_equal(total.sums["shared"], alone.sums["shared"])
 
 

@@ -8,9 +8,18 @@ import torch
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import Surroundings
-from trishul_ray.federation.jobs import Arrays, EvalJob, EvalReport, TrainJob, TrainReport, Upload
-from trishul_ray.federation.local import Workbench, evaluate_chunk, train_client
-from trishul_ray.federation.reduce import Expected, Partial, partial_sum
+from trishul_ray.federation.jobs import (
+    Arrays,
+    EvalJob,
+    EvalReport,
+    SurveyJob,
+    TrainJob,
+    TrainReport,
+    Upload,
+    survey_in,
+)
+from trishul_ray.federation.local import Workbench, evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.reduce import Partial, Reducer, partial_sum
 from trishul_ray.federation.server import Blueprint
 
 if TYPE_CHECKING:
@@ -66,7 +75,14 @@ class ClientActor:
             self._bench = build_workbench(self.settings, self.prepared)
         return self._bench
 
-    def describe(self) -> tuple[int, Blueprint]:
+    def _adapted(self, survey: Arrays) -> Workbench:
+        """The workbench, with the adapters that a survey decides."""
+        from trishul_ray.federation.world import adapt_to
+
+        adapt_to(self.bench, survey)
+        return self.bench
+
+    def describe(self, survey: Arrays) -> tuple[int, Blueprint]:
         """The blueprint of the workbench.
 
         Raises:
@@ -74,7 +90,7 @@ class ClientActor:
         """
         from trishul_ray.federation.world import blueprint_of
 
-        return self.pid, blueprint_of(self.bench)
+        return self.pid, blueprint_of(self._adapted(survey))
 
     def process_id(self) -> int:
         """This actor's operating-system process."""
@@ -83,13 +99,17 @@ class ClientActor:
     @ray.method(num_returns=2)
     def train(self, broadcast: Arrays, job: TrainJob) -> tuple[tuple[int, TrainReport], Upload]:
         """Train one client; the upload is a return of its own, so that it can stay here."""
-        upload, report = train_client(self.bench, broadcast, job)
+        upload, report = train_client(self._adapted(survey_in(broadcast)), broadcast, job)
         return (self.pid, report), upload
 
     def evaluate(self, broadcast: Arrays, job: EvalJob) -> tuple[int, EvalReport]:
         """Evaluate the broadcast on one chunk of test rows."""
-        return self.pid, evaluate_chunk(self.bench, broadcast, job)
+        return self.pid, evaluate_chunk(self._adapted(survey_in(broadcast)), broadcast, job)
 
-    def reduce(self, weighting: str, expected: Expected, *uploads: Upload) -> tuple[int, Partial]:
+    def survey(self, job: SurveyJob) -> tuple[int, Arrays]:
+        """One client's answer to the method's survey."""
+        return self.pid, survey_client(self.bench, job)
+
+    def reduce(self, reducer: Reducer, *uploads: Upload) -> tuple[int, Partial]:
         """Judge and sum one group of uploads, without their passing through the coordinator."""
-        return self.pid, partial_sum(uploads, weighting, expected)
+        return self.pid, partial_sum(uploads, reducer)

@@ -40,6 +40,7 @@ class Final:
     spectra: Arrays
     blueprint: Blueprint
     attempt: str
+    broadcast: Arrays  # the global model as it would go out next
 
 
 def open_checkpoints(experiment: Experiment) -> CheckpointStore:
@@ -70,6 +71,7 @@ def final_of(server: Server) -> Final:
         spectra=server.spectra,
         blueprint=server.blueprint,
         attempt=server.attempt,
+        broadcast=server.broadcast(),
     )
 
 

@@ -6,7 +6,14 @@ from contextlib import contextmanager
 import torch
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import Arrays, Job, SurveyJob, TrainJob, Upload
+from trishul_ray.federation.jobs import (
+    Arrays,
+    Job,
+    SurveyJob,
+    TrainJob,
+    Upload,
+    survey_in,
+)
 from trishul_ray.federation.local import Workbench, evaluate_chunk, survey_client, train_client
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
 from trishul_ray.federation.server import Blueprint, Outcome
@@ -15,7 +22,6 @@ from trishul_ray.federation.world import (
     adapt_to,
     blueprint_of,
     build_workbench,
-    survey_in,
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trishul_ray.methods.base import SURVEY
+
 #: Flat arrays by key: how states travel. NumPy, so that the object store hands out views.
 Arrays = dict[str, np.ndarray]
 
@@ -95,3 +97,8 @@ class EvalReport:
     round: int
     start: int
     sums: dict[str, float]
+
+
+def survey_in(broadcast: Arrays) -> Arrays:
+    """The survey that a broadcast carries, if any."""
+    return {k.removeprefix(SURVEY): v for k, v in broadcast.items() if k.startswith(SURVEY)}

@@ -19,8 +19,8 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.client import ClientActor
 from trishul_ray.federation.cluster import Surroundings
-from trishul_ray.federation.jobs import Arrays, Job, TrainJob, Upload
-from trishul_ray.federation.reduce import FAN_IN, Expected, Partial, combine, groups, partial_sum
+from trishul_ray.federation.jobs import Arrays, EvalJob, Job, SurveyJob, TrainJob, Upload
+from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, partial_sum
 from trishul_ray.federation.resources import Slices
 from trishul_ray.federation.server import Blueprint, Outcome
 
@@ -89,7 +89,7 @@ class ActorPool:
         self.actors: list[Any] = []
         self._pids: dict[Any, int] = {}
         # The first call builds the workbench, so an actor that answers it is ready to work.
-        self._starting: dict[Any, Any] = {actor.describe.remote(): actor for actor in started}
+        self._starting: dict[Any, Any] = {actor.describe.remote({}): actor for actor in started}
         self._blueprint: Blueprint | None = None
         while not self.actors:
             if not self._starting:
@@ -111,8 +111,14 @@ class ActorPool:
         self.actors.append(actor)
         return True
 
-    def describe(self) -> Blueprint:
-        """The blueprint, from the first actor (all build the same)."""
+    def describe(self, survey: Arrays) -> Blueprint:
+        """The blueprint, from the first actor that tells it (all build the same)."""
+        if survey:
+            reference = ray.put(survey)
+            (found,) = self._each(
+                1, lambda actor, _: actor.describe.remote(reference), lambda _: "building adapters"
+            )
+            self._blueprint = found
         assert self._blueprint is not None  # the constructor waits for it
         return self._blueprint
 
@@ -130,6 +136,8 @@ class ActorPool:
             if isinstance(job, TrainJob):
                 small, uploads[index] = actor.train.remote(reference, job)
                 return small
+            if isinstance(job, SurveyJob):
+                return actor.survey.remote(job)
             return actor.evaluate.remote(reference, job)
 
         results = self._each(len(jobs), begin, lambda index: _describe_job(jobs[index]))
@@ -137,7 +145,8 @@ class ActorPool:
         return Outcome(
             uploads=[uploads[i] for i in order if i in uploads],
             reports=[results[i] for i in order if i in uploads],
-            evaluations=[results[i] for i in order if i not in uploads],
+            evaluations=[results[i] for i in order if isinstance(jobs[i], EvalJob)],
+            surveys=[results[i] for i in order if isinstance(jobs[i], SurveyJob)],
             events=self.drain_events(),
         )
 
@@ -195,15 +204,15 @@ class ActorPool:
         events, self._events = self._events, []
         return events
 
-    def reduce(self, uploads: list[Any], weighting: str, expected: Expected) -> Partial:
+    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
         """Sum in groups of ``FAN_IN``: here if there is one group, else on the actors."""
         if len(uploads) <= FAN_IN:
-            return partial_sum(self.fetch(uploads), weighting, expected)
-        shared, parts = ray.put(expected), groups(uploads)
+            return partial_sum(self.fetch(uploads), reducer)
+        shared, parts = ray.put(reducer), groups(uploads)
 
         def begin(actor: Any, index: int) -> Any:
             group = [uploads[i] for i in parts[index]]
-            return actor.reduce.remote(weighting, shared, *group)
+            return actor.reduce.remote(shared, *group)
 
         return combine(self._each(len(parts), begin, lambda index: f"summing group {index}"))
 
@@ -233,4 +242,6 @@ def _own_or(what: str, error: RayTaskError) -> Exception:
 def _describe_job(job: Job) -> str:
     if isinstance(job, TrainJob):
         return f"client {job.client} in round {job.round}"
+    if isinstance(job, SurveyJob):
+        return f"the survey of client {job.client} before round 1"
     return f"evaluation of rows {job.start}:{job.stop} after round {job.round}"

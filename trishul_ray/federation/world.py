@@ -21,7 +21,7 @@ from trishul_ray.federation.jobs import Arrays, to_tensors
 from trishul_ray.federation.local import Workbench
 from trishul_ray.federation.reduce import Expected, unit_sizes
 from trishul_ray.federation.server import Blueprint
-from trishul_ray.methods.base import SURVEY, Method, Site
+from trishul_ray.methods.base import Method, Site
 from trishul_ray.methods.registry import build_method
 from trishul_ray.models.backbones import load_backbone, meta_backbone
 from trishul_ray.models.pretrain import ensure_backbone
@@ -187,11 +187,6 @@ def adapt_to(bench: Workbench, survey: Arrays) -> None:
     backbone = bench.model.detach()
     bench.model = attach(backbone, bench.settings, bench.method, bench.site, bench.device)
     bench.initial = bench.model.initial().to(bench.device)
-
-
-def survey_in(broadcast: Arrays) -> Arrays:
-    """The survey that a broadcast carries, if any."""
-    return {k.removeprefix(SURVEY): v for k, v in broadcast.items() if k.startswith(SURVEY)}
 
 
 def blueprint_of(bench: Workbench) -> Blueprint:
