@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import TrainJob
+from trishul_ray.federation.jobs import TrainJob, to_arrays
 from trishul_ray.federation.local import Workbench, train_client
-from trishul_ray.federation.world import Prepared, blueprint_of, build_workbench
+from trishul_ray.federation.world import Prepared, build_workbench
 
 #: Parts of a step, in order.
 PARTS = ("data", "forward", "backward", "optimizer", "prox")
@@ -145,7 +145,7 @@ def time_steps(experiment: Experiment, prepared: Prepared, steps: int) -> Steps:
     fed = experiment.federation.model_copy(update={"local_steps": steps + 2})
     experiment = experiment.model_copy(update={"federation": fed})
     bench = build_workbench(experiment, prepared)
-    start = blueprint_of(bench).initial_state
+    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
     clocked = _Clocked(bench)
     train_client(bench, start, TrainJob(round=1, client=0))
     found = clocked.steps

@@ -69,7 +69,10 @@ def test_field_names_are_the_fields_own():
         (["partition.alpha=0"], "partition.alpha=0: input should be greater than 0"),
         (["partition.alpha=-1"], "partition.alpha=-1: input should be greater than 0"),
         (["partition.alpha=.nan"], "partition.alpha=nan: input should be a finite number"),
-        (["partition.kind=shards"], "partition.kind='shards': input should be 'iid' or 'dirichlet'"),
+        (
+            ["partition.kind=shards"],
+            "partition.kind='shards': input should be 'iid' or 'dirichlet'",
+        ),
         (["budget=huge"], "budget='huge'"),
         (["budget=0"], "budget=0"),
         (["seed=-1"], "seed=-1: input should be greater than or equal to 0"),
@@ -80,7 +83,10 @@ def test_field_names_are_the_fields_own():
         (["method.head_fraction=1.5"], "method.head_fraction=1.5"),
         (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
         (["optimizer.name=lion"], "optimizer.name='lion': input should be 'adam' or 'sgd'"),
-        (["federation.clients=2", "federation.clients_per_round=3"], "exceeds federation.clients=2"),
+        (
+            ["federation.clients=2", "federation.clients_per_round=3"],
+            "exceeds federation.clients=2",
+        ),
         (["federation.rounds=0"], "federation.rounds=0"),
         (["federation.quorum=0"], "federation.quorum=0"),
         (["federation=3"], "federation"),

@@ -53,7 +53,8 @@ def run(
         ),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Print the resolved configuration and its id; run nothing.")
+        bool,
+        typer.Option("--show", help="Print the resolved configuration and its id; run nothing."),
     ] = False,
 ) -> None:
     """Run one federated experiment, or continue it where it stopped.
@@ -112,7 +113,9 @@ def export(
 @app.command()
 def pretrain(
     name: Annotated[str, typer.Argument(help="A built-in backbone.")] = "vit-digits",
-    cache: Annotated[Path | None, typer.Option(help="Cache folder; default $TRISHUL_CACHE.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Cache folder; default $TRISHUL_CACHE.")
+    ] = None,
 ) -> None:
     """Train a built-in backbone centrally (Ray Train), once; runs do this by themselves."""
     from trishul_ray.experiment import ModelConfig
@@ -156,7 +159,7 @@ def datasets(
 
     - `trishul datasets digits partition.alpha=0.1 federation.clients=10`
     """
-    from trishul_ray.data.sources import describe_datasets, dataset_names
+    from trishul_ray.data.sources import dataset_names, describe_datasets
     from trishul_ray.federation.world import prepare_run
     from trishul_ray.loading import load_experiment
     from trishul_ray.report.figures import label_distribution

@@ -32,9 +32,7 @@ BUDGET_RANKS = {"lower": 32, "higher": 64}
 
 def _free(default: Any, description: str, **limits: Any) -> Any:
     """A field that cannot change a run's numbers and so is no part of its identity."""
-    return Field(
-        default, description=description, json_schema_extra={"identity": False}, **limits
-    )
+    return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
 class Section(BaseModel):
@@ -106,9 +104,7 @@ class AdapterConfig(Section):
         "which are matched for a 768x768 matrix",
     )
     init: (
-        Literal[
-            "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
-        ]
+        Literal["gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"]
         | None
     ) = Field(None, description="how frozen bases are drawn; default: the method's")
     sigma: float | None = Field(

@@ -36,6 +36,7 @@ from trishul_ray.federation.result import (
     summarize,
     versions,
 )
+from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.world import (
     Places,
     Prepared,
@@ -44,7 +45,6 @@ from trishul_ray.federation.world import (
     check_fits,
     prepare_run,
 )
-from trishul_ray.federation.server import broadcast_of
 from trishul_ray.loading import build_experiment
 from trishul_ray.methods.registry import build_method
 from trishul_ray.models.pretrain import ensure_backbone
@@ -179,9 +179,7 @@ def _write_artifacts(
         heads_per_layer(list(heads), list(heads.values()), figures / "heads_per_layer.png")
     if final.spectra:
         threshold = float(final.spectra["threshold"][0])
-        spectra(
-            final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png"
-        )
+        spectra(final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png")
     bench = build_workbench(experiment, prepared)
     adapt_to(bench, survey_in(final.broadcast))
     trained = global_model(bench, final.broadcast, experiment.federation.rounds)

@@ -119,7 +119,7 @@ def test_a_coordinator_beyond_its_restarts_fails_the_run(small):
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         driver.begin()
         family = [psutil.Process(pid) for pid in driver.processes()]
-        with pytest.raises(RunError, match="resources.max_restarts=0 are used up") as failed:
+        with pytest.raises(RunError, match=r"resources\.max_restarts=0 are used up") as failed:
             step_with_murder(driver, family[0].pid)
         assert "\n" not in str(failed.value)
         assert psutil.wait_procs(family, timeout=10)[1] == []

@@ -95,7 +95,9 @@ COMMAND_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "says"), COMMAND_LINES, ids=lambda v: " ".join(v)[:50] if isinstance(v, list) else "")
+@pytest.mark.parametrize(
+    ("words", "says"), COMMAND_LINES, ids=lambda v: " ".join(v)[:50] if isinstance(v, list) else ""
+)
 def test_command_lines(trishul, words, says, tmp_path):
     if words[0] == "run" and "=" in words[-1]:
         words = ["run", *TINY, *words[1:]]

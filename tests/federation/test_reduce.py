@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.federation.jobs import Upload
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.federation.jobs import Upload
 from trishul_ray.federation.reduce import (
     FAN_IN,
     Expected,

@@ -171,9 +171,7 @@ def test_prox_cadence_keeps_the_total_threshold(executor, steps):
         for step in range(1, steps + 1):
             inline.bench.method.after_step(run, step, steps)
         results.append(run.vector)
-        banks = zip(
-            run.layout.core_banks(run.vector), run.layout.core_banks(start), strict=True
-        )
+        banks = zip(run.layout.core_banks(run.vector), run.layout.core_banks(start), strict=True)
         for after, before in banks:
             expected = torch.linalg.svdvals(before) - steps * 2 * 0.01
             torch.testing.assert_close(
@@ -219,9 +217,7 @@ def test_masked_heads(executor, method):
     for entry in (e for e in blueprint.layout.entries if e.name.endswith(".core")):
         assert math.ceil(0.5 * entry.shape[0]) >= 1
     untouched = np.repeat(~trained, blueprint.expected.unit_sizes)
-    np.testing.assert_array_equal(
-        mean["shared"][untouched], before["shared"][untouched]
-    )
+    np.testing.assert_array_equal(mean["shared"][untouched], before["shared"][untouched])
     _, report = train_client(inline.bench, before, TrainJob(1, 0))
     sizes = blueprint.expected.unit_sizes
     assert report.notes["uploaded_parameters"] == int(sizes[uploads[0].active].sum())

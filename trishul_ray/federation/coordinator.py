@@ -113,7 +113,7 @@ class Coordinator:
             self._server = Server(self.settings, self.pool, checkpoints, self.attempt)
         return self._server
 
-    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    @ray.method(max_task_retries=-1)
     def begin(self, prepared: list[Any]) -> Progressed:
         """What is there already: records of a resumed run, the first events.
 
@@ -130,7 +130,7 @@ class Coordinator:
         server = self._run(prepared)
         return standing_of(server) if server.finished else progress_of(server)
 
-    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
+    @ray.method(max_task_retries=-1)
     def final(self, prepared: list[Any]) -> Final:
         """The result."""
         return final_of(self._run(prepared))

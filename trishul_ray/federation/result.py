@@ -23,7 +23,11 @@ _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "ml
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     found = {name: metadata.version(name) for name in _PACKAGES}
-    return {"trishul_ray": __version__, "numerics": str(NUMERICS), "python": platform.python_version()} | found
+    return {
+        "trishul_ray": __version__,
+        "numerics": str(NUMERICS),
+        "python": platform.python_version(),
+    } | found
 
 
 def hardware() -> dict[str, Any]:
@@ -46,7 +50,9 @@ def config_yaml(experiment: Experiment) -> bytes:
 
 def flat_metrics(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of one record, for MLflow and the metrics table."""
-    numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "round"}
+    numbers = {
+        k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "round"
+    }
     numbers["refused_uploads"] = float(len(record.get("refused", {})))
     return numbers
 

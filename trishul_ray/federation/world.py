@@ -206,6 +206,10 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
         task=bench.task,
         test_rows=len(bench.test_rows),
-        parameters={"adapter": counts.adapter + model.whole_size, "scalars": counts.scalars, "head": counts.head},
+        parameters={
+            "adapter": counts.adapter + model.whole_size,
+            "scalars": counts.scalars,
+            "head": counts.head,
+        },
         heads=heads,
     )

@@ -13,7 +13,6 @@ Legend: P trainables of a client, W entries of the shared part on the wire, U un
 aggregation (one head's core, or one whole tensor).
 """
 
-from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -146,7 +145,7 @@ class Round:
     trained: Tensor
 
 
-class Method(ABC):
+class Method:
     """One federated method. Subclass, give ``Config``, ``summary`` and the rest, override hooks.
 
     Instances are stateless beside their configuration: the same object serves every client.
@@ -184,8 +183,11 @@ class Method(ABC):
         return None
 
     def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
-        """A client's answer: from the dense gradient [d_out, d_in] of each adapted layer's weight
-        at the pretrained model, one dictionary per mini-batch. The server averages the answers.
+        """A client's answer; the server averages the answers.
+
+        Args:
+            gradients: one dictionary per mini-batch, the dense gradient [d_out, d_in] of each
+                adapted layer's weight at the pretrained model.
         """
         raise NotImplementedError(f"{type(self).__name__} asks for a survey but reads none")
 

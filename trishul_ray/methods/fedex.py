@@ -26,6 +26,7 @@ from trishul_ray.methods.kinds import (
 )
 from trishul_ray.methods.registry import register
 
+
 class FedExConfig(MethodConfig):
     """FedEx-LoRA's hyper-parameters."""
 

@@ -1,8 +1,8 @@
 """FedProx: FedAvg with a pull towards the broadcast.
 
 Li et al.: "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. A
-client minimizes ``L_c(w) + (mu/2) ||w - w_t||^2`` over its trainables; the server averages as FedAvg
-does, and mu = 0 is FedAvg. No mu is published for this setting.
+client minimizes ``L_c(w) + (mu/2) ||w - w_t||^2`` over its trainables; the server averages as
+FedAvg does, and mu = 0 is FedAvg. No mu is published for this setting.
 """
 
 from typing import Literal

@@ -5,8 +5,9 @@ Singhal et al.: "Fed-SB: A Silver Bullet for Extreme Communication Efficiency an
 
 Before round 1, clients send the dense gradient of the full model on a few mini-batches. With its
 mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``; its truncated SVD
-``D ~ U S V^T`` gives ``B = U[:, :r]``, ``A = V[:, :r]^T`` and the start ``R = diag(S_r)``, so training
-starts from ``W0 + B R A`` and not from W0. Then only R [r, r] is trained, sent and averaged: exact.
+``D ~ U S V^T`` gives ``B = U[:, :r]``, ``A = V[:, :r]^T`` and the start ``R = diag(S_r)``, so
+training starts from ``W0 + B R A``, not from W0. Then only R [r, r] is trained, sent and averaged:
+exact.
 The paper states no number of clients or batches for this round; ``method.init_clients`` and
 ``method.init_batches`` say it here, and the dense upload is counted once, in round 0.
 """

@@ -1,7 +1,7 @@
 """HetLoRA: clients of different ranks, zero-padded, weighed by the norm of their update.
 
-Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024,
-arXiv 2401.06432.
+Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP
+2024, arXiv 2401.06432.
 
 A client of rank r_c takes the first r_c columns of B and rows of A, trains them, and uploads them
 padded with zeros to r_max. The server averages the padded factors with weights

@@ -31,9 +31,7 @@ def lora_rank(site: Site) -> int:
 
 def lora(site: Site) -> dict[str, LayerAdapter]:
     """A trained pair B A on every target."""
-    return {
-        layer.name: LoRA(rank=lora_rank(site), scale=LORA_SCALE) for layer in site.layers
-    }
+    return {layer.name: LoRA(rank=lora_rank(site), scale=LORA_SCALE) for layer in site.layers}
 
 
 def ffa(site: Site) -> dict[str, LayerAdapter]:

@@ -13,8 +13,8 @@ whose scale it does not give; here the default is ``random_normal`` (one QR per 
 
 from typing import Literal
 
-from trishul_ray.methods.registry import register
 from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
+from trishul_ray.methods.registry import register
 
 
 class RavanConfig(HeadsConfig):

@@ -3,10 +3,10 @@
 Karimireddy et al.: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
 arXiv 1910.06378, on all trainables of the adapter, as the TRISHUL paper uses it.
 
-The server keeps c, each client c_i, all zero at first. A client steps along ``g - c_i + c``; after K
-steps its new variate is, by option II, ``c_i+ = c_i - c + (x - y) / (K eta)``, which for plain SGD
-equals the mean of its K raw gradients. Under Adam (x - y) / (K eta) is no gradient, so there the mean
-raw gradient is taken itself. The client uploads its trainables and ``c_i+ - c_i``; the server
+The server keeps c, each client c_i, all zero at first. A client steps along ``g - c_i + c``; after
+K steps its new variate is, by option II, ``c_i+ = c_i - c + (x - y) / (K eta)``, which for plain
+SGD equals the mean of its K raw gradients. Under Adam (x - y) / (K eta) is no gradient, so there
+the mean raw gradient is taken itself. The client uploads its trainables and ``c_i+ - c_i``; the server
 averages the former (as FedIT: inexact) and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, over all N
 registered clients. Traffic is twice LoRA's in both directions.
 """
@@ -75,7 +75,7 @@ class Scaffold(Method):
         return {"shared": layout.size, "control": layout.size}
 
     def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
-        """c = 0."""
+        """C = 0."""
         start = super().initial_state(layout, initial, survey)
         return start | {"control": torch.zeros_like(initial)}
 

@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan
-from trishul_ray.methods.registry import register
 from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
+from trishul_ray.methods.registry import register
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats
 
@@ -89,8 +89,10 @@ class Trishul(MultiHeadMethod):
         return None
 
     def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
-        """By layer, the mean squared gradient norm: of mini-batches, or of single examples
-        (their mean is the trace of the empirical Fisher matrix)."""
+        """By layer, the mean squared gradient norm of mini-batches, or of single examples.
+
+        The latter mean is the trace of the empirical Fisher matrix.
+        """
         found = [{name: g.square().sum() for name, g in batch.items()} for batch in gradients]
         return {name: torch.stack([f[name] for f in found]).mean().view(1) for name in found[0]}
 
