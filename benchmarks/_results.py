@@ -205,4 +205,4 @@ class Report:
                 "start): do not quote seconds from this page.",
                 "",
             ]
-        return "\n".join(lines) + "\n".join(section.markdown() for section in self.sections)
+        return "\n".join(lines) + "\n" + "\n".join(section.markdown() for section in self.sections)

@@ -222,7 +222,7 @@ def compare(bench: Bench, rates: dict[str, float], figure: Path) -> Section:
         [number for number, _ in first[0].curve],
         {label: _mean_curve(found) for label, found in runs.items()},
         figure,
-        references={"untouched backbone, random head": untouched},
+        references={"untouched, random head": untouched},
     )
     rows = [_row(variant, rates, runs[variant.label]) for variant in VARIANTS]
     seeds = ", ".join(str(seed) for seed in options.seeds)

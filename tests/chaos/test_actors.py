@@ -15,7 +15,7 @@ from trishul_ray.federation.world import prepare_run
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("local_ray")]
 
 #: Rounds of seconds, so that there is a middle to be killed in.
-LONG = ["federation.local_steps=60", "federation.rounds=2", "evaluation.diagnostics_every=0"]
+LONG = ["federation.local_steps=40", "federation.rounds=2", "evaluation.diagnostics_every=0"]
 
 
 def step_with_murder(driver, victim):

@@ -15,9 +15,9 @@ from trishul_ray.loading import load_experiment
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
-ROUNDS = 6
+ROUNDS = 4
 #: Rounds of half a second, so that a kill finds one under way.
-LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=25", "resources.actors=1"]
+LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.actors=1"]
 #: What Ray's own processes print.
 RAYS_OWN = re.compile(r"raylet|gcs_|core_worker|\(pid=|WARNING|INFO|Traceback")
 
@@ -72,7 +72,7 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
 
 
 def test_ctrl_c_on_a_terminal_stops_everything_and_says_how_to_go_on(
-    trishul, start, words, tmp_path, inline_result
+    trishul, words, tmp_path, inline_result
 ):
     experiment = load_experiment(None, words)
     parent, child = pty.openpty()
@@ -96,7 +96,7 @@ def test_ctrl_c_on_a_terminal_stops_everything_and_says_how_to_go_on(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     deadline = time.monotonic() + 90
-    while not re.search(rb"round [12]/6", screen):
+    while not re.search(rb"round [12]/4", screen):
         assert time.monotonic() < deadline, screen.decode()
         assert command.process.poll() is None, screen.decode()
         time.sleep(0.05)
@@ -123,12 +123,11 @@ def own_terminal(descriptor):
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_ray_starts_leaves_nothing(trishul, words, number):
+def test_ctrl_c_while_ray_starts_leaves_nothing(trishul, words):
     command = trishul("run", *words)
     command.wait_for("starting Ray")
     time.sleep(random.Random().uniform(0, 1.5))
-    command.process.send_signal(number)
+    command.process.send_signal(signal.SIGINT)
     code, _, errors = command.end(30)
-    assert code == 130 if number == signal.SIGINT else code != 0, errors
+    assert code == 130, errors
     assert command.left_behind() == []

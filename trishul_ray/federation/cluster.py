@@ -3,16 +3,16 @@
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants, worker
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -23,6 +23,9 @@ from trishul_ray.federation.resources import Slices, plan_slices, slices_of_bund
 #: Where Ray looks for a token, beside ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
+#: Seconds a cluster may take to answer.
+PATIENCE = 10.0
+
 
 @contextmanager
 def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
@@ -32,6 +35,10 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
     every process it had, also if this process is killed (its children die with it). Local
     clusters listen on localhost alone, ask for a token that only this process and its children
     know, write nothing to the home folder, and show no dashboard.
+
+    An existing cluster is sent a token where this machine has one (``RAY_AUTH_TOKEN``,
+    ``~/.ray/auth_token``), as Ray's own commands do; one that asks for none is then joined with
+    ``RAY_AUTH_MODE=disabled``.
 
     Args:
         cpus: CPUs of a local cluster; default what the machine has.
@@ -93,10 +100,21 @@ def _start(cpus: int | None) -> None:
 
 
 def _join(address: str) -> None:
-    # With an explicit address Ray sends no token unless told to, even where it has one, and then
-    # waits in vain for 20 seconds; a cluster that asks for none does not mind being sent one.
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    _check_answers(address)
+    if not os.environ.get("RAY_AUTH_MODE") and AuthenticationTokenLoader.instance().has_token(
+        ignore_auth_mode=True
+    ):
+        # As `ray start` does where there is a token. With an explicit address Ray would send none.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # the mode was read when Ray was imported
     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+
+
+def _check_answers(address: str) -> None:
+    """Fail at once where nothing listens: Ray itself tries for minutes."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    if parts.hostname and parts.port:
+        socket.create_connection((parts.hostname, parts.port), PATIENCE).close()
 
 
 @cache

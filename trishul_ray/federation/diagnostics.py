@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trishul_ray.adapters.layout import HEAD_PREFIX
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import Arrays, TrainReport, Upload
+from trishul_ray.federation.jobs import Arrays, TrainReport, Upload, as_tensors
+from trishul_ray.federation.reduce import Reducer
+from trishul_ray.methods.base import BASE
+from trishul_ray.methods.kinds import lora_pairs
 from trishul_ray.spectral.diagnostics import diagnose
 
 if TYPE_CHECKING:
@@ -91,3 +95,47 @@ def _cores_on_the_wire(blueprint: "Blueprint") -> list[tuple[int, int, int]]:
                 runs.append((count, rank, start))
         start += entry.numel
     return runs
+
+
+def aggregation_error(
+    uploads: list[Upload], reducer: Reducer, before: Arrays, after: Arrays
+) -> float:
+    """How far the new global update is from the weighted mean of the clients' updates, relative.
+
+    ``||dW - sum_c w_c dW_c||_F / ||sum_c w_c dW_c||_F`` over all layers, with the weights of
+    ``federation.weighting``: 0 but for rounding where aggregation is exact (eq. exact_agg). Frozen
+    weights that the method moves count as part of the update. Where only what is linear in the
+    update is trained (cores between shared bases, B beside a frozen A), the trained vectors
+    themselves are compared; for orthonormal bases that is the same number.
+
+    Args:
+        uploads: sound ones, of all clients of the round; none with inactive heads.
+        reducer: knows the method, its layout and the weighting.
+        before: the broadcast that the clients started from.
+        after: the next broadcast.
+    """
+    weights = np.array([float(u.rows) if reducer.weighting == "size" else 1.0 for u in uploads])
+    weights /= weights.sum()
+    name = reducer.method.named
+    clients = [name(reducer.layout, as_tensors(u.arrays)["shared"].double()) for u in uploads]
+    found = name(reducer.layout, as_tensors(after)["shared"].double())
+    pairs = {layer for layer, _, _ in lora_pairs(found)}
+    error = exact = 0.0
+    for layer in pairs:
+        mean = sum(w * _product(c, layer) for w, c in zip(weights, clients, strict=True))
+        moved = torch.from_numpy(after[BASE + layer]).double() if BASE + layer in after else 0.0
+        held = torch.from_numpy(before[BASE + layer]).double() if BASE + layer in before else 0.0
+        error += float((_product(found, layer) + moved - held - mean).square().sum())
+        exact += float(mean.square().sum())
+    if not pairs:
+        # Full fine-tuning trains nothing but whole parameters; elsewhere the head is no update.
+        keys = [key for key in found if not key.startswith(HEAD_PREFIX)] or list(found)
+        for key in keys:
+            mean = sum(w * c[key] for w, c in zip(weights, clients, strict=True))
+            error += float((found[key] - mean).square().sum())
+            exact += float(mean.square().sum())
+    return (error / exact) ** 0.5 if exact else 0.0
+
+
+def _product(named: dict[str, Tensor], layer: str) -> Tensor:
+    return named[f"{layer}.lora_B"] @ named[f"{layer}.lora_A"]

@@ -19,7 +19,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
-from trishul_ray.federation.diagnostics import upload_diagnostics
+from trishul_ray.federation.diagnostics import aggregation_error, upload_diagnostics
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
@@ -261,6 +261,10 @@ class Server:
                 sound, broadcast, self.blueprint, self.experiment, outcome.reports
             )
             record |= values
+            if len(sound) == len(total.clients) and all(u.active is None for u in sound):
+                record["aggregation_error"] = aggregation_error(
+                    sound, reducer, broadcast, self.broadcast()
+                )
             self.spectra = spectra or self.spectra
         record["seconds"] = seconds + time.perf_counter() - began
         self.records.append(record)

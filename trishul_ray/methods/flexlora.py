@@ -5,9 +5,9 @@ Resources", NeurIPS 2024, arXiv 2402.11505.
 
 ``G = sum_c p_c scale B_c A_c`` is formed at full size (exact) and decomposed, ``G = U S V^T``; a
 client of rank r receives ``A = V[:, :r]^T`` and ``B = U[:, :r] S_r / scale``, the singular values
-wholly in B. The global model is G truncated at the largest rank; with ``method.truncate=false`` the part
-beyond it stays in the frozen weight, so that nothing is lost between rounds (for tests of exactness
-and for those who can send it).
+wholly in B. The global model is G truncated at the largest rank; with ``method.truncate=false``
+the part beyond it stays in the frozen weight, so that nothing is lost between rounds (for tests of
+exactness and for those who can send it).
 """
 
 from typing import Literal

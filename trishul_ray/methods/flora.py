@@ -4,8 +4,9 @@ Wang et al.: "FLoRA: Federated Fine-Tuning Large Language Models with Heterogene
 Adaptations", NeurIPS 2024, arXiv 2409.05976.
 
 Stacking ``A_s = [p_1 A_1; ...; p_m A_m]`` and ``B_s = [B_1, ..., B_m]`` makes ``B_s A_s`` the sum
-of ``p_c B_c A_c``: exact for any ranks. The stack is merged into W0, and clients begin the next round
-with fresh adapters (A random, B = 0). Limited clients train a lower rank (``federation.compute``).
+of ``p_c B_c A_c``: exact for any ranks. The stack is merged into W0, and clients begin the next
+round with fresh adapters (A random, B = 0). Limited clients train a lower rank
+(``federation.compute``).
 The stack itself is what travels down, so the downlink grows with the cohort.
 """
 

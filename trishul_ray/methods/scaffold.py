@@ -6,9 +6,9 @@ arXiv 1910.06378, on all trainables of the adapter, as the TRISHUL paper uses it
 The server keeps c, each client c_i, all zero at first. A client steps along ``g - c_i + c``; after
 K steps its new variate is, by option II, ``c_i+ = c_i - c + (x - y) / (K eta)``, which for plain
 SGD equals the mean of its K raw gradients. Under Adam (x - y) / (K eta) is no gradient, so there
-the mean raw gradient is taken itself. The client uploads its trainables and ``c_i+ - c_i``; the server
-averages the former (as FedIT: inexact) and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, over all N
-registered clients. Traffic is twice LoRA's in both directions.
+the mean raw gradient is taken itself. The client uploads its trainables and ``c_i+ - c_i``; the
+server averages the former (as FedIT: inexact) and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, over all
+N registered clients. Traffic is twice LoRA's in both directions.
 """
 
 from typing import Literal

@@ -1,0 +1,45 @@
+"""Whole federated runs as Ray Tune trials: in the trials' own bundles, the same bytes."""
+
+import pytest
+
+from trishul_ray.federation.cluster import slices_here
+from trishul_ray.federation.drive import RayDriver
+from trishul_ray.federation.resources import Slices, plan_slices
+from trishul_ray.federation.world import prepare_run
+from trishul_ray.loading import build_experiment
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+
+
+def trial(config):
+    """What a trial does: find its bundles, drive, report."""
+    from ray import tune
+
+    experiment = build_experiment(config["fields"])
+    slices = slices_here(experiment)
+    driver = RayDriver(experiment, prepare_run(experiment), "trial", slices)
+    standing = driver.begin()
+    while not standing.finished:
+        standing = driver.step()
+    digest = driver.final().digest
+    driver.close()
+    tune.report({"digest": digest, "id": experiment.id, "actors": slices.actors})
+
+
+def test_two_trials_at_once(small, inline_result, tmp_path):
+    from ray import tune
+
+    experiments = [small(f"seed={seed}", "resources.cpus_per_actor=0.5") for seed in (1, 2)]
+    slices = plan_slices(experiments[0], {"CPU": 1.0})
+    assert slices == Slices(2, 0.5, 0.0)
+    request = tune.PlacementGroupFactory([{}, *slices.bundles()])
+    tuner = tune.Tuner(
+        tune.with_resources(trial, request),
+        param_space={"fields": tune.grid_search([e.to_dict() for e in experiments])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), name="two", verbose=0),
+    )
+    found = {result.metrics["id"]: result.metrics for result in tuner.fit()}
+    assert {e.id: inline_result(e).digest for e in experiments} == {
+        key: metrics["digest"] for key, metrics in found.items()
+    }
+    assert [metrics["actors"] for metrics in found.values()] == [2, 2]
