@@ -163,7 +163,7 @@ class EvaluationConfig(Section):
     """What is measured and how often."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last is always done")
-    batch_size: int = Field(256, ge=1, description="examples per evaluation batch")
+    batch_size: int = Field(64, ge=1, description="examples per evaluation batch")
     limit: int | None = Field(None, ge=1, description="a fixed seeded subset of the test rows")
     diagnostics_every: int = Field(
         1, ge=0, description="rounds between spectral diagnostics; 0: never"

@@ -12,7 +12,10 @@ from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants, worker
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module without types
+    AuthenticationTokenLoader,
+    Config,
+)
 from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -86,6 +89,8 @@ def _start(cpus: int | None) -> None:
         os.environ["RAY_AUTH_TOKEN"] = _own_token()
     # What Ray does on a laptop by itself: its servers listen on the loopback address alone. (An
     # `_node_ip_address` of 127.0.0.1 is replaced by the address that others see.)
+    # Ray starts workers at niceness 15, so that whatever else runs here would starve the clients.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     reachable, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
@@ -92,6 +93,8 @@ class Coordinator:
         """
         surroundings.enter()
         self.settings = Experiment.model_validate(experiment)
+        # Sums of the server, too, depend on the number of threads.
+        torch.set_num_threads(self.settings.resources.threads)
         self.slices = slices
         self.attempt = attempt
         self.surroundings = surroundings

@@ -119,7 +119,8 @@ def aggregation_error(
     name = reducer.method.named
     clients = [name(reducer.layout, as_tensors(u.arrays)["shared"].double()) for u in uploads]
     found = name(reducer.layout, as_tensors(after)["shared"].double())
-    pairs = {layer for layer, _, _ in lora_pairs(found)}
+    # Sorted: the order of a set of names differs from process to process, and so would the sum.
+    pairs = sorted({layer for layer, _, _ in lora_pairs(found)})
     error = exact = 0.0
     for layer in pairs:
         mean = sum(w * _product(c, layer) for w, c in zip(weights, clients, strict=True))

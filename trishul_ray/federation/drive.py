@@ -23,7 +23,7 @@ from trishul_ray.federation.coordinator import (
     progress_of,
     standing_of,
 )
-from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.inline import InlineExecutor, pinned_threads
 from trishul_ray.federation.pool import cause_of
 from trishul_ray.federation.resources import Slices
 from trishul_ray.federation.server import Server
@@ -56,6 +56,7 @@ class InlineDriver:
     def __init__(self, experiment: Experiment, prepared: Prepared, attempt: str) -> None:
         """Build the workbench and find the newest checkpoint."""
         executor = InlineExecutor(experiment, prepared)
+        self.threads = experiment.resources.threads
         self.server = Server(experiment, executor, open_checkpoints(experiment), attempt)
 
     def begin(self) -> Progressed:
@@ -65,7 +66,8 @@ class InlineDriver:
     def step(self) -> Progressed:
         """See :class:`Driver`."""
         try:
-            return progress_of(self.server)
+            with pinned_threads(self.threads):
+                return progress_of(self.server)
         except FloatingPointError as error:
             raise RunError(str(error)) from error
 
