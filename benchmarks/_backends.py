@@ -15,7 +15,8 @@ from _setups import Setup
 
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.drive import InlineDriver, open_driver
-from trishul_ray.federation.local import Workbench, batch_order
+from trishul_ray.federation.local import batch_order
+from trishul_ray.federation.workbench import Workbench
 from trishul_ray.rng import numpy_rng
 
 #: Rounds shorter than this are dominated by fixed costs; the goal for Ray does not speak of them.

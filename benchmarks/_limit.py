@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.jobs import TrainJob, to_arrays
-from trishul_ray.federation.local import Workbench, train_client
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.workbench import Workbench
 from trishul_ray.federation.world import Prepared, build_workbench
 
 #: Parts of a step, in order.

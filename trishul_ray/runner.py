@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from filelock import FileLock, Timeout
 
 from trishul_ray.adapters.export import export_merged, export_peft
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
-from trishul_ray.federation.coordinator import Final, Progressed, open_checkpoints
+from trishul_ray.federation.coordinator import Final, Progressed
 from trishul_ray.federation.drive import Driver, open_driver
 from trishul_ray.federation.jobs import survey_in
-from trishul_ray.federation.local import global_model
 from trishul_ray.federation.result import (
     config_yaml,
     flat_config,
@@ -36,7 +34,7 @@ from trishul_ray.federation.result import (
     summarize,
     versions,
 )
-from trishul_ray.federation.server import broadcast_of
+from trishul_ray.federation.workbench import global_model
 from trishul_ray.federation.world import (
     Places,
     Prepared,
@@ -45,8 +43,6 @@ from trishul_ray.federation.world import (
     check_fits,
     prepare_run,
 )
-from trishul_ray.loading import build_experiment
-from trishul_ray.methods.registry import build_method
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.report.figures import (
     accuracy_curve,
@@ -263,20 +259,6 @@ def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress
     progress.note(f"a new run, {experiment.id}: differs from {newest[1]['id']} in {told}{more}")
 
 
-def last_broadcast(experiment: Experiment) -> tuple[int, dict[str, np.ndarray]]:
-    """The newest checkpoint's round, and what the server would broadcast next.
-
-    Raises:
-        RunError: the run left no sound checkpoint.
-    """
-    checkpoints = open_checkpoints(experiment)
-    found = checkpoints.newest()
-    if found is None:
-        why = "; ".join(checkpoints.skipped) or "none was written"
-        raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
-    return found.round, broadcast_of(build_method(experiment.method), found.state, found.survey)
-
-
 def central_twin(experiment: Experiment) -> Experiment:
     """The same adapter, steps and rounds with all the data in one place."""
     alone = experiment.federation.model_copy(update={"clients": 1, "clients_per_round": 1})
@@ -284,39 +266,3 @@ def central_twin(experiment: Experiment) -> Experiment:
     return experiment.model_copy(
         update={"name": f"{experiment.name}-central", "federation": alone, "partition": whole}
     )
-
-
-def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
-    """Write the adapter (or the merged model) of a run's newest checkpoint.
-
-    Args:
-        run: an id under ``runs``, or a run's folder.
-        directory: made by this call.
-        merged: the whole model instead of the adapter.
-        runs: where runs lie.
-
-    Returns:
-        The round it comes from.
-
-    Raises:
-        InputError: no such run, or ``directory`` holds something already.
-        RunError: the run has no sound checkpoint.
-    """
-    folder, _, name = run.rstrip("/").rpartition("/")
-    home = Store.open(folder or runs).child(name)
-    if not home.exists("config.yaml"):
-        raise InputError(f"run {run!r} does not exist: no config.yaml in {home.uri}")
-    fields = yaml.safe_load(home.read("config.yaml"))
-    fields["storage"]["runs"] = folder or runs
-    experiment = build_experiment(fields)
-    if experiment.id != name:
-        raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
-    number, broadcast = last_broadcast(experiment)
-    bench = build_workbench(experiment, prepare_run(experiment))
-    adapt_to(bench, survey_in(broadcast))
-    trained = global_model(bench, broadcast, number)
-    if merged:
-        export_merged(bench.model, trained, directory)
-    else:
-        export_peft(bench.model, trained, directory, experiment.model.name)
-    return number

@@ -67,7 +67,7 @@ def one_line(text):
 
 COMMAND_LINES = [
     (["run", "nosuch.yaml"], "config file nosuch.yaml does not exist"),
-    (["run", "method=nosuch"], "unknown method 'nosuch'; known: fedit, ravan, trishul"),
+    (["run", "method=nosuch"], "unknown method 'nosuch'; known: fedavg, fedex, "),
     (["run", "federation.cilents=3"], "did you mean 'federation.clients'?"),
     (["run", "partition.alpha=0"], "partition.alpha=0: input should be greater than 0"),
     (["run", "seed=x"], "seed='x': input should be a valid integer"),

@@ -37,9 +37,23 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         (["resources.actors=2"], 2),
         (["federation.clients_per_actor=1"], 4),
         (["method=fedit", "resources.actors=2"], 2),
+        (["method=fedex", "resources.actors=2"], 2),
+        (["method=fedsb", "resources.actors=2"], 2),
+        (["method=scaffold", "resources.actors=2", "federation.clients=3"], 2),
+        (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
     ],
-    ids=["one actor", "two actors", "an actor per client", "fedit", "masked heads"],
+    ids=[
+        "one actor",
+        "two actors",
+        "an actor per client",
+        "fedit",
+        "a moved base",
+        "a survey",
+        "client state",
+        "surveyed heads",
+        "masked heads",
+    ],
 )
 def test_the_number_of_actors_changes_nothing(
     small, inline_result, assert_same, drive_to_end, overrides, actors

@@ -10,11 +10,13 @@ from trishul_ray.adapters.attach import Trained
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
+from trishul_ray.federation.contract import Outcome
 from trishul_ray.federation.inline import pinned_threads
 from trishul_ray.federation.jobs import TrainJob, to_tensors
-from trishul_ray.federation.local import frozen_part, global_model, train_client
+from trishul_ray.federation.local import train_client
 from trishul_ray.federation.reduce import judge
-from trishul_ray.federation.server import Outcome, Server
+from trishul_ray.federation.server import Server
+from trishul_ray.federation.workbench import frozen_part, global_model
 from trishul_ray.methods.registry import method_class, method_names
 from trishul_ray.storage import Store
 

@@ -6,8 +6,8 @@ import torch
 
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.jobs import to_tensors
-from trishul_ray.federation.local import frozen_part, global_model
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.workbench import frozen_part, global_model
 from trishul_ray.methods.registry import method_class, method_names
 from trishul_ray.storage import Store
 

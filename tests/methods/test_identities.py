@@ -9,8 +9,9 @@ from torch.func import functional_call
 
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.jobs import TrainJob, to_arrays
-from trishul_ray.federation.local import batch_order, global_model, train_client
+from trishul_ray.federation.local import batch_order, train_client
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
+from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import LocalRun
 from trishul_ray.rng import numpy_rng, torch_rng
 
@@ -221,6 +222,17 @@ def test_masked_heads(executor, method):
     _, report = train_client(inline.bench, before, TrainJob(1, 0))
     sizes = blueprint.expected.unit_sizes
     assert report.notes["uploaded_parameters"] == int(sizes[uploads[0].active].sum())
+
+
+def test_weight_decay_leaves_inactive_heads_alone(executor):
+    options = ["method=ravan", "method.head_fraction=0.5", "optimizer.weight_decay=0.5"]
+    inline = executor(*options)
+    start = initial_state(inline)
+    start["shared"] = start["shared"] + 0.1  # zeros would not show a decay
+    upload, _ = train_client(inline.bench, start, TrainJob(1, 0))
+    still = np.repeat(~upload.active, inline.describe({}).expected.unit_sizes)
+    np.testing.assert_array_equal(upload.arrays["shared"][still], start["shared"][still])
+    assert (upload.arrays["shared"][~still] != start["shared"][~still]).mean() > 0.9
 
 
 def test_water_filling_changes_the_heads_and_keeps_the_total(executor):

@@ -8,6 +8,7 @@ import torch
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import Surroundings
+from trishul_ray.federation.contract import Blueprint
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
@@ -18,9 +19,9 @@ from trishul_ray.federation.jobs import (
     Upload,
     survey_in,
 )
-from trishul_ray.federation.local import Workbench, evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.local import evaluate_chunk, survey_client, train_client
 from trishul_ray.federation.reduce import Partial, Reducer, partial_sum
-from trishul_ray.federation.server import Blueprint
+from trishul_ray.federation.workbench import Workbench
 
 if TYPE_CHECKING:
     from trishul_ray.federation.world import Prepared

@@ -14,10 +14,11 @@ import torch
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.cluster import Surroundings
+from trishul_ray.federation.contract import Blueprint
 from trishul_ray.federation.jobs import Arrays
 from trishul_ray.federation.pool import ActorPool
 from trishul_ray.federation.resources import Slices
-from trishul_ray.federation.server import Blueprint, Server
+from trishul_ray.federation.server import Server
 from trishul_ray.storage import Store
 
 

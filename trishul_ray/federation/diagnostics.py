@@ -21,7 +21,7 @@ from trishul_ray.methods.kinds import lora_pairs
 from trishul_ray.spectral.diagnostics import diagnose
 
 if TYPE_CHECKING:
-    from trishul_ray.federation.server import Blueprint
+    from trishul_ray.federation.contract import Blueprint
 
 
 def upload_diagnostics(

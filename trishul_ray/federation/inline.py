@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.contract import Blueprint, Outcome
 from trishul_ray.federation.jobs import (
     Arrays,
     Job,
@@ -14,9 +15,9 @@ from trishul_ray.federation.jobs import (
     Upload,
     survey_in,
 )
-from trishul_ray.federation.local import Workbench, evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.local import evaluate_chunk, survey_client, train_client
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
-from trishul_ray.federation.server import Blueprint, Outcome
+from trishul_ray.federation.workbench import Workbench
 from trishul_ray.federation.world import (
     Prepared,
     adapt_to,

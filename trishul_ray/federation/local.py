@@ -9,15 +9,12 @@ Legend: P trainables of a client, U units of aggregation, S local steps, b batch
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trishul_ray.adapters.attach import AdaptedModel, Trained
-from trishul_ray.federation.capacity import capacity
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
@@ -30,46 +27,12 @@ from trishul_ray.federation.jobs import (
     to_tensors,
 )
 from trishul_ray.federation.reduce import unit_sizes
-from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State
+from trishul_ray.federation.workbench import Workbench, frozen_part, global_model, new_run
+from trishul_ray.methods.base import LocalRun, Method, State
 from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.tasks.base import Task
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment, OptimizerConfig
-
-
-class Rows(Protocol):
-    """A table of examples that can gather a batch of rows (a memory-mapped split)."""
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """The rows at ``indices`` [b] as tensors with b leading."""
-        ...
-
-
-@dataclass
-class Workbench:
-    """All that a worker keeps resident: one backbone with adapters, the data, the method."""
-
-    settings: "Experiment"
-    model: AdaptedModel
-    initial: Tensor  # [P] float32, the untrained vector
-    method: Method
-    task: Task
-    train: Rows
-    test: Rows
-    test_rows: np.ndarray  # rows of the test split that are evaluated
-    shards: "Shards"
-    device: torch.device
-    dtype: torch.dtype
-    site: Site
-
-
-class Shards(Protocol):
-    """Which training rows each client holds."""
-
-    def shard(self, client: int) -> np.ndarray:
-        """Row indices of ``client``, [n_c]."""
-        ...
+    from trishul_ray.experiment import OptimizerConfig
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -134,36 +97,6 @@ def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
     return count - int(sizes[~run.active].sum())
 
 
-def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """What a broadcast changes of the frozen part: ``(base, constants)`` by layer."""
-    base = {k.removeprefix(BASE): v for k, v in broadcast.items() if k.startswith(BASE)}
-    constants: dict[str, dict[str, Tensor]] = {}
-    for key, value in broadcast.items():
-        if key.startswith(CONSTANT):
-            layer, _, name = key.removeprefix(CONSTANT).rpartition("/")
-            constants.setdefault(layer, {})[name] = value
-    return base, constants
-
-
-def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int | None) -> LocalRun:
-    """A run of ``client`` (None: of the global model, for evaluation), before its start."""
-    settings, device = bench.settings, bench.device
-    seed, vector = settings.seed, torch.empty_like(bench.initial)
-    share = 1.0 if client is None else capacity(settings.federation.compute, seed, client)
-    return LocalRun(
-        layout=bench.model.layout,
-        vector=vector,
-        grad=torch.empty(0) if client is None else torch.zeros_like(vector),
-        broadcast={k: v.to(device) for k, v in to_tensors(broadcast).items()},
-        client_state={},
-        optimizer=settings.optimizer,
-        generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
-        common=torch_rng(seed, "common", round_number),
-        training=client is not None,
-        capacity=share,
-    )
-
-
 def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
     """One client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
@@ -199,6 +132,9 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     run.gradient = probe
     method.start(run, bench.initial)
     mask = gradient_mask(run, method.wire(run.layout))
+    # Without a gradient only weight decay moves anything: what does not train is put back.
+    decays = settings.optimizer.weight_decay > 0
+    held = vector * (1 - mask) if decays and mask is not None else None
     vector.grad = run.grad
     optimizer = make_optimizer(settings.optimizer, vector)
     losses = torch.empty(fed.local_steps, dtype=torch.float64)
@@ -217,6 +153,8 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
                     run.grad.mul_(mask)
                 with torch.no_grad():
                     optimizer.step()
+                    if held is not None and mask is not None:
+                        vector.mul_(mask).add_(held)
                     method.after_step(run, step, fed.local_steps)
         finally:
             model.unbind()
@@ -279,13 +217,6 @@ def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
     finally:
         for weight in weights.values():
             weight.requires_grad_(False)
-
-
-def global_model(bench: Workbench, broadcast: Arrays, round_number: int) -> Trained:
-    """The global model that a broadcast describes."""
-    run = new_run(bench, broadcast, round_number, None)
-    bench.method.start(run, bench.initial)
-    return Trained(run.vector, *frozen_part(run.broadcast))
 
 
 def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalReport:

@@ -19,10 +19,10 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.client import ClientActor
 from trishul_ray.federation.cluster import Surroundings
+from trishul_ray.federation.contract import Blueprint, Outcome
 from trishul_ray.federation.jobs import Arrays, EvalJob, Job, SurveyJob, TrainJob, Upload
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, partial_sum
 from trishul_ray.federation.resources import Slices
-from trishul_ray.federation.server import Blueprint, Outcome
 
 
 def cause_of(error: Exception) -> str:

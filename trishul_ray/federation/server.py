@@ -8,81 +8,31 @@ t + 1, so both are handed out together, and the record of round t is complete on
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from trishul_ray.adapters.layout import Layout
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
+from trishul_ray.federation.contract import Executor, Outcome
 from trishul_ray.federation.diagnostics import aggregation_error, upload_diagnostics
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
     EvalReport,
-    Job,
     SurveyJob,
     TrainJob,
     TrainReport,
-    Upload,
     as_tensors,
     to_arrays,
     to_tensors,
 )
-from trishul_ray.federation.reduce import FAN_IN, Expected, Partial, Reducer, finish
+from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, finish
 from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan
 from trishul_ray.methods.registry import build_method
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks.base import Task
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """What the server must know of a workbench, without holding a backbone itself."""
-
-    layout: Layout
-    wire: tuple[str, ...]
-    initial: np.ndarray  # [P] float32, the untrained vector
-    expected: Expected
-    task: Task
-    test_rows: int
-    parameters: dict[str, int]  # adapter, scalars, head
-    heads: dict[str, int]  # heads on each adapted matrix, by transformer block (if any)
-
-
-@dataclass
-class Outcome:
-    """What a set of jobs brought: handles to uploads stay wherever they were made."""
-
-    uploads: list[Any]  # in the order of the training jobs
-    reports: list[TrainReport]  # likewise
-    evaluations: list[EvalReport]  # in the order of the evaluation jobs
-    surveys: list[Arrays] = field(default_factory=list)  # in the order of the survey jobs
-    events: list[str] = field(default_factory=list)  # restarts and the like, for people
-
-
-class Executor(Protocol):
-    """Runs jobs somewhere. Results depend on the jobs alone, never on where or in which order."""
-
-    def describe(self, survey: Arrays) -> Blueprint:
-        """The blueprint of the workbench that every worker builds, given the survey (or none)."""
-        ...
-
-    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
-        """Run all jobs against one broadcast."""
-        ...
-
-    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
-        """Judge and sum uploads in groups of ``FAN_IN``, in order."""
-        ...
-
-    def fetch(self, uploads: list[Any]) -> list[Upload]:
-        """Bring a few uploads here, for diagnostics."""
-        ...
 
 
 def survey_for_workers(method: Method, survey: Arrays) -> Arrays:

@@ -17,10 +17,10 @@ from trishul_ray.data.base import PreparedDataset
 from trishul_ray.data.partition import Partition, partition
 from trishul_ray.data.sources import prepare
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.contract import Blueprint
 from trishul_ray.federation.jobs import Arrays, to_tensors
-from trishul_ray.federation.local import Workbench
 from trishul_ray.federation.reduce import Expected, unit_sizes
-from trishul_ray.federation.server import Blueprint
+from trishul_ray.federation.workbench import Workbench
 from trishul_ray.methods.base import Method, Site
 from trishul_ray.methods.registry import build_method
 from trishul_ray.models.backbones import load_backbone, meta_backbone
