@@ -49,20 +49,23 @@ def main() -> None:
         scratch = Path(folder)
         if "backend" in parts:
             report.add(backends(small(scratch, options.data, _rounds(options, shared))))
+            report.write(options.out)  # after each part: a run that is stopped keeps what it has
         if "small" in parts:
             chosen = [*shared, f"federation.batch_size={options.batch}"]
             setup = small(scratch, options.data, chosen)
             report.add(steps(setup, options.steps, "small ViT", 1.6))
+            report.write(options.out)
         if "large" in parts:
             chosen = [*shared, f"federation.batch_size={options.large_batch}"]
             setup = large(scratch, options.data, chosen)
             report.add(steps(setup, options.large_steps, "ViT-B/16", 1.15, prox=0.01))
+            report.write(options.out)
         if "clients" in parts:
             # Only the first call evaluates, a little: what a large batch leaves in the allocator
             # (70 MiB, more or less) would hide what a client costs.
             little = [f"evaluation.every={options.rounds + 1}", "evaluation.limit=64"]
             report.add(clients(options, [*_rounds(options, shared), *little]))
-    report.write(options.out)
+            report.write(options.out)
 
 
 def _arguments() -> argparse.Namespace:
