@@ -124,7 +124,10 @@ def _run(
                 progress.phase("starting Ray")
                 stack.enter_context(ray_session())
             ensure_backbone(
-                experiment.model, Places.of(experiment).cache, progress.task_progress("backbone")
+                experiment.model,
+                Places.of(experiment).cache,
+                progress.task_progress("backbone"),
+                on_ray=use_ray,
             )
             progress.phase("starting clients")
             driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))
