@@ -132,13 +132,19 @@ def describe(process):
         return "gone"
 
 
+def hear_interrupts():
+    """Undo what a child inherits of a test run in the background: there, SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """A command under way, with all the processes it has started."""
 
     def __init__(self, words, env, cwd, **options):
         self.mark = uuid.uuid4().hex
         self.errors: list[str] = []
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        plain = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options = plain | {"preexec_fn": hear_interrupts} | options
         self.process = subprocess.Popen(
             words, env={**env, MARK: self.mark}, cwd=cwd, start_new_session=True, **options
         )

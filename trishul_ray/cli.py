@@ -85,7 +85,8 @@ def run(
     first = results[0][1]
     out.print(f"result    {first.home.uri}/result.json", highlight=False, soft_wrap=True)
     out.print(f"figures   {first.home.uri}/figures", highlight=False, soft_wrap=True)
-    out.print(f"adapter   {first.home.uri}/adapter (PEFT)", highlight=False, soft_wrap=True)
+    kind, what = ("adapter", "(PEFT)") if first.home.exists("adapter") else ("model", "(merged)")
+    out.print(f"{kind:9} {first.home.uri}/{kind} {what}", highlight=False, soft_wrap=True)
     if first.mlflow_command:
         out.print(f"MLflow    {first.mlflow_command}", highlight=False, soft_wrap=True)
 

@@ -82,34 +82,52 @@ def run_experiment(
     """
     home = Store.open(experiment.storage.runs).child(experiment.id)
     with _locked(home, experiment):
-        if not fresh and home.exists("result.json"):
-            summary = json.loads(home.read("result.json"))
+        summary = None if fresh else _read_result(home, progress)
+        if summary is not None:
             return Outcome(summary, home, True, _command_of(experiment))
-        # Before anything is removed or written: a wrong budget loses and leaves nothing.
+        # Before anything is removed or written: wrong input loses and leaves nothing.
         check_fits(experiment)
+        _command_of(experiment)
+        progress.phase("preparing data")
+        prepared = prepare_run(experiment, progress.task_progress("preparing data"))
         if fresh:
             home.remove_all()
         _say_what_changed(experiment, home, progress)
         attempt = _attempt(home)
         home.write("config.yaml", config_yaml(experiment))
-        return _run(experiment, home, attempt, progress)
+        return _run(experiment, prepared, home, attempt, progress)
 
 
-def _run(experiment: Experiment, home: Store, attempt: str, progress: RunProgress) -> Outcome:
+def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
+    """A finished run's result; None if there is none that can be read."""
+    if not home.exists("result.json"):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(home.read("result.json"))
+    except ValueError as error:
+        progress.note(f"{home.uri}/result.json is unreadable ({error}): made again")
+        return None
+    return found
+
+
+def _run(
+    experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
+) -> Outcome:
     began = time.perf_counter()
     tracker: Tracker = NullRun()
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            progress.phase("preparing data")
-            prepared = prepare_run(experiment, progress.task_progress("preparing data"))
             tracker = _open_tracker(experiment, attempt)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")
                 stack.enter_context(ray_session())
             ensure_backbone(
-                experiment.model, Places.of(experiment).cache, progress.task_progress("backbone")
+                experiment.model,
+                Places.of(experiment).cache,
+                progress.task_progress("backbone"),
+                on_ray=use_ray,
             )
             progress.phase("starting clients")
             driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))
@@ -247,8 +265,8 @@ def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress
         return
     newest: tuple[float, dict[str, Any]] | None = None
     for path in Path(home.root).parent.glob("*/result.json"):
-        found = json.loads(path.read_bytes())
-        if found["name"] == experiment.name:
+        found = _read_result(Store.open(str(path.parent)), progress)
+        if found is not None and found["name"] == experiment.name:
             newest = max(newest or (0.0, found), (path.stat().st_mtime, found), key=lambda p: p[0])
     if newest is None:
         return
@@ -261,7 +279,9 @@ def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress
 
 def central_twin(experiment: Experiment) -> Experiment:
     """The same adapter, steps and rounds with all the data in one place."""
-    alone = experiment.federation.model_copy(update={"clients": 1, "clients_per_round": 1})
+    alone = experiment.federation.model_copy(
+        update={"clients": 1, "clients_per_round": 1, "compute": "full"}
+    )
     whole = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     return experiment.model_copy(
         update={"name": f"{experiment.name}-central", "federation": alone, "partition": whole}

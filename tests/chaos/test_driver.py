@@ -120,6 +120,7 @@ def own_terminal(descriptor):
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 

@@ -105,6 +105,9 @@ def test_command_lines(trishul, words, says, tmp_path):
     assert code == 2, error
     assert says in one_line(error)
     assert not list(tmp_path.glob("runs/*/result.json"))
+    left = {path.name for path in tmp_path.glob("runs/*/*")}
+    # A model that turns out bad, or a cluster too small, is found after the run has a place.
+    assert not left or says in ("model.name='no/such-model' not found", "exceed what is here: ")
 
 
 def make_mirror(root, mode="RGB", size=(32, 32), label=3, column="fine_label"):
@@ -196,6 +199,17 @@ def test_truncated_checkpoints_are_named_and_the_run_goes_on(trishul, tmp_path):
     assert error.count("is corrupt (checksum differs): skipped") == 2
     after = json.loads((home / "result.json").read_text())
     assert after["state_sha256"] == before["state_sha256"]
+
+
+def test_an_unreadable_result_is_made_again(trishul, tmp_path):
+    trishul("run", *TINY)
+    (home,) = tmp_path.glob("runs/*/")
+    before = json.loads((home / "result.json").read_text())
+    (home / "result.json").write_text("{")
+    code, error = trishul("run", *TINY)
+    assert code == 0
+    assert "result.json is unreadable" in error
+    assert json.loads((home / "result.json").read_text())["state_sha256"] == before["state_sha256"]
 
 
 def test_a_diverging_run_fails_in_a_paragraph(trishul, tmp_path):

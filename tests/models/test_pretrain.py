@@ -1,9 +1,7 @@
 import dataclasses
-import logging
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 from trishul_ray.data import prepare
@@ -98,29 +96,14 @@ def test_unknown_built_ins_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("initialised", [True, False])
-def test_ray_train_gives_the_same_bytes_as_the_plain_loop(
-    digits, tmp_path, monkeypatch, initialised
-):
+def test_ray_train_gives_the_same_bytes_as_the_plain_loop(digits, tmp_path, monkeypatch, local_ray):
     monkeypatch.setitem(tiny.BUILTINS, SHORT.name, SHORT)
-    assert not ray.is_initialized()
-    if initialised:
-        ray.init(
-            num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-        )
     told = []
-    try:
-        folder = pretrain.pretrain(
-            SHORT.name, tmp_path, progress=lambda stage, done: told.append(done)
-        )
-        assert ray.is_initialized() == initialised
-    finally:
-        if initialised:
-            ray.shutdown()
+    folder = pretrain.pretrain(SHORT.name, tmp_path, progress=lambda stage, done: told.append(done))
     assert told == [0.5, 1.0]
     loaded = load_backbone(ModelConfig(name=SHORT.name), 10, seed=0, hub=None, cache=tmp_path)
     assert weights(loaded) == weights(train_backbone(SHORT, digits.split("pretrain")))
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert pretrain.pretrain(SHORT.name, tmp_path) == folder  # found: no Ray is started
+    assert pretrain.pretrain(SHORT.name, tmp_path) == folder  # found
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert not list(tmp_path.glob("train-*"))

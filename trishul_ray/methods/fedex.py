@@ -13,17 +13,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import BASE, Method, MethodConfig, Round, Site, State
-from trishul_ray.methods.kinds import (
-    LORA_SCALE,
-    PRODUCT,
-    folded,
-    lora,
-    lora_pairs,
-    with_products,
-)
+from trishul_ray.methods.base import BASE, MethodConfig, Round, State
+from trishul_ray.methods.kinds import LORA_SCALE, PRODUCT, ProductMethod, folded, lora_pairs
 from trishul_ray.methods.registry import register
 
 
@@ -37,21 +29,13 @@ class FedExConfig(MethodConfig):
 
 
 @register("fedex")
-class FedEx(Method):
+class FedEx(ProductMethod):
     """LoRA whose aggregation error goes into the frozen weight."""
 
     Config = FedExConfig
     summary = "LoRA; A and B averaged, the residual folded into the frozen weight (exact)"
     reference = "Singhal et al., ACL 2025, arXiv 2410.09432"
     communication = "r (d_in + d_out) up; down also d_in d_out, or (m + 1) r (d_in + d_out)"
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA on every target."""
-        return lora(site)
-
-    def contribution(self, upload: State, layout: Layout) -> State:
-        """Beside the factors, their products."""
-        return with_products(upload, self.named(layout, upload["shared"]))
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Fold ``scale (mean(B_c A_c) - B A)`` into what was folded before."""

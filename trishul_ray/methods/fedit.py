@@ -10,9 +10,8 @@ means, so the aggregate is inexact whenever clients differ: the fault the other 
 
 from typing import Literal
 
-from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import Method, MethodConfig, Site
-from trishul_ray.methods.kinds import lora
+from trishul_ray.methods.base import MethodConfig
+from trishul_ray.methods.kinds import LoRAMethod
 from trishul_ray.methods.registry import register
 
 
@@ -23,14 +22,10 @@ class FedITConfig(MethodConfig):
 
 
 @register("fedit")
-class FedIT(Method):
+class FedIT(LoRAMethod):
     """FedAvg on the two LoRA factors."""
 
     Config = FedITConfig
     summary = "LoRA on every client; A and B averaged separately (inexact)"
     reference = "Zhang et al., ICASSP 2024, arXiv 2305.05644"
     communication = "r (d_in + d_out) per matrix up and down"
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA of the budget's rank on every target; the scale alpha/r is 1."""
-        return lora(site)

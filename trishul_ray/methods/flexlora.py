@@ -16,17 +16,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Round, Site, State
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
 from trishul_ray.methods.kinds import (
     LORA_SCALE,
     PRODUCT,
+    ProductMethod,
     folded,
     limit_rank,
-    lora,
     lora_pairs,
-    with_products,
 )
 from trishul_ray.methods.registry import register
 
@@ -39,7 +37,7 @@ class FlexLoRAConfig(MethodConfig):
 
 
 @register("flexlora")
-class FlexLoRA(Method):
+class FlexLoRA(ProductMethod):
     """Average the products, hand out their leading parts."""
 
     Config = FlexLoRAConfig
@@ -48,18 +46,10 @@ class FlexLoRA(Method):
     communication = "r_c (d_in + d_out) per matrix up and down"
     takes_limits = True
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA of the largest rank on every target."""
-        return lora(site)
-
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """The leading r_c singular directions of the broadcast."""
         super().start(run, initial)
         run.notes["metrics"] = {"rank": float(limit_rank(run))}
-
-    def contribution(self, upload: State, layout: Layout) -> State:
-        """Beside the head, the products."""
-        return with_products(upload, self.named(layout, upload["shared"]))
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """SVD of the mean update; its leading part goes out as factors."""

@@ -16,17 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import BASE, LocalRun, Method, MethodConfig, Round, Site, State
+from trishul_ray.methods.base import BASE, LocalRun, MethodConfig, Round, State
 from trishul_ray.methods.kinds import (
     LORA_SCALE,
     PRODUCT,
+    ProductMethod,
     folded,
     limit_rank,
-    lora,
     lora_pairs,
-    with_products,
 )
 from trishul_ray.methods.registry import register
 
@@ -38,7 +36,7 @@ class FLoRAConfig(MethodConfig):
 
 
 @register("flora")
-class FLoRA(Method):
+class FLoRA(ProductMethod):
     """Stack, merge, begin anew."""
 
     Config = FLoRAConfig
@@ -46,10 +44,6 @@ class FLoRA(Method):
     reference = "Wang et al., NeurIPS 2024, arXiv 2409.05976"
     communication = "r (d_in + d_out) per matrix up; the cohort's stack down"
     takes_limits = True
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA on every target."""
-        return lora(site)
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """A fresh pair: A drawn for this round, the same on every client, and B = 0."""
@@ -59,10 +53,6 @@ class FLoRA(Method):
             a.copy_(draw / math.sqrt(3 * a.shape[1]))
             b.zero_()
         limit_rank(run)
-
-    def contribution(self, upload: State, layout: Layout) -> State:
-        """Beside the head, the products: their weighted mean is what the stack multiplies to."""
-        return with_products(upload, self.named(layout, upload["shared"]))
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Merge the mean product; only the head is kept from the shared vector."""

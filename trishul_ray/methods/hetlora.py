@@ -17,10 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State
-from trishul_ray.methods.kinds import limit_rank, lora, lora_pairs
+from trishul_ray.methods.base import LocalRun, MethodConfig, State
+from trishul_ray.methods.kinds import LoRAMethod, limit_rank, lora_pairs
 from trishul_ray.methods.registry import register
 
 
@@ -35,7 +34,7 @@ class HetLoRAConfig(MethodConfig):
 
 
 @register("hetlora")
-class HetLoRA(Method):
+class HetLoRA(LoRAMethod):
     """Truncate, train, pad, average by norm."""
 
     Config = HetLoRAConfig
@@ -43,10 +42,6 @@ class HetLoRA(Method):
     reference = "Cho et al., EMNLP 2024, arXiv 2401.06432"
     communication = "r_c (d_in + d_out) per matrix up and down"
     takes_limits = True
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA of the largest rank on every target."""
-        return lora(site)
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """The first r_c components of the broadcast; the rest is zero and stays so."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import ffa_rank, multihead_rank
+from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.methods.base import BASE, LocalRun, Site, State
+from trishul_ray.methods.base import BASE, LocalRun, Method, Site, State
 
 #: LoRA's alpha / r: alpha = r everywhere, so that the update is B A itself.
 LORA_SCALE = 1.0
@@ -71,6 +72,22 @@ def multihead(site: Site) -> dict[str, LayerAdapter]:
 def of_kind(kind: Kind, site: Site) -> dict[str, LayerAdapter]:
     """Adapters of a named kind."""
     return {"lora": lora, "ffa": ffa, "multihead": multihead}[kind](site)
+
+
+class LoRAMethod(Method):
+    """A method that trains a LoRA pair on every target; the scale alpha / r is 1."""
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """LoRA of the budget's rank."""
+        return lora(site)
+
+
+class ProductMethod(LoRAMethod):
+    """One whose server needs the mean of the products ``B_c A_c`` beside that of the factors."""
+
+    def contribution(self, upload: State, layout: Layout) -> State:
+        """The upload and its products."""
+        return with_products(upload, self.named(layout, upload["shared"]))
 
 
 def lora_pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

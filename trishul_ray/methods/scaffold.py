@@ -16,10 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Round, Site, State
-from trishul_ray.methods.kinds import lora
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
+from trishul_ray.methods.kinds import LoRAMethod
 from trishul_ray.methods.registry import register
 
 
@@ -30,17 +29,13 @@ class ScaffoldConfig(MethodConfig):
 
 
 @register("scaffold")
-class Scaffold(Method):
+class Scaffold(LoRAMethod):
     """FedIT with control variates."""
 
     Config = ScaffoldConfig
     summary = "LoRA averaged as FedIT, local steps corrected by control variates"
     reference = "Karimireddy et al., ICML 2020, arXiv 1910.06378"
     communication = "2 r (d_in + d_out) per matrix up and down"
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA on every target."""
-        return lora(site)
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Where the round began, and how far the cohort's direction is from this client's."""

@@ -116,10 +116,9 @@ def pretrain(
 ) -> Path:
     """The folder of the built-in ``name``, trained now by Ray Train or found in ``cache``.
 
-    Uses the Ray instance that is initialised; where there is none, starts a local one and shuts
-    it down again. Two processes that ask at once train once. With ``on_ray=False`` the same loop
-    runs in this process and gives the same bytes: what an actor on another node does, since it
-    must not ask for resources of its own.
+    Two processes that ask at once train once. Ray must be initialised by the caller. With
+    ``on_ray=False`` the same loop runs in this process and gives the same bytes: what an inline
+    run does, and an actor on another node, since it must not ask for resources of its own.
 
     Raises:
         InputError: no such built-in.
@@ -177,56 +176,38 @@ def _train_on_ray(
     builtin: Builtin, cache: Path, progress: Progress | None
 ) -> dict[str, np.ndarray]:
     """Run :func:`_train_loop` as a one-worker TorchTrainer; state dict as arrays."""
-    import logging
-
-    import ray
     from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
     from ray.util.queue import Queue
 
-    started = not ray.is_initialized()
-    if started:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
+    queue = Queue(actor_options={"num_cpus": 0})
+    done = threading.Event()
+    teller = threading.Thread(target=_tell, args=(queue, done, builtin.name, progress), daemon=True)
+    with tempfile.TemporaryDirectory(prefix="train-", dir=cache) as storage:
+        trainer = TorchTrainer(
+            _train_loop,  # type: ignore[arg-type]  # may return a value since Ray Train 2
+            train_loop_config={"builtin": builtin, "cache": str(cache), "queue": queue},
+            scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
+            run_config=RunConfig(
+                name=f"pretrain-{builtin.name}",
+                storage_path=storage,
+                logging_config=LoggingConfig(log_level="ERROR"),  # type: ignore[call-arg]  # as above
+            ),
         )
-    try:
-        queue = Queue(actor_options={"num_cpus": 0})
-        done = threading.Event()
-        teller = threading.Thread(
-            target=_tell, args=(queue, done, builtin.name, progress), daemon=True
-        )
-        with tempfile.TemporaryDirectory(prefix="train-", dir=cache) as storage:
-            trainer = TorchTrainer(
-                _train_loop,  # type: ignore[arg-type]  # may return a value since Ray Train 2
-                train_loop_config={"builtin": builtin, "cache": str(cache), "queue": queue},
-                scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
-                run_config=RunConfig(
-                    name=f"pretrain-{builtin.name}",
-                    storage_path=storage,
-                    logging_config=LoggingConfig(log_level="ERROR"),  # type: ignore[call-arg]  # as above
-                ),
-            )
-            teller.start()
-            try:
-                result = trainer.fit()
-            except TrainingFailedError as error:
-                raise RunError(
-                    f"pretraining {builtin.name} failed: {error}. Nothing was kept; `trishul "
-                    f"pretrain {builtin.name}` tries again"
-                ) from error
-            finally:
-                done.set()
-                teller.join()
-                queue.shutdown()
-        arrays: dict[str, np.ndarray] = result.return_value  # type: ignore[attr-defined]  # as above
-        return arrays
-    finally:
-        if started:
-            ray.shutdown()
+        teller.start()
+        try:
+            result = trainer.fit()
+        except TrainingFailedError as error:
+            raise RunError(
+                f"pretraining {builtin.name} failed: {error}. Nothing was kept; `trishul "
+                f"pretrain {builtin.name}` tries again"
+            ) from error
+        finally:
+            done.set()
+            teller.join()
+            queue.shutdown()
+    arrays: dict[str, np.ndarray] = result.return_value  # type: ignore[attr-defined]  # as above
+    return arrays
 
 
 def _tell(queue: Any, done: threading.Event, name: str, progress: Progress | None) -> None:
