@@ -129,6 +129,6 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(trishul, words):
     command.wait_for("starting Ray")
     time.sleep(random.Random().uniform(0, 1.5))
     command.process.send_signal(signal.SIGINT)
-    code, _, errors = command.end(30)
+    code, _, errors = command.end()
     assert code == 130, errors
     assert command.left_behind() == []
