@@ -127,13 +127,6 @@ def _preset(dataset: Any) -> dict[str, Any]:
     return loaded
 
 
-def preset_names() -> list[str]:
-    """Datasets that come with a preset."""
-    folder = resources.files("trishul_ray") / "presets"
-    names = (f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
-    return sorted(name for name in names if name != "learning_rates")
-
-
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():

@@ -93,10 +93,6 @@ class ClientActor:
 
         return self.pid, blueprint_of(self._adapted(survey))
 
-    def process_id(self) -> int:
-        """This actor's operating-system process."""
-        return self.pid
-
     @ray.method(num_returns=2)
     def train(self, broadcast: Arrays, job: TrainJob) -> tuple[tuple[int, TrainReport], Upload]:
         """Train one client; the upload is a return of its own, so that it can stay here."""
