@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import RunError
+from trishul_ray.federation.capacity import capacity
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.coordinator import open_checkpoints
 from trishul_ray.federation.drive import InlineDriver
@@ -117,3 +118,19 @@ def test_a_slice_of_a_gpu_is_enforced_on_the_device():
             torch.empty(int(0.2 * total), dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("method", ["ravan", "trishul"])
+def test_full_and_limited_clients_stand_in_one_cohort(small, inline_result, method):
+    # A client of full capacity sends no mask: the diagnostics see it beside those that do.
+    experiment = small(
+        f"method={method}",
+        "federation.compute=uniform",
+        "federation.clients_per_round=4",
+        "federation.rounds=1",
+    )
+    shares = {capacity("uniform", experiment.seed, client) for client in range(4)}
+    assert 1.0 in shares and min(shares) < 1.0, "choose another seed"
+    record = inline_result(experiment).records[1]
+    assert record["clients"] == [0, 1, 2, 3]
+    assert 0 < record["effective_rank"] and np.isfinite(record["aggregation_variance"])

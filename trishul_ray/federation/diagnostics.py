@@ -55,8 +55,11 @@ def upload_diagnostics(
     sent = torch.stack([torch.from_numpy(np.array(u.arrays["shared"])) for u in uploads])  # [m, W]
     received = torch.from_numpy(np.array(broadcast["shared"]))  # [W]
     active = None
-    if uploads[0].active is not None:
-        active = torch.stack([torch.from_numpy(np.array(u.active)) for u in uploads])  # [m, U]
+    if any(upload.active is not None for upload in uploads):
+        # A client of full capacity beside limited ones sends no mask: it trained every unit.
+        every = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
+        masks = [every if u.active is None else np.array(u.active) for u in uploads]
+        active = torch.from_numpy(np.stack(masks))  # [m, U]
     for prefix, vectors in (("", sent), ("delta_", sent - received)):
         found = _over_ranks(vectors, weights, active, blueprint, experiment.evaluation.top_k)
         metrics |= {prefix + name: value for name, value in found.items()}
