@@ -1,0 +1,284 @@
+"""All methods under one protocol on CIFAR-100: accuracy, exactness, traffic and time.
+
+    python benchmarks/comparison.py [options]
+
+A learning-rate grid first (seed 0, Dirichlet), then every method at its rate with other seeds, on
+every partition asked for. Runs go by --processes at a time and land under their ids in --runs: a
+repeated command reads what is there and runs the rest, so it may be stopped at any time.
+
+Needs a mirror with CIFAR-100 and vit-cifar10-128x6 (TRISHUL_HUB or --hub), or another backbone by
+--model. The head for 100 classes is drawn at random, so the untouched backbone is right about once
+in a hundred. Writes tables, curves and all settings to benchmarks/results/.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from _results import RESULTS, Report, Section, wide_console
+from _runs import Run, run_all
+from _setups import SMALL
+from _variants import VARIANTS, rate_of, tuned_for
+from rich.console import Console
+
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.loading import load_experiment
+from trishul_ray.report.figures import accuracy_curve
+from trishul_ray.tracking.progress import count
+
+GRID_SEED = 0
+#: Of each run's result.json, kept with the results.
+KEPT = (
+    *("id", "final", "best", "parameters", "heads", "state_sha256"),
+    *("uploaded_parameters", "downloaded_parameters", "round_seconds"),
+)
+COLUMNS = [
+    *("method", "lr", "final", "best", "trained", "up", "down", "s / round"),
+    *("aggregation error", "effective rank", "aggregation variance", "values zeroed"),
+]
+
+
+def main() -> None:
+    """Grid, comparison, report."""
+    options = _arguments()
+    console = wide_console()
+    private = ("hub", "cache", "runs", "out", "name")
+    report = Report(
+        options.name, {k: v for k, v in vars(options).items() if k not in private}, console
+    )
+    try:
+        rates, grid = tune(options, console)
+        report.add(grid)
+        for section in compare(options, rates, console, report.stem):
+            report.add(section)
+    except (InputError, RunError) as error:
+        sys.exit(f"error: {error}")
+    report.write(options.out)
+
+
+def _arguments() -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--name", default="comparison", help="of the results' files")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME",
+        help=f"lines of the table: {', '.join(VARIANTS)}")  # fmt: skip
+    add("--partitions", nargs="+", choices=["dirichlet", "iid"], default=["dirichlet", "iid"])
+    add("--model", default=SMALL, help="backbone (default: %(default)s)")
+    add("--budget", type=int, default=8, help="trainables, as a LoRA rank per matrix")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the frozen backbone")
+    add("--clients", type=int, default=20)
+    add("--alpha", type=float, default=0.3, help="Dirichlet concentration")
+    add("--rounds", type=int, default=20, help="rounds of the comparison")
+    add("--local-steps", type=int, default=10)
+    add("--batch-size", type=int, default=32)
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the comparison")
+    add("--evaluate-every", type=int, default=5, help="rounds between evaluations")
+    add("--grid", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates")
+    add("--grid-rounds", type=int, default=8, help="rounds of a grid run")
+    add("--processes", type=int, default=2, help="runs at a time, each on one CPU thread")
+    add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
+    add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
+    add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+def experiment_of(
+    options: argparse.Namespace, name: str, lr: float, seed: int, rounds: int, partition: str
+) -> Experiment:
+    """The experiment of one cell."""
+    storage = [f"storage.runs={options.runs}"]
+    storage += [f"storage.hub={options.hub}"] if options.hub else []
+    storage += [f"storage.cache={options.cache}"] if options.cache else []
+    variant = VARIANTS[name]
+    return load_experiment(
+        None,
+        [
+            "dataset=cifar100",
+            f"model={options.model}",
+            f"model.precision={options.precision}",
+            f"method={variant.method}",
+            *variant.settings,
+            f"budget={options.budget}",
+            f"optimizer.lr={lr}",
+            f"seed={seed}",
+            f"partition.kind={partition}",
+            f"partition.alpha={options.alpha}",
+            f"federation.clients={options.clients}",
+            "federation.clients_per_round=3",
+            f"federation.local_steps={options.local_steps}",
+            f"federation.batch_size={options.batch_size}",
+            f"federation.rounds={rounds}",
+            f"evaluation.every={min(options.evaluate_every, rounds)}",
+            # On a CPU larger batches leave the cache: 256 took a fifth longer for an image.
+            "evaluation.batch_size=64",
+            "resources.backend=inline",
+            "tracking.mlflow=false",
+            *storage,
+        ],
+    )
+
+
+def tune(options: argparse.Namespace, console: Console) -> tuple[dict[str, float], Section]:
+    """The learning rate of each variant that has one of its own: best loss after a few rounds.
+
+    By test loss, not accuracy: after few rounds accuracies on a hundred classes lie within their
+    noise of each other, losses do not.
+    """
+    names = tuned_for(options.variants)
+    cells = {
+        f"grid: {VARIANTS[name].label}, lr {lr:g}": experiment_of(
+            options, name, lr, GRID_SEED, options.grid_rounds, "dirichlet"
+        )
+        for name in names
+        for lr in options.grid
+    }
+    runs = iter(run_all(cells, options.processes, console).values())
+    rates: dict[str, float] = {}
+    rows, data = [], {}
+    for name in names:
+        found = {lr: next(runs).summary["final"] for lr in options.grid}
+        rates[name] = min(found, key=lambda lr: float(found[lr]["loss"]))
+        edge = rates[name] in (min(found), max(found)) and len(found) > 1
+        rows.append(
+            [
+                VARIANTS[name].label,
+                *(f"{cell['loss']:.3f}, {cell['accuracy']:.2%}" for cell in found.values()),
+                f"{rates[name]:g}" + (" (edge of the grid)" if edge else ""),
+            ]
+        )
+        data[name] = {str(lr): cell for lr, cell in found.items()}
+    return rates, Section(
+        f"Learning rates: test loss and accuracy after {options.grid_rounds} rounds, "
+        f"Dirichlet({options.alpha:g}), seed {GRID_SEED}",
+        ["method", *(f"lr {lr:g}" for lr in options.grid), "taken"],
+        rows,
+        [
+            "the rate with the lowest loss is taken, for both partitions; variants of a method "
+            "take over its rate, FedProx takes FedIT's",
+            "one seed and few rounds: a choice, not a finding; the seeds below are others, the "
+            "test images are the same",
+        ],
+        data=data,
+    )
+
+
+def compare(
+    options: argparse.Namespace, rates: dict[str, float], console: Console, stem: str
+) -> list[Section]:
+    """Every variant at its rate on every partition: curves, accuracies and what they cost."""
+    # Seeds outermost: what has been run when somebody stops it is a whole comparison.
+    cells = {
+        f"{VARIANTS[name].label}, {partition}, seed {seed}": experiment_of(
+            options, name, rate_of(name, rates), seed, options.rounds, partition
+        )
+        for seed in options.seeds
+        for partition in options.partitions
+        for name in options.variants
+    }
+    runs = run_all(cells, options.processes, console)
+    sections = []
+    for partition in options.partitions:
+        found = {
+            name: [
+                runs[f"{VARIANTS[name].label}, {partition}, seed {seed}"] for seed in options.seeds
+            ]
+            for name in options.variants
+        }
+        figure = options.out / f"{stem}_{partition}.png"
+        sections.append(_section(options, rates, partition, found, figure))
+    return sections
+
+
+def _section(
+    options: argparse.Namespace,
+    rates: dict[str, float],
+    partition: str,
+    found: dict[str, list[Run]],
+    figure: Path,
+) -> Section:
+    first = next(iter(found.values()))
+    untouched = statistics.fmean(run.summary["untouched"]["accuracy"] for run in first)
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    accuracy_curve(
+        [number for number, _ in first[0].curve],
+        {VARIANTS[name].label: _mean_curve(runs) for name, runs in found.items()},
+        figure,
+        references={"untouched, random head": untouched},
+    )
+    parameters = first[0].summary["parameters"]
+    spread = "mean ± standard deviation" if len(options.seeds) > 1 else "one seed"
+    where = f"Dirichlet({options.alpha:g})" if partition == "dirichlet" else "IID"
+    return Section(
+        f"CIFAR-100, {options.clients} clients, {where}, {options.rounds} rounds of 3 clients x "
+        f"{options.local_steps} steps of {options.batch_size}",
+        COLUMNS,
+        [_row(name, rate_of(name, rates), runs) for name, runs in found.items()],
+        [
+            f"{options.model}, budget {options.budget}; seeds "
+            f"{', '.join(str(seed) for seed in options.seeds)} ({spread}); best: the highest mean "
+            "over seeds of any evaluated round",
+            f"untouched backbone: {untouched:.2%}, its head is random; the head "
+            f"({parameters['head']:,} numbers) is trained and averaged by every method and part "
+            "of `trained`",
+            "trained, up and down in numbers, up and down for all rounds together",
+            f"s / round: median, training and evaluation, {options.processes} runs at a time on "
+            "one CPU thread each",
+            "aggregation error: of the new global update against the weighted mean of the "
+            "clients' updates, relative, mean over rounds; spectral diagnostics of the last round",
+        ],
+        data={
+            VARIANTS[name].label: [
+                {key: run.summary[key] for key in KEPT}
+                | {"curve": run.curve, "last_round": run.metrics[-1]}
+                | {"aggregation_error": run.mean("aggregation_error")}
+                for run in runs
+            ]
+            for name, runs in found.items()
+        },
+        figure=figure.name,
+    )
+
+
+def _mean_curve(runs: list[Run]) -> list[float]:
+    return [
+        statistics.fmean(accuracy for _, accuracy in points)
+        for points in zip(*(run.curve for run in runs), strict=True)
+    ]
+
+
+def _row(name: str, lr: float, runs: list[Run]) -> list[str]:
+    finals = [run.final for run in runs]
+    final = f"{statistics.fmean(finals):.2%}"
+    if len(finals) > 1:
+        final += f" ± {statistics.stdev(finals) * 100:.2f}"
+    summary = runs[0].summary
+    seconds = [value for run in runs for value in run.summary["round_seconds"]]
+
+    def mean(values: list[float | None], form: str) -> str:
+        had = [value for value in values if value is not None]
+        return format(statistics.fmean(had), form) if had else ""
+
+    return [
+        VARIANTS[name].label,
+        f"{lr:g}",
+        final,
+        f"{max(_mean_curve(runs)):.2%}",
+        count(sum(summary["parameters"].values())),
+        count(statistics.fmean(run.summary["uploaded_parameters"] for run in runs)),
+        count(statistics.fmean(run.summary["downloaded_parameters"] for run in runs)),
+        f"{statistics.median(seconds):.1f}",
+        mean([run.mean("aggregation_error") for run in runs], ".1e"),
+        mean([run.last("effective_rank") for run in runs], ".2f"),
+        mean([run.last("aggregation_variance") for run in runs], ".3g"),
+        mean([run.last("svt_zeroed") for run in runs], ".1%"),
+    ]
+
+
+if __name__ == "__main__":
+    main()
