@@ -133,4 +133,4 @@ def test_full_and_limited_clients_stand_in_one_cohort(small, inline_result, meth
     assert 1.0 in shares and min(shares) < 1.0, "choose another seed"
     record = inline_result(experiment).records[1]
     assert record["clients"] == [0, 1, 2, 3]
-    assert 0 < record["effective_rank"] and np.isfinite(record["aggregation_variance"])
+    assert record["effective_rank"] > 0 and np.isfinite(record["aggregation_variance"])

@@ -7,30 +7,21 @@ AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, p_c equa
 
 from typing import Literal
 
-from pydantic import Field
-
-from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import Method, MethodConfig, Site
-from trishul_ray.methods.kinds import Kind, of_kind
+from trishul_ray.methods.kinds import AnyAdapterConfig, AnyAdapterMethod
 from trishul_ray.methods.registry import register
 
 
-class FedAvgConfig(MethodConfig):
+class FedAvgConfig(AnyAdapterConfig):
     """FedAvg's hyper-parameters."""
 
     name: Literal["fedavg"] = "fedavg"
-    adapter: Kind = Field("lora", description="what is trained: lora, ffa or multihead")
 
 
 @register("fedavg")
-class FedAvg(Method):
+class FedAvg(AnyAdapterMethod):
     """The plain mean."""
 
     Config = FedAvgConfig
     summary = "the mean of locally trained adapters, of any kind"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "the adapter's parameters up and down"
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """The chosen kind, sized by the budget."""
-        return of_kind(self.config.adapter, site)

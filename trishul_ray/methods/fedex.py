@@ -15,7 +15,7 @@ from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import BASE, MethodConfig, Round, State
-from trishul_ray.methods.kinds import LORA_SCALE, PRODUCT, ProductMethod, folded, lora_pairs
+from trishul_ray.methods.kinds import LORA_SCALE, ProductMethod, folded, lora_pairs
 from trishul_ray.methods.registry import register
 
 
@@ -40,8 +40,8 @@ class FedEx(ProductMethod):
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Fold ``scale (mean(B_c A_c) - B A)`` into what was folded before."""
         residuals = {
-            layer: LORA_SCALE * (mean[PRODUCT + layer] - b.double() @ a.double())
-            for layer, a, b in lora_pairs(self.named(layout, mean["shared"]))
+            layer: update - LORA_SCALE * (b.double() @ a.double())
+            for layer, a, b, update in self.mean_updates(mean, mean["shared"], layout)
         }
         return {"shared": mean["shared"], **folded(state, residuals)}
 

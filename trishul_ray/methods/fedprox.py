@@ -10,32 +10,26 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site
-from trishul_ray.methods.kinds import Kind, of_kind
+from trishul_ray.methods.base import LocalRun
+from trishul_ray.methods.kinds import AnyAdapterConfig, AnyAdapterMethod
 from trishul_ray.methods.registry import register
 
 
-class FedProxConfig(MethodConfig):
+class FedProxConfig(AnyAdapterConfig):
     """FedProx's hyper-parameters."""
 
     name: Literal["fedprox"] = "fedprox"
-    adapter: Kind = Field("lora", description="what is trained: lora, ffa or multihead")
     mu: float = Field(0.01, ge=0, description="μ: weight of the proximal term; 0 is FedAvg")
 
 
 @register("fedprox")
-class FedProx(Method):
+class FedProx(AnyAdapterMethod):
     """The mean of clients that were held back."""
 
     Config = FedProxConfig
     summary = "FedAvg with a quadratic pull towards the broadcast on the client"
     reference = "Li et al., MLSys 2020, arXiv 1812.06127"
     communication = "the adapter's parameters up and down"
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """The chosen kind, sized by the budget."""
-        return of_kind(self.config.adapter, site)
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Remember where the round began."""

@@ -18,14 +18,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import (
-    LORA_SCALE,
-    PRODUCT,
-    ProductMethod,
-    folded,
-    limit_rank,
-    lora_pairs,
-)
+from trishul_ray.methods.kinds import LORA_SCALE, ProductMethod, folded, limit_rank
 from trishul_ray.methods.registry import register
 
 
@@ -55,8 +48,7 @@ class FlexLoRA(ProductMethod):
         """SVD of the mean update; its leading part goes out as factors."""
         shared = mean["shared"].clone()
         beyond = {}
-        for layer, a, b in lora_pairs(self.named(layout, shared)):
-            update = LORA_SCALE * mean[PRODUCT + layer]
+        for layer, a, b, update in self.mean_updates(mean, shared, layout):
             u, s, vt = torch.linalg.svd(update, full_matrices=False)
             rank = a.shape[0]
             # Signs of singular vectors are free: the largest entry of each row of A is positive.

@@ -18,14 +18,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import BASE, LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import (
-    LORA_SCALE,
-    PRODUCT,
-    ProductMethod,
-    folded,
-    limit_rank,
-    lora_pairs,
-)
+from trishul_ray.methods.kinds import ProductMethod, folded, limit_rank, lora_pairs
 from trishul_ray.methods.registry import register
 
 
@@ -58,8 +51,8 @@ class FLoRA(ProductMethod):
         """Merge the mean product; only the head is kept from the shared vector."""
         shared = mean["shared"].clone()
         merged = {}
-        for layer, a, b in lora_pairs(self.named(layout, shared)):
-            merged[layer] = LORA_SCALE * mean[PRODUCT + layer]
+        for layer, a, b, update in self.mean_updates(mean, shared, layout):
+            merged[layer] = update
             a.zero_()
             b.zero_()
         return {"shared": shared, **folded(state, merged)}

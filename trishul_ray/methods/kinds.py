@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
@@ -14,7 +15,7 @@ from trishul_ray.adapters.budget import ffa_rank, multihead_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.methods.base import BASE, LocalRun, Method, Site, State
+from trishul_ray.methods.base import BASE, LocalRun, Method, MethodConfig, Site, State
 
 #: LoRA's alpha / r: alpha = r everywhere, so that the update is B A itself.
 LORA_SCALE = 1.0
@@ -74,6 +75,20 @@ def of_kind(kind: Kind, site: Site) -> dict[str, LayerAdapter]:
     return {"lora": lora, "ffa": ffa, "multihead": multihead}[kind](site)
 
 
+class AnyAdapterConfig(MethodConfig):
+    """Of a method that does not care what it trains."""
+
+    adapter: Kind = Field("lora", description="what is trained: lora, ffa or multihead")
+
+
+class AnyAdapterMethod(Method):
+    """A method whose ``Config`` (an :class:`AnyAdapterConfig`) names the kind of adapter."""
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """The chosen kind, sized by the budget."""
+        return of_kind(self.config.adapter, site)
+
+
 class LoRAMethod(Method):
     """A method that trains a LoRA pair on every target; the scale alpha / r is 1."""
 
@@ -88,6 +103,19 @@ class ProductMethod(LoRAMethod):
     def contribution(self, upload: State, layout: Layout) -> State:
         """The upload and its products."""
         return with_products(upload, self.named(layout, upload["shared"]))
+
+    def mean_updates(
+        self, mean: State, shared: Tensor, layout: Layout
+    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+        """Layer, A and B of a wire vector, and the mean update [d_out, d_in], float64.
+
+        Args:
+            mean: of the contributions.
+            shared: a wire vector [W]; A and B are views of it.
+            layout: names its entries.
+        """
+        for layer, a, b in lora_pairs(self.named(layout, shared)):
+            yield layer, a, b, LORA_SCALE * mean[PRODUCT + layer]
 
 
 def lora_pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
