@@ -6,11 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.data.base import DatasetInfo, PreparedDataset, Split, fingerprint, write_split
+from trishul_ray.data.base import PreparedDataset, Split, fingerprint, write_split
+from trishul_ray.data.info import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 
 INFO = DatasetInfo(
     name="toy",
+    kind="image",
     classes=("a", "b", "c"),
     image_shape=(3, 4, 5),
     mean=(0.1, 0.2, 0.3),

@@ -1,8 +1,9 @@
 """Prepared datasets: one memory-mapped Arrow IPC file per split, read without copying.
 
-A prepared file holds one record batch of fixed-size columns, so each column is one contiguous
-buffer: a NumPy view on the page cache, shared by every process of a node. Legend of shapes:
-N rows, b rows of a batch, C channels, H x W pixels.
+A prepared file holds one record batch. Columns of numbers have a fixed size per row, so each is
+one contiguous buffer: a NumPy view on the page cache, shared by every process of a node. Columns
+of text (datasets before a task has encoded them) are Arrow strings. Legend of shapes: N rows, b
+rows of a batch, C channels, H x W pixels.
 """
 
 import hashlib
@@ -12,84 +13,63 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from trishul_ray.data.info import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 
 #: Part of every prepared file's key: raise it when the layout below changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _META = b"trishul"
 
-
-@dataclass(frozen=True)
-class DatasetInfo:
-    """What a dataset says of itself; stored as JSON in every prepared file.
-
-    Attributes:
-        name: the dataset's name in the registry.
-        classes: class names; their number is the number of classes.
-        image_shape: (C, H, W).
-        mean: per channel, of pixels / 255 over the first split.
-        std: per channel, likewise.
-        source: where the rows came from, for people.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-    image_shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    source: str
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.classes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; :meth:`from_json` reads them back."""
-        return {
-            "name": self.name,
-            "classes": list(self.classes),
-            "image_shape": list(self.image_shape),
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "source": self.source,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "DatasetInfo":
-        """Inverse of :meth:`to_json`."""
-        channels, height, width = values["image_shape"]
-        return cls(
-            name=values["name"],
-            classes=tuple(values["classes"]),
-            image_shape=(channels, height, width),
-            mean=tuple(values["mean"]),
-            std=tuple(values["std"]),
-            source=values["source"],
-        )
+#: A column to write: numbers [N, ...], or N texts.
+Column: TypeAlias = "np.ndarray | pa.StringArray"
 
 
-def fingerprint(columns: Mapping[str, np.ndarray]) -> str:
+def fingerprint(columns: Mapping[str, Column]) -> str:
     """Hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
     digest = hashlib.sha256()
     for name in sorted(columns):
-        array = np.ascontiguousarray(columns[name])
-        digest.update(repr((name, array.dtype.str, array.shape)).encode())
-        digest.update(array.data)
+        column = columns[name]
+        if isinstance(column, pa.Array):
+            digest.update(repr((name, "text", len(column))).encode())
+            for part in _text_buffers(column):
+                digest.update(part)
+        else:
+            array: np.ndarray = np.ascontiguousarray(column)
+            digest.update(repr((name, array.dtype.str, array.shape)).encode())
+            digest.update(array.data)
     return digest.hexdigest()
 
 
-def write_split(path: Path, columns: Mapping[str, np.ndarray], info: DatasetInfo) -> None:
-    """Write ``columns`` (each [N, ...], numeric) beside ``path``, then rename into place."""
+def _text_buffers(column: pa.StringArray) -> tuple[memoryview, memoryview]:
+    """Offsets int64 [N + 1] and UTF-8 bytes of a column of texts without nulls."""
+    if column.null_count or column.type != pa.large_string():
+        raise ValueError("a column of texts must be large_string without nulls")
+    if column.offset:
+        column = pa.concat_arrays([column, pa.array([], pa.large_string())])
+    _, offsets, data = column.buffers()
+    places = np.frombuffer(offsets, np.int64, len(column) + 1) if offsets else np.zeros(1, np.int64)
+    return places.data, memoryview(data or b"")[: int(places[-1])]
+
+
+def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) -> None:
+    """Write ``columns`` (numbers [N, ...] or texts [N]) beside ``path``, then rename into place."""
+    columns = {
+        name: column.cast(pa.large_string()) if isinstance(column, pa.Array) else column
+        for name, column in columns.items()
+    }
     fields, arrays = [], []
     for name, column in columns.items():
+        if isinstance(column, pa.Array):
+            fields.append(pa.field(name, column.type, nullable=False))
+            arrays.append(column)
+            continue
         values = pa.array(np.ascontiguousarray(column).reshape(-1))
         if column.ndim > 1:
             width = int(np.prod(column.shape[1:]))
@@ -177,6 +157,8 @@ class Split:
     def _views(self) -> dict[str, np.ndarray]:
         views = {}
         for field in self._batch.schema:
+            if pa.types.is_large_string(field.type):
+                continue
             values = self._batch.column(field.name)
             try:
                 shape = json.loads((field.metadata or {})[b"shape"])
@@ -197,8 +179,29 @@ class Split:
             InputError: no such column.
         """
         if name not in self._views:
-            raise InputError(f"no column {name!r} in {self.path}; it has {', '.join(self.columns)}")
+            raise self._lacks(name, tuple(self._views))
         return self._views[name]
+
+    def texts(self, name: str) -> pa.LargeStringArray:
+        """Column ``name`` of texts [N], on the mapped file.
+
+        Raises:
+            InputError: no such column of texts.
+        """
+        if name not in self._texts:
+            raise self._lacks(name, tuple(self._texts))
+        return self._texts[name]
+
+    @cached_property
+    def _texts(self) -> dict[str, pa.LargeStringArray]:
+        return {
+            field.name: self._batch.column(field.name)
+            for field in self._batch.schema
+            if pa.types.is_large_string(field.type)
+        }
+
+    def _lacks(self, name: str, have: tuple[str, ...]) -> InputError:
+        return InputError(f"no column {name!r} in {self.path}; it has {', '.join(have) or 'none'}")
 
     @property
     def labels(self) -> np.ndarray:
@@ -209,8 +212,8 @@ class Split:
         """Rows ``indices`` (integers [b], each in 0..N-1), copied out in that order.
 
         Returns:
-            every column as a tensor of its own dtype: for images ``pixels`` uint8 [b, C, H, W]
-            and ``label`` int64 [b].
+            every column of numbers as a tensor of its own dtype: for images ``pixels`` uint8
+            [b, C, H, W] and ``label`` int64 [b].
 
         Raises:
             IndexError: an index is negative or not below N.
@@ -226,7 +229,7 @@ class Split:
         Raises:
             CorruptFileError: the rows are not those that were written.
         """
-        if fingerprint(self._views) != self.fingerprint:
+        if fingerprint({**self._views, **self._texts}) != self.fingerprint:
             raise CorruptFileError(f"prepared data {self.path}: its bytes have changed")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trishul_ray.data.base import DatasetInfo
+from trishul_ray.data.info import DatasetInfo
 from trishul_ray.data.pixels import pixel_statistics
 from trishul_ray.rng import numpy_rng
 
@@ -21,7 +21,7 @@ class Digits:
     """The ``digits`` dataset; needs neither network nor mirror."""
 
     name = "digits"
-    description = "8x8 handwritten digits, 1000 train / 497 test (embedded in scikit-learn)"
+    description = "8x8 handwritten digits, 1,000 / 497, nothing to download"
     splits = tuple(SPLIT_SIZES)
 
     def key(self, hub: Path | None) -> str:
@@ -51,6 +51,7 @@ class Digits:
         mean, std = pixel_statistics(columns["pretrain"]["pixels"])
         info = DatasetInfo(
             name=self.name,
+            kind="image",
             classes=tuple(str(digit) for digit in range(10)),
             image_shape=(1, 8, 8),
             mean=mean,

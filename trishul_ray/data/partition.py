@@ -5,12 +5,16 @@ two small arrays. Legend of shapes: n rows, C clients, K classes that occur.
 
 The paper says "client-specific class proportions ~ Dirichlet(alpha)" and leaves sizes open; the
 two usual readings are the variants ``per-client`` (equal sizes) and ``per-label`` (Hsu, Qi, Brown
-2019 style class-wise split, sizes vary). See :func:`partition`.
+2019 style class-wise split, sizes vary). What stands for classes where a dataset has sub-datasets
+is ``partition.by``; see :func:`skewed_by` and :func:`partition`.
+
+A client may hold fewer rows than a batch: training wraps around its rows, so that every client
+makes equally many full steps.
 """
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -18,6 +22,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.rng import numpy_rng
 
 if TYPE_CHECKING:
+    from trishul_ray.data.base import Split
+    from trishul_ray.data.info import DatasetInfo
     from trishul_ray.experiment import PartitionConfig
 
 #: Draws of a per-label partition before rows are moved to reach the minimum size.
@@ -79,6 +85,48 @@ class Partition:
         return counts.reshape(self.clients, classes)
 
 
+def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label", "group"] | None:
+    """The column in whose terms clients differ, which is also what their rows are counted by.
+
+    ``auto`` takes the classes, or the sub-datasets where there are no classes (MRQA); None where
+    a dataset has neither.
+    """
+    if config.by != "auto":
+        return config.by
+    if info.classes:
+        return "label"
+    return "group" if info.groups else None
+
+
+def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
+    """What :func:`partition` deals the rows of ``split`` by: integers [n].
+
+    Classes or sub-datasets for a Dirichlet partition, natural clients for a natural one, and
+    zeros for an IID one, which looks at nothing.
+
+    Raises:
+        InputError: the dataset does not have what the partition is by.
+    """
+    name = split.info.name
+    if config.kind == "iid":
+        return np.zeros(len(split), dtype=np.int64)
+    if config.kind == "natural":
+        if "client" not in split.columns:
+            raise InputError(
+                f"partition.kind='natural' needs a column of clients, which dataset {name} does "
+                "not have; your own data may (data.columns.client)"
+            )
+        return split.column("client")
+    column = skewed_by(split.info, config)
+    if column is None or column not in split.columns:
+        have = " and ".join(c for c in ("label", "group") if c in split.columns) or "neither"
+        raise InputError(
+            f"partition.kind='dirichlet' by {config.by}: the training rows of dataset {name} have "
+            f"{have} of label and group; partition.kind=iid needs none"
+        )
+    return split.column(column)
+
+
 def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed: int) -> Partition:
     """Deal the rows with ``labels`` to ``clients``.
 
@@ -96,14 +144,19 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
     up to :data:`REDRAWS` times; then single rows move from the largest client (its most frequent
     class; ties to the lower number) to the smallest until none is short.
 
+    ``natural``: the rows of one natural client stay together. With as many clients as there are
+    natural ones, client c is the c-th of them; with fewer, natural clients are put together,
+    largest first, each to the client with the fewest rows so far (ties to the lower number).
+
     Args:
-        labels: integers [n].
+        labels: integers [n]: classes, sub-datasets or natural clients (:func:`partition_column`).
         config: kind, alpha, variant, min_size.
         clients: C.
         seed: the experiment's seed.
 
     Raises:
-        InputError: fewer than ``clients * min_size`` rows, or alpha too small to draw with.
+        InputError: fewer than ``clients * min_size`` rows, or alpha too small to draw with; or
+            fewer natural clients than ``clients``, or one of them is left below ``min_size``.
     """
     rows = len(labels)
     if clients * config.min_size > rows:
@@ -111,6 +164,8 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
             f"federation.clients={clients} with partition.min_size={config.min_size} need "
             f"{clients * config.min_size} training rows, but there are {rows}"
         )
+    if config.kind == "natural":
+        return _from_owners(_natural(labels, clients, config.min_size), clients)
     rng = numpy_rng(seed, "partition")
     if config.kind == "iid":
         owners = np.empty(rows, dtype=np.int64)
@@ -129,6 +184,32 @@ def _even(rows: int, clients: int) -> np.ndarray:
     sizes = np.full(clients, rows // clients, dtype=np.int64)
     sizes[: rows % clients] += 1
     return sizes
+
+
+def _natural(members: np.ndarray, clients: int, min_size: int) -> np.ndarray:
+    """Owner of each row [n], given its natural client [n]."""
+    _, inverse, sizes = np.unique(members, return_inverse=True, return_counts=True)
+    if clients > len(sizes):
+        raise InputError(
+            f"federation.clients={clients}: the training rows have {len(sizes)} natural clients; "
+            f"{len(sizes)} or fewer is allowed"
+        )
+    homes = np.arange(len(sizes), dtype=np.int64)
+    if clients < len(sizes):
+        held = [(0, client) for client in range(clients)]
+        for member in np.argsort(-sizes, kind="stable"):
+            rows, client = heapq.heappop(held)
+            homes[member] = client
+            heapq.heappush(held, (rows + int(sizes[member]), client))
+    totals = np.bincount(homes, weights=sizes, minlength=clients)
+    if totals.min() < min_size:
+        short = int(totals.argmin())
+        raise InputError(
+            f"partition.min_size={min_size}: natural client {short} holds {int(totals[short])} "
+            "rows; fewer federation.clients put natural clients together"
+        )
+    owners: np.ndarray = homes[inverse.reshape(-1)]
+    return owners
 
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -1,12 +1,15 @@
 """Encoded images in Arrow tables to uint8 pixels, with every fault named by file and row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image, UnidentifiedImageError
 
+from trishul_ray.data.columns import take
 from trishul_ray.errors import CorruptFileError
 
 #: Pillow mode and channels of what a dataset may hold.
@@ -26,31 +29,6 @@ def pixel_statistics(pixels: np.ndarray) -> tuple[tuple[float, ...], tuple[float
         means.append(round(mean, 6))
         stds.append(round(float(np.sqrt(counts @ (values - mean) ** 2 / counts.sum())), 6))
     return tuple(means), tuple(stds)
-
-
-def read_labels(table: pa.Table, column: str, classes: int, where: str) -> np.ndarray:
-    """Labels of ``table[column]``, int64 [N].
-
-    Raises:
-        CorruptFileError: the column is missing, not integer, null, or outside 0..classes-1.
-    """
-    if column not in table.column_names:
-        have = ", ".join(table.column_names)
-        raise CorruptFileError(f"{where}: no column {column!r}; it has {have}")
-    values = table.column(column)
-    if not pa.types.is_integer(values.type):
-        raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not integer")
-    if values.null_count:
-        row = values.is_null().to_pylist().index(True)
-        raise CorruptFileError(f"{where}, row {row}: {column} is null")
-    labels: np.ndarray = values.to_numpy().astype(np.int64)
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(wrong):
-        row = int(wrong[0])
-        raise CorruptFileError(
-            f"{where}, row {row}: {column} is {labels[row]}, outside 0..{classes - 1}"
-        )
-    return labels
 
 
 def decode_images(
@@ -77,16 +55,14 @@ def decode_images(
     Raises:
         CorruptFileError: the column or a row is not as required.
     """
-    if column not in table.column_names:
-        have = ", ".join(table.column_names)
-        raise CorruptFileError(f"{where}: no column {column!r}; it has {have}")
-    kind = table.schema.field(column).type
+    images = take(table, column, where)
+    kind = images.type
     if not (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not an image with bytes")
     height, width = size
     pixels = np.empty((table.num_rows, MODE_CHANNELS[mode], height, width), dtype=np.uint8)
     row = 0
-    for chunk in table.column(column).chunks:
+    for chunk in images.chunks:
         for encoded in chunk.field("bytes"):
             pixels[row] = _decode(encoded.as_py(), mode, size, f"{where}, row {row}")
             row += 1
@@ -99,16 +75,31 @@ def decode_images(
 def _decode(encoded: bytes | None, mode: str, size: tuple[int, int], where: str) -> np.ndarray:
     if encoded is None:
         raise CorruptFileError(f"{where}: the image has no bytes")
+    with open_image(encoded, where) as image:
+        # Checked from the header, before a hostile size could be decoded.
+        if (image.height, image.width) != size:
+            raise CorruptFileError(
+                f"{where}: image is {image.width}x{image.height}, not {size[1]}x{size[0]}"
+            )
+        if image.mode != mode:
+            raise CorruptFileError(f"{where}: image mode is {image.mode}, not {mode}")
+        return planes(image)
+
+
+def planes(image: Image.Image) -> np.ndarray:
+    """The pixels of an image of a mode in :data:`MODE_CHANNELS`, uint8 [C, H, W]."""
+    return np.asarray(image).reshape(image.height, image.width, -1).transpose(2, 0, 1)
+
+
+@contextmanager
+def open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
+    """An image, its header read and its pixels not yet; what goes wrong inside is named.
+
+    Raises:
+        CorruptFileError: the image cannot be read or decoded.
+    """
     try:
-        with Image.open(BytesIO(encoded)) as image:
-            # Checked from the header, before a hostile size could be decoded.
-            if (image.height, image.width) != size:
-                raise CorruptFileError(
-                    f"{where}: image is {image.width}x{image.height}, not {size[1]}x{size[0]}"
-                )
-            if image.mode != mode:
-                raise CorruptFileError(f"{where}: image mode is {image.mode}, not {mode}")
-            decoded = np.asarray(image)
+        with Image.open(encoded if isinstance(encoded, Path) else BytesIO(encoded)) as image:
+            yield image
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
         raise CorruptFileError(f"{where}: not a readable image ({error})") from error
-    return decoded.reshape(*size, -1).transpose(2, 0, 1)

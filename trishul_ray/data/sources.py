@@ -9,15 +9,19 @@ import hashlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 from filelock import FileLock
 
-from trishul_ray.data.base import FORMAT_VERSION, DatasetInfo, PreparedDataset, write_split
-from trishul_ray.data.cifar import CIFAR10, CIFAR100
+from trishul_ray.data.base import FORMAT_VERSION, Column, PreparedDataset, write_split
+from trishul_ray.data.catalog import PUBLIC
 from trishul_ray.data.digits import Digits
+from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.own import OWN
 from trishul_ray.errors import CorruptFileError, InputError
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import DataConfig
 
 #: ``progress(stage, fraction)``: what is being done, and how far it is, 0..1.
 Progress = Callable[[str, float], None]
@@ -47,35 +51,38 @@ class Source(Protocol):
 
     def read(
         self, hub: Path | None, progress: Progress
-    ) -> tuple[DatasetInfo, Mapping[str, Mapping[str, np.ndarray]]]:
-        """The description, and every split's columns [N, ...]."""
+    ) -> tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]:
+        """The description, and every split's columns [N, ...] (see ``DatasetInfo``)."""
         ...
 
 
-_SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), CIFAR10, CIFAR100)}
+_SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), *PUBLIC)}
 
 
 def dataset_names() -> tuple[str, ...]:
-    """Names that :func:`prepare` knows, sorted."""
-    return tuple(sorted(_SOURCES))
+    """Names that :func:`prepare` knows: the public ones sorted, then those of one's own data."""
+    return (*sorted(_SOURCES), *OWN)
 
 
 def describe_datasets() -> dict[str, str]:
     """One line on each dataset, by name."""
-    return {name: _SOURCES[name].description for name in dataset_names()}
+    return {
+        name: _SOURCES[name].description if name in _SOURCES else OWN[name].description
+        for name in dataset_names()
+    }
 
 
 def prepare(
-    name: str, *, cache: Path, hub: Path | None, progress: Progress | None = None
+    data: "DataConfig | str", *, cache: Path, hub: Path | None, progress: Progress | None = None
 ) -> PreparedDataset:
-    """The dataset ``name`` as memory-mapped files, prepared now or found in ``cache``.
+    """A dataset as memory-mapped files, prepared now or found in ``cache``.
 
     A prepared file that is missing, unreadable or not the bytes that were written is prepared
     again. Safe when several processes of one machine (or of a shared file system with locks)
     call it at once.
 
     Args:
-        name: one of :func:`dataset_names`.
+        data: which dataset, or the name of one that needs no more than its name.
         cache: folder for prepared files.
         hub: a local mirror with the hub's layout, asked before the hub itself.
         progress: told of the stage and the fraction done.
@@ -84,23 +91,65 @@ def prepare(
         InputError: unknown name, or the dataset cannot be had; says where it was looked for.
         CorruptFileError: the source itself is malformed; names file, row and fault.
     """
-    source = _SOURCES.get(name)
-    if source is None:
-        near = get_close_matches(name, _SOURCES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"data.name={name!r} is unknown; known: {', '.join(_SOURCES)}{hint}")
+    source = _source(data)
     if hub is not None and not hub.is_dir():
         raise InputError(f"mirror {hub} (storage.hub or TRISHUL_HUB) is not a folder")
-    key = hashlib.sha256(f"{FORMAT_VERSION}\n{source.key(hub)}".encode()).hexdigest()[:12]
-    folder = cache / "data" / f"{name}-{key}"
+    tell = progress or _silent
+    return in_cache(
+        cache, source.name, source.key(hub), source.splits, lambda: source.read(hub, tell)
+    )
+
+
+def _source(data: "DataConfig | str") -> Source:
+    """The source of a dataset.
+
+    Raises:
+        InputError: no such dataset, or one's own data without ``dataset=`` that reads them.
+    """
+    name = data if isinstance(data, str) else data.name
+    if name in OWN:
+        if isinstance(data, str):
+            return OWN[name](None, {}, 0.2)
+        return OWN[name](data.path, data.columns, data.test_share)
+    if name not in _SOURCES:
+        known = dataset_names()
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"data.name={name!r} is unknown; known: {', '.join(known)}{hint}")
+    if not isinstance(data, str) and (data.path is not None or data.columns):
+        field = "path" if data.path is not None else "columns"
+        raise InputError(
+            f"data.{field} is for your own data (dataset {', '.join(OWN)}), not dataset {name}"
+        )
+    return _SOURCES[name]
+
+
+def in_cache(
+    cache: Path,
+    name: str,
+    key: str,
+    splits: tuple[str, ...],
+    read: Callable[[], tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]],
+) -> PreparedDataset:
+    """The prepared files of ``name`` for what ``key`` says, from ``cache`` or from ``read()``.
+
+    Args:
+        cache: folder for prepared files.
+        name: the folder's name begins with it.
+        key: text that changes whenever the rows may.
+        splits: what ``read`` gives.
+        read: the description and every split's columns; called only where they are wanting.
+    """
+    digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
+    folder = cache / "data" / f"{name.replace('/', '-')}-{digest}"
     make_cache_folder(folder)
-    prepared = PreparedDataset(folder, source.splits)
+    prepared = PreparedDataset(folder, splits)
     with FileLock(folder / "lock"):
         if not _is_sound(prepared):
-            info, columns = source.read(hub, progress or _silent)
-            for split in source.splits:
+            info, columns = read()
+            for split in splits:
                 write_split(folder / f"{split}.arrow", columns[split], info)
-            prepared = PreparedDataset(folder, source.splits)
+            prepared = PreparedDataset(folder, splits)
     return prepared
 
 

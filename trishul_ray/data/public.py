@@ -1,0 +1,191 @@
+"""A public dataset: from a mirror, else from its original archives, else from the hub.
+
+Where the rows are from the hub or from the archives, their number must be the official one. A
+mirror may hold a part; the dataset's ``source`` then says how much.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from trishul_ray.data.columns import join, length
+from trishul_ray.data.files import state_of
+from trishul_ray.data.hub import HubRepo, read_files
+from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.layouts import Columns, Layout, Tell
+from trishul_ray.errors import CorruptFileError, InputError
+
+#: ``progress(stage, fraction)``.
+Progress = Callable[[str, float], None]
+
+
+class Archive(Protocol):
+    """The files in which a dataset was first published, in one folder."""
+
+    @property
+    def title(self) -> str:
+        """The files, for people."""
+        ...
+
+    def find(self, folder: Path) -> tuple[Path, ...] | None:
+        """The files, or None where the folder has none of them.
+
+        Raises:
+            InputError: the folder has a part of them.
+        """
+        ...
+
+    def read(
+        self, files: Sequence[Path], tell: Callable[[str, float], None]
+    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
+        """Columns of every split of the hub, as the layout decodes them; class names if held.
+
+        Args:
+            files: what :meth:`find` gave.
+            tell: told of the split and the fraction done.
+
+        Raises:
+            CorruptFileError: a file is malformed; names file, member or row, and fault.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PublicDataset:
+    """A dataset of the paper, known by name.
+
+    Attributes:
+        name: name in the registry.
+        description: one line for people.
+        repo: where it is on the hub.
+        layout: what its rows hold.
+        sizes: official number of rows of every split of the hub that is read.
+        test: the hub's splits that are the test rows, in order; where there are several, the
+            rows of each are a group of their own.
+        groups: names of those groups.
+        archive: the original files; None where there are none.
+    """
+
+    name: str
+    description: str
+    repo: HubRepo
+    layout: Layout
+    sizes: Mapping[str, int]
+    test: tuple[str, ...] = ("test",)
+    groups: tuple[str, ...] = ()
+    archive: Archive | None = None
+    splits: tuple[str, ...] = ("train", "test")
+
+    def key(self, hub: Path | None) -> str:
+        """What decides the rows, beside the format: the local files, or the hub's revision."""
+        files = self.repo.mirrored(hub, tuple(self.sizes))
+        if files is not None:
+            return state_of(file for split in self.sizes for file in files[split])
+        archived = self._archived(hub)
+        return self.repo.key if archived is None else f"archives:{state_of(archived)}"
+
+    def read(
+        self, hub: Path | None, progress: Progress
+    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+        """The description, and every split's columns [N, ...].
+
+        Raises:
+            CorruptFileError: a file or row is not as it should be; names file, row and fault.
+            InputError: the dataset is nowhere to be had; says where it was looked for.
+        """
+
+        def tell(split: str, fraction: float) -> None:
+            progress(f"{self.name} {split}", fraction)
+
+        found: Mapping[str, Columns]
+        archived = None
+        if self.repo.mirrored(hub, tuple(self.sizes)) is None:
+            archived = self._archived(hub)
+        if archived is None or self.archive is None:
+            found, names, source = self._tables(hub, tell)
+        else:
+            found, names = self.archive.read(archived, tell)
+            source = f"archives:{', '.join(file.name for file in archived)}"
+            self._check_sizes(found, str(archived[0].parent))
+        joined = {"train": dict(found["train"]), "test": self._test_rows(found)}
+        fields, columns = self.layout.finish(joined, names)
+        if self.groups:
+            fields["groups"] = self.groups
+        return DatasetInfo(self.name, self.layout.kind, source, **fields), columns
+
+    def _tables(
+        self, hub: Path | None, tell: Callable[[str, float], None]
+    ) -> tuple[dict[str, Columns], tuple[str, ...] | None, str]:
+        """Every hub split's columns from mirror or hub, class names, and the source's name."""
+        files = self.repo.mirrored(hub, tuple(self.sizes))
+        found: dict[str, Columns] = {}
+        names = None
+        for split in self.sizes:
+            if files is None:
+                where = f"hub dataset {self.repo.repo}, split {split}"
+                tables = [(where, self._download(split, hub))]
+            else:
+                tables = read_files(files[split], self.layout.columns)
+            found[split] = self._decode(tables, partial(tell, split))
+            if not length(found[split]):
+                raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
+            names = self.layout.names(tables[0][1]) or names
+        if files is None:
+            self._check_sizes(found, f"hub dataset {self.repo.repo}")
+            return found, names, self.repo.key
+        return found, names, f"mirror:{self.repo.repo}{self._share(found)}"
+
+    def _decode(self, tables: Sequence[tuple[str, pa.Table]], tell: Tell) -> Columns:
+        parts = []
+        for number, (where, table) in enumerate(tables):
+
+            def told(done: float, number: int = number) -> None:
+                tell((number + done) / len(tables))
+
+            parts.append(self.layout.decode(table, where, told))
+        return join(parts)
+
+    def _share(self, found: Mapping[str, Columns]) -> str:
+        have, all_rows = sum(map(length, found.values())), sum(self.sizes.values())
+        return "" if have == all_rows else f", {have} of {all_rows} official rows"
+
+    def _check_sizes(self, found: Mapping[str, Columns], where: str) -> None:
+        for split, rows in self.sizes.items():
+            if length(found[split]) != rows:
+                raise CorruptFileError(
+                    f"{where}: split {split} of {self.name} has {length(found[split])} rows, not "
+                    f"the official {rows}: the copy is incomplete or of another version"
+                )
+
+    def _test_rows(self, found: Mapping[str, Columns]) -> Columns:
+        parts = [dict(found[split]) for split in self.test]
+        if self.groups:
+            for group, part in enumerate(parts):
+                part["group"] = np.full(length(part), group, dtype=np.int64)
+        return join(parts)
+
+    def _archived(self, hub: Path | None) -> tuple[Path, ...] | None:
+        return None if hub is None or self.archive is None else self.archive.find(hub / "archives")
+
+    def _download(self, split: str, hub: Path | None) -> pa.Table:
+        try:
+            return self.repo.download(split, self.layout.columns)
+        except InputError as error:
+            original = self.archive.title if self.archive else ""
+            looked = "no mirror is set"
+            if hub is not None:
+                looked = f"mirror {hub} does not hold it"
+                looked += f", {hub / 'archives'} has no {original}" if original else ""
+            wanted = f"{self.repo.repo}/{self.repo.layouts[0].format(split=split)}"
+            wanted += f" or archives/{original}" if original else ""
+            raise InputError(
+                f"dataset {self.name} ({self.repo.repo}) not found: {looked} (storage.hub or "
+                f"TRISHUL_HUB), and the Hugging Face hub did not give it: {error}; set TRISHUL_HUB "
+                f"or storage.hub to a folder with {wanted}, or run `trishul datasets {self.name}` "
+                "once with internet"
+            ) from error
