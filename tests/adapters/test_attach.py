@@ -207,9 +207,9 @@ def test_layers_without_heads_keep_their_modules(make):
 
 def test_the_head_is_trained_only_if_asked(make):
     with_head, without = make("bert"), make("bert", train_head=False)
-    assert with_head.adapted.head_size == 3 * 24 + 3
+    assert with_head.adapted.head_size == (24 * 24 + 24) + (3 * 24 + 3)  # pooler, classifier
     assert without.adapted.head_size == 0
-    assert with_head.adapted.layout.size == without.adapted.layout.size + 75
+    assert with_head.adapted.layout.size == without.adapted.layout.size + 600 + 75
     state = with_head.random_state()
     head = with_head.adapted.head(state)
     with_head.adapted.bind(state)

@@ -99,7 +99,10 @@ def test_a_family_without_defaults_must_name_its_targets():
     ("family", "names"),
     [
         ("vit", ["classifier.weight", "classifier.bias"]),
-        ("bert", ["classifier.weight", "classifier.bias"]),
+        (
+            "bert",
+            [f"{m}.{p}" for m in ("bert.pooler.dense", "classifier") for p in ("weight", "bias")],
+        ),
         (
             "roberta",
             [f"classifier.{m}.{p}" for m in ("dense", "out_proj") for p in ("weight", "bias")],

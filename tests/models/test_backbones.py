@@ -40,7 +40,9 @@ def saved(tmp_path):
 
 def load(where: Path, classes: int, *, seed: int = 0, **fields):
     config = ModelConfig(name=fields.pop("name", "owner/vit"), **fields)
-    return load_backbone(config, classes, seed=seed, hub=where / "hub", cache=where)
+    return load_backbone(
+        config, "image-classification", classes, seed=seed, hub=where / "hub", cache=where
+    )
 
 
 def same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
@@ -99,7 +101,7 @@ def test_known_architectures_need_no_network(tmp_path):
         ("meta-llama/Llama-3.2-1B", None): 1_235_814_400,
     }
     for (name, classes), want in counts.items():
-        model = meta_backbone(ModelConfig(name=name), classes, hub=None, cache=tmp_path)
+        model = meta_backbone(ModelConfig(name=name), None, classes, hub=None, cache=tmp_path)
         assert sum(p.numel() for p in model.parameters()) == want
         assert {p.device.type for p in model.parameters()} == {"meta"}
     images = load_preprocessing(
@@ -218,7 +220,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import ModelConfig
 from trishul_ray.models import load_backbone
 try:
-    load_backbone(ModelConfig(name="nobody/vit"), 2, seed=0, hub=None, cache=Path(sys.argv[1]))
+    where = {"hub": None, "cache": Path(sys.argv[1])}
+    load_backbone(ModelConfig(name="nobody/vit"), "image-classification", 2, seed=0, **where)
 except InputError as error:
     print(error)
 """
@@ -245,7 +248,7 @@ NAME = "trishul/vit-cifar10-128x6"
 def test_real_pretrained_vit(tmp_path):
     config = ModelConfig(name=NAME)
     hub = Path(HUB)
-    model = load_backbone(config, 100, seed=0, hub=hub, cache=tmp_path)
+    model = load_backbone(config, "image-classification", 100, seed=0, hub=hub, cache=tmp_path)
     stored = load_file(hub / NAME / "model.safetensors")
     assert model.classifier.weight.shape == (100, 128)
     assert torch.equal(model.vit.embeddings.cls_token, stored["vit.embeddings.cls_token"])

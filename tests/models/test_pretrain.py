@@ -8,11 +8,11 @@ from trishul_ray.data import prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import ModelConfig
 from trishul_ray.models import load_backbone, load_preprocessing, pretrain, tiny
+from trishul_ray.models.objectives import new_backbone, task_for
 from trishul_ray.models.pretrain import (
+    builtin_named,
     ensure_backbone,
-    new_backbone,
     save_backbone,
-    task_for,
     train_backbone,
 )
 from trishul_ray.models.tiny import VIT_DIGITS
@@ -61,17 +61,21 @@ def test_the_recipe_leaves_room_to_improve(digits):
 def test_saved_weights_load_back(digits, tmp_path):
     model = new_backbone(VIT_DIGITS)
     folder = VIT_DIGITS.folder(tmp_path)
-    save_backbone(model, task_for(VIT_DIGITS, digits.train), folder)
-    save_backbone(model, task_for(VIT_DIGITS, digits.train), tmp_path / "again")
+    save_backbone(model, VIT_DIGITS, digits.train, folder)
+    save_backbone(model, VIT_DIGITS, digits.train, tmp_path / "again")
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     assert not list(folder.parent.glob(".*"))
     config = ModelConfig(name="vit-digits")
-    loaded = load_backbone(config, 10, seed=0, hub=None, cache=tmp_path)
+    loaded = load_backbone(config, "image-classification", 10, seed=0, hub=None, cache=tmp_path)
     assert weights(loaded) == weights(model)
     images = load_preprocessing(config, hub=None, cache=tmp_path)
     assert images.image_size == 8 and images.channels == 1
     assert (images.mean, images.std) == (digits.info.mean, digits.info.std)
+
+
+def test_the_quickstarts_backbone_keeps_its_place():
+    assert VIT_DIGITS.hash == "a5005e20"
 
 
 def test_everything_that_decides_the_weights_is_in_the_folders_name():
@@ -86,24 +90,30 @@ def test_random_backbones_need_no_pretraining(tmp_path):
     ensure_backbone(config, tmp_path)
     ensure_backbone(ModelConfig(name="owner/model"), tmp_path)
     assert not list(tmp_path.iterdir())
-    model = load_backbone(config, 10, seed=VIT_DIGITS.recipe.seed, hub=None, cache=tmp_path)
+    model = load_backbone(
+        config, "image-classification", 10, seed=VIT_DIGITS.recipe.seed, hub=None, cache=tmp_path
+    )
     assert weights(model) == weights(new_backbone(VIT_DIGITS))
 
 
-def test_unknown_built_ins_are_refused(tmp_path):
+def test_unknown_built_ins_are_refused():
     with pytest.raises(InputError, match=r"'vit-huge' is not a built-in.*vit-digits"):
-        pretrain.pretrain("vit-huge", tmp_path)
+        builtin_named("vit-huge")
+    with pytest.raises(InputError, match="vit-digits is pretrained on digits alone, not mrqa"):
+        builtin_named("vit-digits", "mrqa")
 
 
 @pytest.mark.slow
 def test_ray_train_gives_the_same_bytes_as_the_plain_loop(digits, tmp_path, monkeypatch, local_ray):
     monkeypatch.setitem(tiny.BUILTINS, SHORT.name, SHORT)
     told = []
-    folder = pretrain.pretrain(SHORT.name, tmp_path, progress=lambda stage, done: told.append(done))
+    folder = pretrain.pretrain(SHORT, tmp_path, progress=lambda stage, done: told.append(done))
     assert told == [0.5, 1.0]
-    loaded = load_backbone(ModelConfig(name=SHORT.name), 10, seed=0, hub=None, cache=tmp_path)
+    loaded = load_backbone(
+        ModelConfig(name=SHORT.name), "image-classification", 10, seed=0, hub=None, cache=tmp_path
+    )
     assert weights(loaded) == weights(train_backbone(SHORT, digits.split("pretrain")))
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert pretrain.pretrain(SHORT.name, tmp_path) == folder  # found
+    assert pretrain.pretrain(SHORT, tmp_path) == folder  # found
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert not list(tmp_path.glob("train-*"))

@@ -19,6 +19,7 @@ from trishul_ray.adapters.adapted_linear import AdaptedLinear
 from trishul_ray.adapters.base import LayerAdapter, Path
 from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.adapters.targets import find_layers, head_parameters, spec_of
+from trishul_ray.adapters.whole import WholeParameters
 from trishul_ray.errors import InputError
 
 __all__ = ["AdaptedLinear", "AdaptedModel", "Trained", "find_layers", "head_parameters"]
@@ -120,9 +121,7 @@ class AdaptedModel:
             layer = AdaptedLinear(linear, self.adapters[name], frozen, path).eval()
             self._linears[name], self._layers[name] = linear, layer
             model.set_submodule(name, layer)
-        # Where each head parameter lives: (owner, attribute, the model's own parameter).
-        self._head_slots = {name: self._slot(name) for name in self._head}
-        self._head_leaves: dict[str, Tensor] = {}
+        self._whole = WholeParameters(model, self._head)
 
     def _check_head(self) -> None:
         for spec in self.specs:
@@ -131,10 +130,6 @@ class AdaptedModel:
                     f"adapter.targets: {spec.name!r} is part of the classification head, which is "
                     "trained whole; leave it out or set model.train_head=false"
                 )
-
-    def _slot(self, name: str) -> tuple[nn.Module, str, nn.Parameter]:
-        owner, _, attribute = name.rpartition(".")
-        return self._model.get_submodule(owner), attribute, self._model.get_parameter(name)
 
     @property
     def model(self) -> nn.Module:
@@ -153,8 +148,7 @@ class AdaptedModel:
             for spec in self.specs
             for suffix, value in self.adapters[spec.name].initial(spec, self._seed).items()
         }
-        for name, (_, _, parameter) in self._head_slots.items():
-            values[HEAD_PREFIX + name] = parameter.detach().float().cpu()
+        values |= {HEAD_PREFIX + name: value for name, value in self._whole.initial().items()}
         return self.layout.pack(values)
 
     def bind(
@@ -201,27 +195,17 @@ class AdaptedModel:
                     None if base is None else base.get(spec.name),
                     None if constants is None else constants.get(spec.name),
                 )
-        self._head_leaves = {name: leaves[HEAD_PREFIX + name] for name in self._head}
-        self._point_head_at_leaves()
-
-    def _point_head_at_leaves(self) -> None:
-        for name, leaf in self._head_leaves.items():
-            owner, attribute, parameter = self._head_slots[name]
-            # A module reads ``_parameters`` for the attribute; any tensor there will do.
-            owner._parameters[attribute] = leaf.to(parameter.dtype)  # type: ignore[assignment]
+        self._whole.bind({name: leaves[HEAD_PREFIX + name] for name in self._head})
 
     def unbind(self) -> None:
         """Let go of the vector: the model computes as it was pretrained."""
         for layer in self._layers.values():
             layer.bind(None)
-        self._head_leaves = {}
-        for owner, attribute, parameter in self._head_slots.values():
-            owner._parameters[attribute] = parameter
+        self._whole.unbind()
 
     def forward(self, **inputs: Any) -> Any:
         """The model's output for ``inputs``, with the bound vector or, unbound, as pretrained."""
-        if any(slot[2].dtype != torch.float32 for slot in self._head_slots.values()):
-            self._point_head_at_leaves()  # a cast is part of one graph: make it anew
+        self._whole.refresh()
         return self._model(**inputs)
 
     def train(self, mode: bool = True) -> None:
@@ -301,7 +285,7 @@ class AdaptedModel:
     @contextmanager
     def _plain(self) -> Iterator[None]:
         bound = {name: layer.params for name, layer in self._layers.items()}
-        leaves = self._head_leaves
+        leaves = self._whole.leaves
         self.unbind()
         for name, linear in self._linears.items():
             self._model.set_submodule(name, linear)
@@ -311,5 +295,4 @@ class AdaptedModel:
             for name, layer in self._layers.items():
                 self._model.set_submodule(name, layer)
                 layer.bind(bound[name])
-            self._head_leaves = leaves
-            self._point_head_at_leaves()
+            self._whole.bind(leaves)

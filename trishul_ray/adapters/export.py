@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trishul_ray.adapters.attach import AdaptedModel, Trained, head_parameters
+from trishul_ray.adapters.targets import head_module
 from trishul_ray.errors import InputError
 
 #: What PEFT prefixes to a base model's module paths.
@@ -71,7 +72,7 @@ def export_peft(
     head = {name: adapted.model.get_parameter(name) for name in head_parameters(adapted.model)}
     for name, value in (head | adapted.head(vector)).items():
         tensors[_PEFT_PREFIX + name] = _portable(value)
-    head_modules = sorted({name.split(".", 1)[0] for name in head})
+    head_modules = sorted({module for name in head if (module := head_module(name))})
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {name: rank for name, rank in ranks.items() if rank != usual}
     config = LoraConfig(

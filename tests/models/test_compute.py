@@ -1,0 +1,163 @@
+import copy
+
+import pytest
+import torch
+from transformers import ConvNextConfig, ConvNextForImageClassification
+
+from trishul_ray.adapters.attach import AdaptedModel, find_layers
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import ModelConfig
+from trishul_ray.models.backbones import load_backbone
+from trishul_ray.models.compute import WIDE, cast, recompute_activations, set_up
+
+KINDS = {
+    "vit-digits": "image-classification",
+    "bert-tiny": "sequence-classification",
+    "t5-tiny": "seq2seq-lm",
+    "llama-tiny": "causal-lm",
+}
+
+
+def backbone(name, tmp_path, **fields):
+    config = ModelConfig(name=name, init="random", **fields)
+    classes = 4 if KINDS[name].endswith("classification") else None
+    model = load_backbone(config, KINDS[name], classes, seed=0, hub=None, cache=tmp_path)
+    if fields.get("precision") == "bf16":
+        cast(model, torch.bfloat16)
+    set_up(model, config)
+    return model
+
+
+def inputs(name):
+    generator = torch.Generator().manual_seed(2)
+    if name == "vit-digits":
+        return {"pixel_values": torch.randn(3, 1, 8, 8, generator=generator)}
+    tokens = torch.randint(7, 263, (3, 12), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, 8:] = 0
+    more = {"decoder_input_ids": tokens[:, :5]} if name == "t5-tiny" else {}
+    return {"input_ids": tokens, "attention_mask": mask, **more}
+
+
+def adapt(model):
+    return AdaptedModel(
+        model, {s.name: LoRA(2) for s in find_layers(model)}, seed=0, train_head=True
+    )
+
+
+def gradient(adapted, given, saved=None):
+    """Gradient of a loss in all trainables; numbers kept for the backward go into ``saved``."""
+    vector = adapted.initial()
+    vector += 0.1 * torch.randn(vector.shape, generator=torch.Generator().manual_seed(1))
+    grad = torch.zeros_like(vector)
+    adapted.bind(vector, grad)
+
+    def note(tensor):
+        if saved is not None:
+            saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = adapted.forward(**given).logits.float().square().mean()
+    loss.backward()
+    adapted.unbind()
+    return grad
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_recomputed_activations_give_the_same_gradient(name, tmp_path):
+    given = inputs(name)
+    kept, recomputed = [], []
+    want = gradient(adapt(backbone(name, tmp_path)), given, kept)
+    got = gradient(adapt(backbone(name, tmp_path, gradient_checkpointing=True)), given, recomputed)
+    assert want.abs().max() > 0
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
+    assert sum(recomputed) < 0.5 * sum(kept)
+
+
+def test_recomputing_survives_a_copy_and_leaves_inference_alone(tmp_path):
+    model = backbone("llama-tiny", tmp_path)
+    given = inputs("llama-tiny")
+    want = model(**given).logits
+    recompute_activations(model, dropout=False)
+    twin = copy.deepcopy(model)
+    assert twin.model.layers[0].forward.block is twin.model.layers[0]
+    with torch.inference_mode():
+        assert torch.equal(twin(**given).logits, want)
+        cached = twin(**given, use_cache=True).past_key_values
+    assert cached.get_seq_length() == 12
+    assert torch.equal(twin(**given, use_cache=True).logits, want)
+
+
+def test_dropout_is_drawn_alike_when_recomputed(tmp_path):
+    model = backbone("t5-tiny", tmp_path)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    grads = []
+    for recomputed in (False, True):
+        if recomputed:
+            recompute_activations(model, dropout=True)
+        adapted = adapt(model)
+        adapted.train(True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            grads.append(gradient(adapted, inputs("t5-tiny")))
+        adapted.detach()
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_without_blocks_says_so():
+    shape = ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
+    model = ConvNextForImageClassification(shape)
+    with pytest.raises(InputError, match=r"model\.gradient_checkpointing: ConvNextEmbeddings"):
+        recompute_activations(model.convnext.embeddings, dropout=False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bf16_is_close_to_fp32_in_logits_and_gradient(name, tmp_path):
+    given = inputs(name)
+    full, half = backbone(name, tmp_path), backbone(name, tmp_path, precision="bf16")
+    assert half.config._attn_implementation == WIDE
+    assert full.config._attn_implementation == "sdpa"
+    lower = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+    with torch.inference_mode():
+        want, got = full(**given).logits, half(**lower).logits
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=0.05 * float(want.abs().max()))
+    want, got = gradient(adapt(full), given), gradient(adapt(half), lower)
+    assert float((got - want).norm()) < 0.1 * float(want.norm())
+
+
+def test_wide_attention_is_attention_in_float32(tmp_path):
+    model = backbone("t5-tiny", tmp_path, precision="bf16")
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 9, 128, generator=generator).bfloat16()
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., 6:] = False
+    got, bias, _ = attention(x, mask=mask)
+    q, k, v = (layer(x).view(2, 9, 4, 32).transpose(1, 2).double() for layer in
+               (attention.q, attention.k, attention.v))  # fmt: skip
+    scores = (q @ k.transpose(-1, -2) + bias.double()).masked_fill(~mask, -torch.inf)
+    heads = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 9, 128)
+    torch.testing.assert_close(got, attention.o(heads.bfloat16()), rtol=0.01, atol=0.02)
+
+
+def test_casting_leaves_what_is_computed_and_what_is_counted(tmp_path):
+    model = backbone("llama-tiny", tmp_path)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    cast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_no_keys_and_values_are_kept_in_training(tmp_path):
+    model = backbone("llama-tiny", tmp_path)
+    given = inputs("llama-tiny")
+    assert model(**given).past_key_values is None
+    assert model.generation_config.use_cache is not False
+    tokens = model.generate(**given, max_new_tokens=3, do_sample=False)
+    assert tokens.shape == (3, 15)

