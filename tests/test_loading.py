@@ -71,7 +71,7 @@ def test_field_names_are_the_fields_own():
         (["partition.alpha=.nan"], "partition.alpha=nan: input should be a finite number"),
         (
             ["partition.kind=shards"],
-            "partition.kind='shards': input should be 'iid' or 'dirichlet'",
+            "partition.kind='shards': input should be 'iid', 'dirichlet' or 'natural'",
         ),
         (["budget=huge"], "budget='huge'"),
         (["budget=0"], "budget=0"),

@@ -21,7 +21,8 @@ def default_learning_rate(
     """The learning rate and, in words, its source.
 
     Args:
-        dataset: its name.
+        dataset: its name; one of a family (``glue/rte``) without a table of its own has that of
+            the family (``glue``).
         method: its name.
         lora_rank: the budget; up to 32 counts as the lower one.
         iid: whether the partition is IID.
@@ -32,7 +33,8 @@ def default_learning_rate(
     table = _table()
     if method in table["unpublished"]:
         return float(table["unpublished"][method]), f"no published value for {method}; our choice"
-    rows = table.get(dataset) or table["default"]
+    family = dataset.partition("/")[0]
+    rows = table.get(dataset) or table.get(family) or table["default"]
     stand_in = table["like"].get(method, method)
     if stand_in not in rows:
         return None

@@ -119,8 +119,11 @@ def _put(fields: dict[str, Any], dotted: str, value: Any, text: str) -> None:
 
 
 def _preset(dataset: Any) -> dict[str, Any]:
-    file = resources.files("trishul_ray") / "presets" / f"{dataset}.yaml"
-    if not isinstance(dataset, str) or not file.is_file():
+    if not isinstance(dataset, str):
+        return {}
+    # "glue/rte" lies in glue-rte.yaml.
+    file = resources.files("trishul_ray") / "presets" / f"{dataset.replace('/', '-')}.yaml"
+    if not file.is_file():
         return {}
     loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert isinstance(loaded, dict)

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, logits_of, total
+from trishul_ray.tasks.base import Task, logits_of
+from trishul_ray.tasks.scores import class_sums, group_of, merge_classes
 
 if TYPE_CHECKING:
-    from trishul_ray.data.base import DatasetInfo
+    from trishul_ray.data.info import DatasetInfo
     from trishul_ray.models.registry import Preprocessing
 
 #: ITU-R 601 luma, the weights of Pillow's mode "L".
@@ -30,10 +31,14 @@ class ImageClassification(Task):
         image_size: the model's side S; images of another size are resized (bilinear, antialias).
         channels: the model's channels, 1 or 3; gray is repeated, color becomes luma.
         num_classes: K.
+        groups: names of parts of the test rows, in the order of their ``group`` column.
 
     Raises:
         InputError: the numbers do not fit together.
     """
+
+    architecture = "image-classification"
+    targets = ("labels", "group")
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class ImageClassification(Task):
         image_size: int,
         channels: int,
         num_classes: int,
+        groups: Sequence[str] = (),
     ) -> None:
         """Check that the numbers fit together, and keep them."""
         if channels not in (1, 3):
@@ -63,6 +69,7 @@ class ImageClassification(Task):
         self.image_size = image_size
         self.channels = channels
         self.num_classes = num_classes
+        self.groups = tuple(groups)
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
@@ -72,7 +79,8 @@ class ImageClassification(Task):
         Bytes cross to the device as uint8; all arithmetic is float32 there.
 
         Returns:
-            ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b].
+            ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b]; ``group``
+            where the rows have it.
         """
         images = batch["pixels"].to(device, non_blocking=True).to(torch.float32).div_(255)
         images = self._channels(images)
@@ -86,6 +94,7 @@ class ImageClassification(Task):
         return {
             "pixel_values": ((images - mean) / std).to(dtype),
             "labels": batch["label"].to(device, non_blocking=True),
+            **group_of(batch),
         }
 
     def _channels(self, images: Tensor) -> Tensor:
@@ -108,29 +117,15 @@ class ImageClassification(Task):
 
         A row whose logits are not finite counts as wrong: argmax would call NaN class 0.
         """
-        logits, labels = logits_of(outputs).float(), batch["labels"]
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        finite = logits.isfinite().all(dim=-1)
-        correct = (logits.argmax(dim=-1) == labels) & finite
-        return {
-            "loss_sum": float(losses.sum(dtype=torch.float64)),
-            "correct": float(correct.sum()),
-            "count": float(len(labels)),
-        }
+        return class_sums(logits_of(outputs), batch, self.groups)
 
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """``loss`` and ``accuracy`` over all batches.
+        """``loss`` and ``accuracy`` over all batches, and ``accuracy`` by group.
 
         Raises:
             ValueError: nothing was counted.
         """
-        count = total(sums, "count")
-        if count == 0:
-            raise ValueError("no rows were evaluated")
-        return {
-            "loss": total(sums, "loss_sum") / count,
-            "accuracy": total(sums, "correct") / count,
-        }
+        return merge_classes(sums, self.groups)
 
 
 def image_task(backbone: "Preprocessing", info: "DatasetInfo") -> ImageClassification:
@@ -165,4 +160,5 @@ def image_task(backbone: "Preprocessing", info: "DatasetInfo") -> ImageClassific
         image_size=backbone.image_size or height,
         channels=channels,
         num_classes=info.num_classes,
+        groups=info.groups,
     )

@@ -1,0 +1,173 @@
+"""Which task goes with which dataset and backbone, and the one line for what does not."""
+
+from pathlib import Path
+
+import pytest
+
+from trishul_ray.data.info import DatasetInfo
+from trishul_ray.errors import InputError
+from trishul_ray.loading import load_experiment
+from trishul_ray.models.bytelevel import PAD
+from trishul_ray.tasks import (
+    ImageClassification,
+    QuestionAnswering,
+    SequenceClassification,
+    TextToClass,
+    Verbalizer,
+)
+from trishul_ray.tasks.registry import build_task
+
+IMAGES = DatasetInfo(
+    "pictures", "image", "t", ("a", "b"), image_shape=(1, 8, 8), mean=(0.5,), std=(0.5,)
+)
+TEXTS = DatasetInfo("mine", "text", "t", ("bad", "good"), ("x", "y"), ("text", "more"))
+QUESTIONS = DatasetInfo("asked", "qa", "t", groups=("SQuAD",))
+PROMPT = ["task.template='{text} or {more}?'", "task.verbalizers=[good, bad]"]
+
+
+def build(info, *overrides):
+    experiment = load_experiment(None, ["task.max_length=64", *overrides])
+    return build_task(experiment, info, hub=None, cache=Path("none"))
+
+
+@pytest.mark.parametrize(
+    ("info", "overrides", "kind", "architecture", "metrics"),
+    [
+        (IMAGES, [], ImageClassification, "image-classification", ("accuracy", "loss")),
+        (
+            TEXTS,
+            ["model=bert-tiny"],
+            SequenceClassification,
+            "sequence-classification",
+            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+        ),
+        (
+            TEXTS,
+            ["model=llama-tiny", "task.kind=classification"],
+            SequenceClassification,
+            "sequence-classification",
+            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+        ),
+        (
+            TEXTS,
+            ["model=llama-tiny", *PROMPT],
+            Verbalizer,
+            "causal-lm",
+            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+        ),
+        (
+            TEXTS,
+            ["model=t5-tiny"],
+            TextToClass,
+            "seq2seq-lm",
+            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+        ),
+        (
+            QUESTIONS,
+            ["model=t5-tiny"],
+            QuestionAnswering,
+            "seq2seq-lm",
+            ("f1", "loss", "exact_match", "f1_squad"),
+        ),
+    ],
+)
+def test_the_task_follows_from_rows_and_family(info, overrides, kind, architecture, metrics):
+    task = build(info, *overrides)
+    assert type(task) is kind
+    assert (task.architecture, task.metrics) == (architecture, metrics)
+    assert (task.encoder is None) == (kind is ImageClassification)
+    head = architecture.endswith("classification")
+    assert task.num_classes == (2 if head else None)
+
+
+def test_what_is_not_set_follows_from_the_dataset():
+    task = build(TEXTS, "model=t5-tiny")
+    assert task.template.text == "text: {text} more: {more}"
+    assert task.class_texts == ("bad", "good") and task.start_id == PAD
+    one = DatasetInfo("mine", "text", "t", ("bad", "good"), (), ("text",))
+    assert build(one, "model=t5-tiny").template.text == "{text}"
+    assert build(QUESTIONS, "model=t5-tiny").template.text == (
+        "question: {question} context: {context}"
+    )
+    words = build(TEXTS, "model=llama-tiny", "task.template='{text}:'")
+    assert words.answers == build(TEXTS, "model=llama-tiny", "task.template='{more}:'").answers
+
+
+@pytest.mark.parametrize(
+    ("info", "overrides", "says"),
+    [
+        (IMAGES, ["model=bert-tiny"], "'pictures' holds images, but .*'bert-tiny' .* an encoder"),
+        (IMAGES, ["task.kind=verbalizer"], "task.kind='verbalizer' needs texts, but .*images"),
+        (TEXTS, ["model=vit-digits"], "'mine' holds texts, but .*'vit-digits' .* model of images"),
+        (
+            TEXTS,
+            ["model=bert-tiny", "task.kind=text2text"],
+            r"'text2text' goes with an encoder-decoder, but .*bert.* set task\.kind=classification",
+        ),
+        (
+            TEXTS,
+            ["model=t5-tiny", "task.kind=classification"],
+            r"goes with an encoder or a decoder, but .*t5.* set task\.kind=text2text",
+        ),
+        (
+            TEXTS,
+            ["model=t5-tiny", "task.kind=verbalizer"],
+            "'verbalizer' goes with a decoder, but .*'t5-tiny'",
+        ),
+        (TEXTS, ["model=llama-tiny", "task.kind=text2text"], r"set task\.kind=verbalizer"),
+        (QUESTIONS, ["model=bert-tiny"], "'asked' asks questions, .*t5.* here .*bert"),
+        (QUESTIONS, ["model=llama-tiny"], "'asked' asks questions"),
+        (QUESTIONS, ["model=t5-tiny", "task.kind=classification"], "'asked' asks questions"),
+        (QUESTIONS, ["model=t5-tiny", "task.template='{text}'"], "it has {question}, {context}"),
+        (TEXTS, ["model=llama-tiny"], r"task\.template is not set.*'mine'.*'{text}\\nAnswer:'"),
+        (
+            TEXTS,
+            ["model=llama-tiny", PROMPT[0], "task.verbalizers=[a, b, c]"],
+            "task.verbalizers has 3 entries, but dataset 'mine' has 2 classes: bad, good",
+        ),
+        (TEXTS, ["model=t5-tiny", "task.verbalizers=[a]"], "verbalizers has 1 entries"),
+        (
+            TEXTS,
+            ["model=bert-tiny", "task.max_length=4096"],
+            r"task\.max_length=4096 exceeds the 1024 positions of model\.name='bert-tiny'",
+        ),
+    ],
+)
+def test_what_does_not_go_is_refused_in_one_line(info, overrides, says):
+    with pytest.raises(InputError, match=says) as caught:
+        build(info, *overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_positions_of_roberta_begin_after_its_padding(tmp_path):
+    from transformers import RobertaConfig
+
+    RobertaConfig(max_position_embeddings=66, vocab_size=300).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"max_length=65 exceeds the 64 positions"):
+        build(TEXTS, f"model={tmp_path}", "task.max_length=65")
+    assert build(TEXTS, f"model={tmp_path}").max_length == 64
+
+
+def test_a_decoder_with_a_head_must_pad_as_its_tokenizer_does(tmp_path):
+    from transformers import LlamaConfig
+
+    from trishul_ray.models.bytelevel import byte_tokenizer
+
+    byte_tokenizer("llama").save_pretrained(tmp_path)
+    asked = [f"model={tmp_path}", "task.kind=classification"]
+    LlamaConfig(vocab_size=300, pad_token_id=PAD + 1).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"pad_token_id=1, but its tokenizer pads with 0"):
+        build(TEXTS, *asked)
+    for right in (PAD, None):
+        LlamaConfig(vocab_size=300, pad_token_id=right).save_pretrained(tmp_path)
+        assert build(TEXTS, *asked).decoder
+
+
+def test_an_answer_must_begin_with_something(tmp_path):
+    from transformers import T5Config
+
+    T5Config(vocab_size=300, pad_token_id=None, decoder_start_token_id=None).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(InputError, match="names neither decoder_start_token_id nor pad_token_id"):
+        build(TEXTS, f"model={tmp_path}")

@@ -1,0 +1,106 @@
+"""The presets: the paper's protocol by dataset, and prompts that its backbones can be given."""
+
+from pathlib import Path
+
+import pytest
+
+from trishul_ray.data.catalog import PUBLIC
+from trishul_ray.data.info import DatasetInfo
+from trishul_ray.loading import load_experiment
+from trishul_ray.tasks.registry import build_task
+
+VIT, T5, LLAMA = (
+    "google/vit-base-patch16-224-in21k",
+    "google-t5/t5-base",
+    "meta-llama/Llama-3.2-1B",
+)
+GLUE = ("mnli", "qnli", "qqp", "sst2", "rte")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "rounds", "batch", "length"),
+    [
+        ("cifar100", VIT, 50, 32, None),
+        ("svhn", VIT, 50, 32, None),
+        ("20newsgroups", T5, 100, 32, 256),
+        ("mrqa", T5, 20, 32, 256),
+        *((f"glue/{task}", LLAMA, 20, 16, 128) for task in GLUE),
+    ],
+)
+def test_the_papers_protocol(dataset, model, rounds, batch, length):
+    made = load_experiment(None, [f"dataset={dataset}"])
+    fed = made.federation
+    assert (made.model.name, fed.rounds, fed.batch_size) == (model, rounds, batch)
+    assert (fed.clients, fed.clients_per_round, fed.local_steps) == (20, 3, 50)
+    assert made.data.name == dataset and (length is None or made.task.max_length == length)
+    assert made.partition.kind == ("iid" if dataset.startswith("glue") else "dirichlet")
+    assert made.partition.by == ("group" if dataset == "mrqa" else "auto")
+    assert "RAVAN Table 8" in made.optimizer.lr_source
+
+
+def info_of(dataset):
+    """What the dataset says of itself, as far as it is known without its rows."""
+    source = next(source for source in PUBLIC if source.name == dataset)
+    kind = "qa" if dataset == "mrqa" else "text"
+    classes = tuple(getattr(source.layout, "classes", ()))
+    return DatasetInfo(
+        dataset, kind, "test", classes, fields=tuple(getattr(source.layout, "fields", ()))
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model"),
+    [
+        ("20newsgroups", "t5-tiny"),
+        ("20newsgroups", "bert-tiny"),
+        ("mrqa", "t5-tiny"),
+        *((f"glue/{task}", f"{model}-tiny") for task in GLUE for model in ("llama", "t5", "bert")),
+    ],
+)
+def test_prompts_fit_fields_classes_and_families(dataset, model, text_rows):
+    made = load_experiment(None, [f"dataset={dataset}", f"model={model}"])
+    info = info_of(dataset)
+    task = build_task(made, info, hub=None, cache=Path("none"))
+    columns = task.encoder.encode(text_rows(info), lambda done: None)
+    assert columns["input_ids"].shape[0] == 2
+    assert columns["length"].max() <= made.task.max_length
+
+
+@pytest.fixture
+def text_rows(tmp_path):
+    import numpy as np
+    import pyarrow as pa
+
+    from trishul_ray.data.base import Split, write_split
+
+    def make(info):
+        fields = info.fields if info.kind == "text" else ("question", "context")
+        columns = {name: pa.array(["short", "and long " * 60]) for name in fields}
+        if info.kind == "text":
+            columns["label"] = np.array([0, info.num_classes - 1])
+        else:
+            columns["answers"] = pa.array(['["one"]', '["two", "2"]'])
+        write_split(tmp_path / "test.arrow", columns, info)
+        return Split(tmp_path / "test.arrow")
+
+    return make
+
+
+def test_words_of_a_preset_stand_for_the_classes_in_their_order():
+    words = load_experiment(None, ["dataset=20newsgroups"]).task.verbalizers
+    named = dict(zip(info_of("20newsgroups").classes, words, strict=True))
+    assert named["sci.med"] == "medicine" and named["rec.sport.hockey"] == "hockey"
+    for task, want in {
+        "mnli": {"entailment": "yes", "neutral": "maybe", "contradiction": "no"},
+        "qnli": {"entailment": "yes", "not_entailment": "no"},
+        "rte": {"entailment": "yes", "not_entailment": "no"},
+        "qqp": {"not_duplicate": "no", "duplicate": "yes"},
+        "sst2": {"negative": "negative", "positive": "positive"},
+    }.items():
+        words = load_experiment(None, [f"dataset=glue/{task}"]).task.verbalizers
+        assert dict(zip(info_of(f"glue/{task}").classes, words, strict=True)) == want
+
+
+def test_a_familys_learning_rate_serves_its_tasks():
+    made = load_experiment(None, ["dataset=glue/rte", "method=ravan"])
+    assert (made.optimizer.lr, made.optimizer.lr_source) == (5e-5, "RAVAN Table 8")
