@@ -9,6 +9,10 @@ import time
 import uuid
 from pathlib import Path
 
+# Before anything imports the hub's client, which reads it once: tests need no network, and what
+# they look for in vain is not looked for again and again.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import psutil
 import pytest
 

@@ -77,3 +77,20 @@ def test_equal_experiments_have_equal_ids_in_any_process():
     first, second = Experiment(seed=5), Experiment.model_validate(Experiment(seed=5).to_dict())
     assert first.id == second.id
     assert len(first.id) == 12
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [
+        ("t5-base", "google-t5/t5-base"),
+        ("LLaMA-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("vit-b16", "google/vit-base-patch16-224-in21k"),
+        ("vit-digits", "vit-digits"),
+    ],
+)
+def test_a_short_model_name_is_the_same_run_as_the_whole_one(short, whole):
+    one, other = (
+        load_experiment(None, [f"model={short}"]),
+        load_experiment(None, [f"model={whole}"]),
+    )
+    assert one.model.name == whole and one.id == other.id

@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "spectral": FOUNDATION,
     "adapters": FOUNDATION | {"spectral"},
     "methods": FOUNDATION | {"spectral", "adapters"},
-    "tasks": FOUNDATION,
+    # The registry asks a dataset what its rows are and a backbone what it is: both stand beside.
+    "tasks": FOUNDATION | {"data", "models"},
     "tracking": FOUNDATION,
 }
 #: What a part may not import; the parts above it.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trishul_ray.errors import InputError, RunError
@@ -114,25 +115,36 @@ def export(
 @app.command()
 def pretrain(
     name: Annotated[str, typer.Argument(help="A built-in backbone.")] = "vit-digits",
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Texts for a text model to learn from; default 20newsgroups."),
+    ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Cache folder; default $TRISHUL_CACHE.")
     ] = None,
+    hub: Annotated[Path | None, typer.Option(help="A local mirror; default $TRISHUL_HUB.")] = None,
 ) -> None:
-    """Train a built-in backbone centrally (Ray Train), once; runs do this by themselves."""
+    """Train a built-in backbone centrally (Ray Train), once; runs do this by themselves.
+
+    - `trishul pretrain` — the small ViT for digits
+    - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
+    - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; then `model=FOLDER` takes it
+    """
     from trishul_ray.experiment import ModelConfig
     from trishul_ray.federation.cluster import ray_session
     from trishul_ray.federation.world import Places
     from trishul_ray.loading import build_experiment
+    from trishul_ray.models.pretrain import builtin_named
     from trishul_ray.models.pretrain import pretrain as train
-    from trishul_ray.models.tiny import BUILTINS
     from trishul_ray.tracking.progress import RunProgress
 
-    if name not in BUILTINS:
-        raise InputError(f"unknown built-in backbone {name!r}; known: {', '.join(BUILTINS)}")
-    storage = {"cache": str(cache)} if cache else {}
+    builtin = builtin_named(name, dataset)
+    given = {"cache": cache, "hub": hub}
+    storage = {key: str(path) for key, path in given.items() if path is not None}
     places = Places.of(build_experiment({"model": ModelConfig(name=name), "storage": storage}))
     with RunProgress(1, err) as progress, ray_session():
-        folder = train(name, places.cache, progress=progress.task_progress(f"pretraining {name}"))
+        told = progress.task_progress(f"pretraining {name}")
+        folder = train(builtin, places.cache, hub=places.hub, progress=told)
     out.print(f"{name}: {folder}", highlight=False, soft_wrap=True)
 
 
@@ -159,28 +171,36 @@ def datasets(
     """List the datasets; with a name, show how its rows are dealt to the clients.
 
     - `trishul datasets digits partition.alpha=0.1 federation.clients=10`
+    - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
+    - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
     from trishul_ray.data.sources import dataset_names, describe_datasets
-    from trishul_ray.federation.world import prepare_run
+    from trishul_ray.federation.world import prepare_rows
     from trishul_ray.loading import load_experiment
-    from trishul_ray.report.figures import label_distribution
-    from trishul_ray.report.summary import partition_table
+    from trishul_ray.report.holdings import label_distribution
+    from trishul_ray.report.summary import describe_partition, partition_table
     from trishul_ray.runner import client_labels
+    from trishul_ray.tracking.progress import RunProgress
 
     if not arguments:
         table = Table("name", "what it is")
         for name, text in describe_datasets().items():
-            table.add_row(name, text)
+            table.add_row(name, escape(text))
         out.print(table)
         return
     name, *overrides = arguments
     if name not in dataset_names():
         raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}")
     experiment = load_experiment(None, [f"dataset={name}", *overrides])
-    counts = client_labels(prepare_run(experiment))
-    out.print(partition_table(counts, experiment))
+    with RunProgress(1, err) as progress:
+        prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
+    held = client_labels(prepared, experiment)
+    out.print(describe_partition(held, experiment), highlight=False, soft_wrap=True)
+    out.print(partition_table(held))
+    source = f"{prepared.dataset.info.source}, {len(prepared.dataset.test)} test rows"
+    out.print(f"from      {source}", highlight=False, soft_wrap=True)
     if picture is not None:
-        label_distribution(counts, picture)
+        label_distribution(held.counts, picture, classes=held.names, what=held.what)
         out.print(f"picture   {picture}", highlight=False, soft_wrap=True)
 
 

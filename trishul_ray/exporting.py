@@ -14,6 +14,7 @@ from trishul_ray.federation.workbench import global_model
 from trishul_ray.federation.world import adapt_to, build_workbench, prepare_run
 from trishul_ray.loading import build_experiment
 from trishul_ray.methods.registry import build_method
+from trishul_ray.models.registry import quiet_transformers
 from trishul_ray.storage import Store
 
 
@@ -47,7 +48,8 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
     adapt_to(bench, survey_in(broadcast))
     trained = global_model(bench, broadcast, number)
     if merged:
-        export_merged(bench.model, trained, directory)
+        with quiet_transformers():
+            export_merged(bench.model, trained, directory)
     else:
         export_peft(bench.model, trained, directory, experiment.model.name)
     return number

@@ -18,6 +18,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.data.partition import skewed_by
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
@@ -44,12 +45,10 @@ from trishul_ray.federation.world import (
     prepare_run,
 )
 from trishul_ray.models.pretrain import ensure_backbone
-from trishul_ray.report.figures import (
-    accuracy_curve,
-    heads_per_layer,
-    label_distribution,
-    spectra,
-)
+from trishul_ray.models.registry import quiet_transformers
+from trishul_ray.report.figures import heads_per_layer, metric_curve, spectra
+from trishul_ray.report.holdings import label_distribution
+from trishul_ray.report.summary import Holdings
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
@@ -127,6 +126,7 @@ def _run(
                 experiment.model,
                 Places.of(experiment).cache,
                 progress.task_progress("backbone"),
+                hub=Places.of(experiment).hub,
                 on_ray=use_ray,
             )
             progress.phase("starting clients")
@@ -179,15 +179,19 @@ def _write_artifacts(
 ) -> None:
     figures = folder / "figures"
     figures.mkdir()
-    measured = [r for r in final.records if "accuracy" in r]
-    accuracy_curve(
+    headline = final.blueprint.task.headline
+    measured = [r for r in final.records if headline in r]
+    metric_curve(
         [r["round"] for r in measured],
-        {experiment.method.name: [r["accuracy"] for r in measured]},
-        figures / "accuracy.png",
-        references={"untouched backbone": measured[0]["accuracy"]},
+        {experiment.method.name: [r[headline] for r in measured]},
+        figures / f"{headline}.png",
+        references={"untouched backbone": measured[0][headline]},
+        metric=headline,
     )
-    counts = client_labels(prepared)
-    label_distribution(counts, figures / "label_distribution.png")
+    held = client_labels(prepared, experiment)
+    label_distribution(
+        held.counts, figures / "label_distribution.png", classes=held.names, what=held.what
+    )
     if final.blueprint.heads:
         heads = final.blueprint.heads
         heads_per_layer(list(heads), list(heads.values()), figures / "heads_per_layer.png")
@@ -199,18 +203,25 @@ def _write_artifacts(
     trained = global_model(bench, final.broadcast, experiment.federation.rounds)
     if trained.base or not bench.model.specs:
         # The method moved the backbone itself: no adapter can hold that.
-        export_merged(bench.model, trained, folder / "model")
+        with quiet_transformers():
+            export_merged(bench.model, trained, folder / "model")
     else:
         export_peft(bench.model, trained, folder / "adapter", experiment.model.name)
 
 
-def client_labels(prepared: Prepared) -> np.ndarray:
-    """Rows of each label at each client, [clients, classes]."""
-    labels, shards = prepared.dataset.train.labels, prepared.shards
-    classes = prepared.dataset.info.num_classes
+def client_labels(prepared: Prepared, experiment: Experiment) -> Holdings:
+    """Who holds what: by class, or by sub-dataset where the partition is by those."""
+    info, train, shards = prepared.dataset.info, prepared.dataset.train, prepared.shards
+    wanted = (skewed_by(info, experiment.partition), "label", "group")
+    column = next((name for name in wanted if name in train.columns), None)
+    if column is None:
+        return Holdings(shards.sizes[:, None], ("all",), "rows")
+    names = info.classes if column == "label" else info.groups
     owner = np.repeat(np.arange(shards.clients), shards.sizes)
-    cells = owner * classes + labels[shards.permutation]
-    return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
+    cells = owner * len(names) + train.column(column)[shards.permutation]
+    counts = np.bincount(cells, minlength=shards.clients * len(names))
+    what = "class" if column == "label" else "sub-dataset"
+    return Holdings(counts.reshape(-1, len(names)), names, what)
 
 
 def _open_tracker(experiment: Experiment, attempt: str) -> Tracker:

@@ -89,7 +89,10 @@ COMMAND_LINES = [
     (["run", "storage.hub=/no/such/place"], "is not a folder"),
     (["run", "resources.device=cuda", "resources.backend=ray"], "exceed what is here: "),
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
-    (["pretrain", "vit-huge"], "unknown built-in backbone 'vit-huge'; known: vit-digits"),
+    (
+        ["pretrain", "vit-huge"],
+        "'vit-huge' is not a built-in backbone; built-in are vit-digits, bert-tiny",
+    ),
     (["datasets", "mnist"], "unknown dataset 'mnist'"),
     (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
 ]
@@ -157,7 +160,7 @@ def test_a_truncated_parquet_file_is_named(trishul, tmp_path):
 def test_nan_weights_are_named(trishul, tmp_path, cache):
     from safetensors.torch import load_file, save_file
 
-    from trishul_ray.models.pretrain import new_backbone
+    from trishul_ray.models.objectives import new_backbone
     from trishul_ray.models.tiny import BUILTINS
 
     folder = tmp_path / "model"
@@ -173,7 +176,7 @@ def test_nan_weights_are_named(trishul, tmp_path, cache):
 
 
 def test_a_truncated_model_file_is_named(trishul, tmp_path):
-    from trishul_ray.models.pretrain import new_backbone
+    from trishul_ray.models.objectives import new_backbone
     from trishul_ray.models.tiny import BUILTINS
 
     folder = tmp_path / "model"

@@ -3,31 +3,15 @@ import math
 import matplotlib
 import numpy as np
 import pytest
-from PIL import Image
 
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures import (
-    MOST_CLIENTS,
-    _groups,
     _short,
-    accuracy_curve,
     heads_per_layer,
-    label_distribution,
+    metric_curve,
     spectra,
 )
 from trishul_ray.rng import numpy_rng
-
-
-def pixels(path):
-    """The picture as [height, width, 3]; it must be a PNG with something drawn on it."""
-    with Image.open(path) as image:
-        assert image.format == "PNG"
-        array = np.asarray(image.convert("RGB"))
-    assert min(array.shape[:2]) > 300
-    # Not blank: ink covers some of it, and not all.
-    ink = float((array < 250).any(axis=2).mean())
-    assert 0.005 < ink < 0.95
-    return array
 
 
 def has_colour(array, hexadecimal):
@@ -35,65 +19,43 @@ def has_colour(array, hexadecimal):
     return bool((np.abs(array.astype(int) - wanted).max(axis=2) <= 8).any())
 
 
-def test_accuracy_curve_draws_every_line_and_reference(tmp_path):
+def test_metric_curve_draws_every_line_and_reference(tmp_path, pixels):
     rounds = list(range(1, 21))
     series = {
         "trishul": [1 - math.exp(-i / 5) for i in rounds],
         "ravan": [math.nan if i % 2 else 0.9 - math.exp(-i / 4) for i in rounds],
     }
-    path = accuracy_curve(rounds, series, tmp_path / "deep" / "a.png", {"untouched": 0.1})
+    path = metric_curve(rounds, series, tmp_path / "deep" / "a.png", {"untouched": 0.1})
     picture = pixels(path)
     assert has_colour(picture, "#0072B2") and has_colour(picture, "#D55E00")
     assert path == tmp_path / "deep" / "a.png"
 
 
-def test_accuracy_curve_of_one_round(tmp_path):
-    pixels(accuracy_curve([1], {"a": [0.5]}, tmp_path / "a.png"))
+def test_metric_curve_of_one_round(tmp_path, pixels):
+    pixels(metric_curve([1], {"a": [0.5]}, tmp_path / "a.png"))
 
 
 def test_the_same_numbers_give_the_same_bytes_and_no_global_state_is_touched(tmp_path):
     before = dict(matplotlib.rcParams)
-    first = accuracy_curve([1, 2], {"a": [0.5, 0.6]}, tmp_path / "a.png")
-    second = accuracy_curve([1, 2], {"a": [0.5, 0.6]}, tmp_path / "b.png")
-    other = accuracy_curve([1, 2], {"a": [0.5, 0.7]}, tmp_path / "c.png")
+    first = metric_curve([1, 2], {"a": [0.5, 0.6]}, tmp_path / "a.png")
+    second = metric_curve([1, 2], {"a": [0.5, 0.6]}, tmp_path / "b.png")
+    other = metric_curve([1, 2], {"a": [0.5, 0.7]}, tmp_path / "c.png")
     assert first.read_bytes() == second.read_bytes() != other.read_bytes()
     assert dict(matplotlib.rcParams) == before
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (1, 1), (2, 110)])
-def test_spectra(tmp_path, shape):
+def test_spectra(tmp_path, shape, pixels):
     before = -np.sort(-numpy_rng(0, "figure").random(shape), axis=1)
     picture = pixels(spectra(before, np.maximum(before - 0.3, 0), 0.3, tmp_path / "s.png"))
     assert has_colour(picture, "#0072B2") or shape[1] == 1
 
 
 @pytest.mark.parametrize("blocks", [1, 12, 100])
-def test_heads_per_layer(tmp_path, blocks):
+def test_heads_per_layer(tmp_path, blocks, pixels):
     names = [f"vit.encoder.layer.{i}" for i in range(blocks)]
     heads = [1 + i % 5 for i in range(blocks)]
     assert has_colour(pixels(heads_per_layer(names, heads, tmp_path / "h.png")), "#0072B2")
-
-
-@pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (20, 100), (10_000, 100)])
-def test_label_distribution(tmp_path, clients, classes):
-    rng = numpy_rng(0, "figure")
-    counts = rng.multinomial(50, rng.dirichlet([0.3] * classes), size=clients)
-    picture = pixels(label_distribution(counts, tmp_path / "l.png"))
-    assert picture.shape[1] <= 1600  # stays a page wide, however many clients
-
-
-def test_label_distribution_takes_an_empty_client_and_names(tmp_path):
-    counts = np.array([[3, 0], [0, 0]])
-    pixels(label_distribution(counts, tmp_path / "l.png", classes=["cat", "dog"]))
-
-
-def test_groups_hold_every_client_once_and_follow_the_commonest_class():
-    shares = numpy_rng(0, "figure").dirichlet([0.3] * 7, size=1234)
-    groups = _groups(shares)
-    assert len(groups) == MOST_CLIENTS
-    assert sorted(np.concatenate(groups).tolist()) == list(range(1234))
-    order = shares.argmax(axis=1)[np.concatenate(groups)]
-    assert (np.diff(order) >= 0).all()
 
 
 def test_short_names_keep_what_differs():
@@ -106,15 +68,12 @@ def test_short_names_keep_what_differs():
 @pytest.mark.parametrize(
     ("draw", "says"),
     [
-        (lambda p: accuracy_curve([1], {}, p), "series is empty"),
-        (lambda p: accuracy_curve([1, 2], {"a": [0.5]}, p), "'a' has 1 values for 2 rounds"),
+        (lambda p: metric_curve([1], {}, p), "series is empty"),
+        (lambda p: metric_curve([1, 2], {"a": [0.5]}, p), "'a' has 1 values for 2 rounds"),
         (lambda p: spectra(np.ones((2, 3)), np.ones((2, 4)), 0.1, p), r"\(2, 3\).*\(2, 4\)"),
         (lambda p: spectra(np.ones((0, 3)), np.ones((0, 3)), 0.1, p), r"\(0, 3\)"),
         (lambda p: heads_per_layer(["a"], [1, 2], p), "1 blocks, 2 numbers"),
         (lambda p: heads_per_layer([], [], p), "0 blocks"),
-        (lambda p: label_distribution(np.ones(3), p), r"\(3,\) must be"),
-        (lambda p: label_distribution([[1, -1]], p), ">= 0"),
-        (lambda p: label_distribution([[1, 1]], p, ["a"]), "1 class names for 2 classes"),
     ],
 )
 def test_wrong_input_is_named_and_nothing_written(tmp_path, draw, says):

@@ -229,8 +229,7 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
             batch = bench.task.prepare_batch(
                 bench.test.batch(bench.test_rows[job.start : job.stop]), bench.device, bench.dtype
             )
-            outputs = bench.model.forward(**bench.task.inputs(batch))
-            sums = bench.task.evaluate(outputs, batch)
+            sums = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
         finally:
             bench.model.unbind()
     return EvalReport(round=job.round, start=job.start, sums=sums)

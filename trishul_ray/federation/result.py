@@ -86,16 +86,18 @@ def summarize(
     experiment: Experiment, final: Final, *, wall_seconds: float, run_id: str | None
 ) -> dict[str, Any]:
     """The content of result.json. The last round is the headline; the best stands beside it."""
-    measured = [r for r in final.records if "accuracy" in r]
+    task = final.blueprint.task
+    measured = [r for r in final.records if task.headline in r]
     trained = [r for r in final.records if "train_loss" in r]
-    best = max(measured, key=lambda r: r["accuracy"])
+    best = max(measured, key=lambda r: r[task.headline])
     return {
         "id": experiment.id,
         "name": experiment.name,
         "status": "finished",
-        "final": {k: measured[-1][k] for k in ("round", "accuracy", "loss")},
-        "best": {k: best[k] for k in ("round", "accuracy", "loss")},
-        "untouched": {k: measured[0][k] for k in ("accuracy", "loss")},
+        "headline": task.headline,
+        "final": _metrics(measured[-1], ("round", *task.metrics)),
+        "best": _metrics(best, ("round", *task.metrics)),
+        "untouched": _metrics(measured[0], task.metrics),
         "parameters": final.blueprint.parameters,
         "uploaded_parameters": sum(r.get("uploaded_parameters", 0) for r in final.records),
         "downloaded_parameters": sum(r.get("downloaded_parameters", 0) for r in final.records),
@@ -114,6 +116,11 @@ def summarize(
         "config": experiment.to_dict(),
         "identity": experiment.identity(),
     }
+
+
+def _metrics(record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    # A group of test rows of which the evaluated subset holds none has no metric.
+    return {name: record[name] for name in names if name in record}
 
 
 def result_json(summary: dict[str, Any]) -> bytes:

@@ -130,7 +130,7 @@ class Server:
     @property
     def finished(self) -> bool:
         """Whether all rounds are done and the last one is evaluated."""
-        return self.round >= self.experiment.federation.rounds and "accuracy" in self.records[-1]
+        return self.round >= self.experiment.federation.rounds and "loss" in self.records[-1]
 
     def cohort(self, round_number: int) -> list[int]:
         """The clients of a round, ascending: uniform without replacement."""

@@ -14,7 +14,8 @@ import torch
 from trishul_ray.adapters.attach import AdaptedModel, find_layers
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.data.base import PreparedDataset
-from trishul_ray.data.partition import Partition, partition
+from trishul_ray.data.encoding import encode
+from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.sources import prepare
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.contract import Blueprint
@@ -23,11 +24,13 @@ from trishul_ray.federation.reduce import Expected, unit_sizes
 from trishul_ray.federation.workbench import Workbench
 from trishul_ray.methods.base import Method, Site
 from trishul_ray.methods.registry import build_method
-from trishul_ray.models.backbones import load_backbone, meta_backbone
+from trishul_ray.models.backbones import meta_backbone
+from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.pretrain import ensure_backbone
-from trishul_ray.models.registry import load_preprocessing
+from trishul_ray.models.shared import resident_backbone
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks.image_classification import image_task
+from trishul_ray.tasks.base import Task
+from trishul_ray.tasks.registry import build_task
 
 Progress = Callable[[str, float], None]
 
@@ -62,19 +65,50 @@ def prepare_run(experiment: Experiment, progress: Progress | None = None) -> Pre
     Raises:
         InputError: no such dataset, or it cannot be dealt out as asked.
     """
+    dataset, _ = _dataset_and_task(experiment, progress)
+    return Prepared(dataset, deal(dataset, experiment))
+
+
+def prepare_rows(experiment: Experiment, progress: Progress | None = None) -> Prepared:
+    """As :func:`prepare_run`, but with the raw texts: the same partition, and no backbone needed.
+
+    Raises:
+        InputError: no such dataset, or it cannot be dealt out as asked.
+    """
     places = Places.of(experiment)
-    dataset = prepare(experiment.data.name, cache=places.cache, hub=places.hub, progress=progress)
-    rows = np.arange(len(dataset.train.labels))
+    dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    return Prepared(dataset, deal(dataset, experiment))
+
+
+def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:
+    """Which training rows each client holds.
+
+    Raises:
+        InputError: the rows cannot be dealt out as asked.
+    """
+    rows = np.arange(len(dataset.train))
     if experiment.data.train_limit is not None:
         rng = numpy_rng(experiment.seed, "train-limit")
         rows = np.sort(rng.permutation(rows)[: experiment.data.train_limit])
     shards = partition(
-        dataset.train.labels[rows],
+        partition_column(dataset.train, experiment.partition)[rows],
         experiment.partition,
         experiment.federation.clients,
         experiment.seed,
     )
-    return Prepared(dataset, Partition(rows[shards.permutation], shards.offsets))
+    return Partition(rows[shards.permutation], shards.offsets)
+
+
+def _dataset_and_task(
+    experiment: Experiment, progress: Progress | None = None
+) -> tuple[PreparedDataset, Task]:
+    """The dataset as the task trains on it, and the task."""
+    places = Places.of(experiment)
+    dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    task = build_task(experiment, dataset.info, hub=places.hub, cache=places.cache)
+    if task.encoder is not None:
+        dataset = encode(dataset, task.encoder, cache=places.cache, progress=progress)
+    return dataset, task
 
 
 def check_fits(experiment: Experiment) -> None:
@@ -118,25 +152,25 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     # An actor on a node that the driver's cache does not reach makes its own copy, from the same
     # source and with the same bytes.
     dataset = prepared.dataset
-    if not dataset.folder.is_dir():
-        dataset = prepare(experiment.data.name, cache=places.cache, hub=places.hub)
+    if dataset.folder.is_dir():
+        task = build_task(experiment, dataset.info, hub=places.hub, cache=places.cache)
+    else:
+        dataset, task = _dataset_and_task(experiment)
     device = pick_device(experiment)
-    dtype = torch.bfloat16 if experiment.model.precision == "bf16" else torch.float32
-    ensure_backbone(experiment.model, places.cache, on_ray=False)
-    backbone = load_backbone(
+    ensure_backbone(experiment.model, places.cache, hub=places.hub, on_ray=False)
+    backbone = resident_backbone(
         experiment.model,
-        dataset.info.num_classes,
+        task.architecture,
+        task.num_classes,
         seed=experiment.seed,
         hub=places.hub,
         cache=places.cache,
     )
-    wanted = load_preprocessing(experiment.model, hub=places.hub, cache=places.cache)
-    task = image_task(wanted, dataset.info)
-    backbone = backbone.to(device=device, dtype=dtype)
+    backbone = backbone.to(device)
     method = build_method(experiment.method)
     site = build_site(backbone, experiment)
     model = attach(backbone, experiment, method, site, device)
-    test_rows = np.arange(len(dataset.test.labels))
+    test_rows = np.arange(len(dataset.test))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
         rng = numpy_rng(experiment.seed, "evaluation-subset")
@@ -152,7 +186,7 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         test_rows=test_rows,
         shards=prepared.shards,
         device=device,
-        dtype=dtype,
+        dtype=run_dtype(experiment.model),
         site=site,
     )
 

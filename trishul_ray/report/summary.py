@@ -1,13 +1,18 @@
 """Tables on the terminal: a run's result, and who holds what."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.tracking.progress import count, duration
+
+#: More clients than this are summed up in one line.
+MOST_CLIENTS = 30
 
 
 def describe(experiment: Experiment) -> str:
@@ -23,20 +28,21 @@ def describe(experiment: Experiment) -> str:
 
 
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Final accuracy of each run beside that of the untouched backbone, with cost.
+    """The final metric of each run beside that of the untouched backbone, with cost.
 
     Args:
         results: a label and the content of result.json, for each run.
     """
-    table = Table("", "accuracy", "loss", "trained", "up / down", "time")
+    headline = results[0][1]["headline"]
+    table = Table("", headline, "loss", "trained", "up / down", "time")
     first = results[0][1]["untouched"]
-    table.add_row("untouched backbone", f"{first['accuracy']:.2%}", f"{first['loss']:.4f}")
+    table.add_row("untouched backbone", f"{first[headline]:.2%}", f"{first['loss']:.4f}")
     for label, summary in results:
         final = summary["final"]
         up, down = summary["uploaded_parameters"], summary["downloaded_parameters"]
         table.add_row(
             f"{label} {summary['config']['method']['name']}",
-            f"{final['accuracy']:.2%}",
+            f"{final[headline]:.2%}",
             f"{final['loss']:.4f}",
             count(sum(summary["parameters"].values())),
             f"{count(up)} / {count(down)}",
@@ -46,30 +52,51 @@ def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
-def partition_table(counts: np.ndarray, experiment: Experiment) -> Table:
+@dataclass(frozen=True)
+class Holdings:
     """Who holds what.
 
-    Args:
-        counts: rows of each label at each client, [clients, classes].
-        experiment: names the partition.
+    Attributes:
+        counts: rows of each kind at each client, [clients, kinds].
+        names: of the kinds.
+        what: what a kind is, e.g. class.
     """
-    options = experiment.partition
-    kind = "iid" if options.kind == "iid" else f"Dirichlet({options.alpha}) {options.variant}"
+
+    counts: np.ndarray
+    names: tuple[str, ...]
+    what: str
+
+
+def describe_partition(held: Holdings, experiment: Experiment) -> str:
+    """A partition in one line."""
+    options, counts = experiment.partition, held.counts
+    kind = "iid" if options.kind == "iid" else "by natural clients"
+    if options.kind == "dirichlet":
+        kind = f"Dirichlet({options.alpha}) over {_plural(held.what)}, {options.variant}"
+    return f"{experiment.data.name}, {kind}, {len(counts)} clients, {counts.sum()} rows"
+
+
+def partition_table(held: Holdings) -> Table:
+    """Who holds what, one client a line; the first :data:`MOST_CLIENTS`."""
+    counts = held.counts
     sizes = counts.sum(axis=1)
-    table = Table(
-        "client",
-        "rows",
-        "classes held",
-        "largest classes",
-        title=f"{experiment.data.name}, {kind}, {len(counts)} clients, {sizes.sum()} rows",
-    )
-    shown = min(len(counts), 30)
+    several = len(held.names) > 1
+    kinds = _plural(held.what)
+    columns = (f"{kinds} held", f"largest {kinds}") if several else ()
+    table = Table("client", "rows", *columns)
+    shown = min(len(counts), MOST_CLIENTS)
     for client in range(shown):
         order = np.argsort(-counts[client], kind="stable")[:4]
-        largest = ", ".join(f"{c}: {counts[client, c]}" for c in order if counts[client, c])
-        table.add_row(
-            str(client), str(sizes[client]), str(int((counts[client] > 0).sum())), largest
+        largest = ", ".join(
+            f"{escape(held.names[k])}: {counts[client, k]}" for k in order if counts[client, k]
         )
+        cells = (str(int((counts[client] > 0).sum())), largest) if several else ()
+        table.add_row(str(client), str(sizes[client]), *cells)
     if shown < len(counts):
-        table.add_row("...", f"{sizes.min()} to {sizes.max()}", "", f"{len(counts) - shown} more")
+        cells = ("", f"{len(counts) - shown} more") if several else ()
+        table.add_row("...", f"{sizes.min()} to {sizes.max()}", *cells)
     return table
+
+
+def _plural(what: str) -> str:
+    return f"{what}es" if what.endswith("s") and what != "rows" else f"{what}s"

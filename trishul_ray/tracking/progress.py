@@ -14,6 +14,8 @@ from rich.text import Text
 
 #: Plain lines about a preparation come no closer together than this, the last one excepted.
 PLAIN_SECONDS = 5.0
+#: What a task may count as its result; see ``Task.headline``.
+HEADLINES = ("accuracy", "f1")
 #: Notes that say the same are printed this often, then only counted.
 SAME_NOTES = 3
 
@@ -119,7 +121,7 @@ class RunProgress:
 
         Args:
             round: its number from 1; 0 is the untouched backbone, before any training.
-            metrics: a round's record, of which ``accuracy`` (share in [0, 1]), ``loss``,
+            metrics: a round's record, of which the headline (a share in [0, 1]), ``loss``,
                 ``uploaded_parameters`` and ``seconds`` are shown. A terminal keeps showing the
                 last accuracy through rounds that measured none; plain lines do not repeat it.
         """
@@ -128,7 +130,7 @@ class RunProgress:
         self._previous = now
         if round > 0:
             self._recent.append(seconds)
-        self._latest |= {k: float(metrics[k]) for k in ("accuracy", "loss") if k in metrics}
+        self._latest |= {k: float(metrics[k]) for k in (*HEADLINES, "loss") if k in metrics}
         self._uploaded += float(metrics.get("uploaded_parameters", 0.0))
         # From the lengths of rounds, not from the clock: a resumed run tells of its old rounds
         # all at once.
@@ -186,8 +188,7 @@ class RunProgress:
 
     def _figures(self, values: Mapping[str, float]) -> str:
         parts = []
-        if "accuracy" in values:
-            parts.append(f"accuracy {values['accuracy']:.2%}")
+        parts += [f"{name} {values[name]:.2%}" for name in HEADLINES if name in values]
         if "loss" in values:
             parts.append(f"loss {values['loss']:.4g}")
         if self._uploaded:

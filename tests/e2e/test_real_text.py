@@ -1,0 +1,62 @@
+"""Real texts from a mirror, through each text task: a federated run lowers the test loss.
+
+The language models have random weights, so nothing is said about quality. Without a mirror
+(TRISHUL_HUB) these are left out.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trishul_ray.federation.drive import InlineDriver
+from trishul_ray.federation.world import prepare_run
+from trishul_ray.loading import load_experiment
+
+HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))
+
+
+def finals(cache, tmp_path, *words):
+    experiment = load_experiment(
+        None,
+        [
+            "model.init=random",
+            "federation.clients=4",
+            "federation.clients_per_round=2",
+            "federation.rounds=2",
+            "federation.local_steps=15",
+            "federation.batch_size=8",
+            "evaluation.limit=40",
+            "evaluation.every=2",
+            "optimizer.lr=0.02",
+            "budget=4",
+            "resources.backend=inline",
+            "tracking.mlflow=false",
+            f"storage.hub={HUB}",
+            f"storage.cache={cache}",
+            f"storage.runs={tmp_path}",
+            *words,
+        ],
+    )
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    driver.begin()
+    while not driver.step().finished:
+        pass
+    return driver.final().records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dataset", "folder", "words"),
+    [
+        ("glue/rte", "nyu-mll/glue/rte", ["model=llama-tiny"]),
+        ("glue/sst2", "nyu-mll/glue/sst2", ["model=llama-tiny"]),
+        ("mrqa", "mrqa-workshop/mrqa", ["model=t5-tiny"]),
+        ("20newsgroups", "SetFit/20_newsgroups", ["model=t5-tiny", "task.target_length=32"]),
+    ],
+)
+def test_the_loss_falls(cache, tmp_path, dataset, folder, words):
+    if not (HUB / folder).is_dir():
+        pytest.skip(f"no mirror with {folder} (TRISHUL_HUB)")
+    before, *_, after = finals(cache, tmp_path, f"dataset={dataset}", *words)
+    assert after["loss"] < before["loss"] - 0.1
