@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from transformers import ViTConfig
 
-from trishul_ray.data.base import DatasetInfo, PreparedDataset, write_split
+from trishul_ray.data.base import PreparedDataset, write_split
+from trishul_ray.data.info import DatasetInfo
 from trishul_ray.data.partition import partition
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.world import Places, Prepared, prepare_run
@@ -81,6 +82,7 @@ def synthetic(folder: Path) -> PreparedDataset:
     rng = numpy_rng(0, "synthetic-images")
     info = DatasetInfo(
         name="synthetic",
+        kind="image",
         classes=tuple(str(label) for label in range(CLASSES)),
         image_shape=(3, 32, 32),
         mean=(0.5, 0.5, 0.5),

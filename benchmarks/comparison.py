@@ -2,8 +2,8 @@
 
     python benchmarks/comparison.py [options]
 
-A learning-rate grid first (seed 0, Dirichlet), then every method at its rate with other seeds, on
-every partition asked for. Runs go by --processes at a time and land under their ids in --runs: a
+A learning-rate grid first (seed 0), then every method at its rate with other seeds; both for each
+partition asked for. Runs go by --processes at a time and land under their ids in --runs: a
 repeated command reads what is there and runs the rest, so it may be stopped at any time.
 
 Needs a mirror with CIFAR-100 and vit-cifar10-128x6 (TRISHUL_HUB or --hub), or another backbone by
@@ -25,7 +25,7 @@ from rich.console import Console
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import load_experiment
-from trishul_ray.report.figures import accuracy_curve
+from trishul_ray.report.figures import metric_curve
 from trishul_ray.tracking.progress import count
 
 GRID_SEED = 0
@@ -49,8 +49,10 @@ def main() -> None:
         options.name, {k: v for k, v in vars(options).items() if k not in private}, console
     )
     try:
-        rates, grid = tune(options, console)
-        report.add(grid)
+        tuned = {partition: tune(options, partition, console) for partition in options.partitions}
+        for _, grid in tuned.values():
+            report.add(grid)
+        rates = {partition: found for partition, (found, _) in tuned.items()}
         for section in compare(options, rates, console, report.stem):
             report.add(section)
     except (InputError, RunError) as error:
@@ -124,7 +126,9 @@ def experiment_of(
     )
 
 
-def tune(options: argparse.Namespace, console: Console) -> tuple[dict[str, float], Section]:
+def tune(
+    options: argparse.Namespace, partition: str, console: Console
+) -> tuple[dict[str, float], Section]:
     """The learning rate of each variant that has one of its own: best loss after a few rounds.
 
     By test loss, not accuracy: after few rounds accuracies on a hundred classes lie within their
@@ -132,8 +136,8 @@ def tune(options: argparse.Namespace, console: Console) -> tuple[dict[str, float
     """
     names = tuned_for(options.variants)
     cells = {
-        f"grid: {VARIANTS[name].label}, lr {lr:g}": experiment_of(
-            options, name, lr, GRID_SEED, options.grid_rounds, "dirichlet"
+        f"grid: {VARIANTS[name].label}, {partition}, lr {lr:g}": experiment_of(
+            options, name, lr, GRID_SEED, options.grid_rounds, partition
         )
         for name in names
         for lr in options.grid
@@ -155,12 +159,12 @@ def tune(options: argparse.Namespace, console: Console) -> tuple[dict[str, float
         data[name] = {str(lr): cell for lr, cell in found.items()}
     return rates, Section(
         f"Learning rates: test loss and accuracy after {options.grid_rounds} rounds, "
-        f"Dirichlet({options.alpha:g}), seed {GRID_SEED}",
+        f"{_named(options, partition)}, seed {GRID_SEED}",
         ["method", *(f"lr {lr:g}" for lr in options.grid), "taken"],
         rows,
         [
-            "the rate with the lowest loss is taken, for both partitions; variants of a method "
-            "take over its rate, FedProx takes FedIT's",
+            "the rate with the lowest loss is taken; variants of a method take over its rate, "
+            "FedProx takes FedIT's",
             "one seed and few rounds: a choice, not a finding; the seeds below are others, the "
             "test images are the same",
         ],
@@ -169,13 +173,13 @@ def tune(options: argparse.Namespace, console: Console) -> tuple[dict[str, float
 
 
 def compare(
-    options: argparse.Namespace, rates: dict[str, float], console: Console, stem: str
+    options: argparse.Namespace, rates: dict[str, dict[str, float]], console: Console, stem: str
 ) -> list[Section]:
     """Every variant at its rate on every partition: curves, accuracies and what they cost."""
     # Seeds outermost: what has been run when somebody stops it is a whole comparison.
     cells = {
         f"{VARIANTS[name].label}, {partition}, seed {seed}": experiment_of(
-            options, name, rate_of(name, rates), seed, options.rounds, partition
+            options, name, rate_of(name, rates[partition]), seed, options.rounds, partition
         )
         for seed in options.seeds
         for partition in options.partitions
@@ -191,7 +195,7 @@ def compare(
             for name in options.variants
         }
         figure = options.out / f"{stem}_{partition}.png"
-        sections.append(_section(options, rates, partition, found, figure))
+        sections.append(_section(options, rates[partition], partition, found, figure))
     return sections
 
 
@@ -205,7 +209,7 @@ def _section(
     first = next(iter(found.values()))
     untouched = statistics.fmean(run.summary["untouched"]["accuracy"] for run in first)
     figure.parent.mkdir(parents=True, exist_ok=True)
-    accuracy_curve(
+    metric_curve(
         [number for number, _ in first[0].curve],
         {VARIANTS[name].label: _mean_curve(runs) for name, runs in found.items()},
         figure,
@@ -213,10 +217,9 @@ def _section(
     )
     parameters = first[0].summary["parameters"]
     spread = "mean ± standard deviation" if len(options.seeds) > 1 else "one seed"
-    where = f"Dirichlet({options.alpha:g})" if partition == "dirichlet" else "IID"
     return Section(
-        f"CIFAR-100, {options.clients} clients, {where}, {options.rounds} rounds of 3 clients x "
-        f"{options.local_steps} steps of {options.batch_size}",
+        f"CIFAR-100, {options.clients} clients, {_named(options, partition)}, {options.rounds} "
+        f"rounds of 3 clients x {options.local_steps} steps of {options.batch_size}",
         COLUMNS,
         [_row(name, rate_of(name, rates), runs) for name, runs in found.items()],
         [
@@ -243,6 +246,10 @@ def _section(
         },
         figure=figure.name,
     )
+
+
+def _named(options: argparse.Namespace, partition: str) -> str:
+    return f"Dirichlet({options.alpha:g})" if partition == "dirichlet" else "IID"
 
 
 def _mean_curve(runs: list[Run]) -> list[float]:

