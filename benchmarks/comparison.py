@@ -52,7 +52,7 @@ def main() -> None:
         tuned = {partition: tune(options, partition, console) for partition in options.partitions}
         for _, grid in tuned.values():
             report.add(grid)
-        rates = {partition: found for partition, (found, _) in tuned.items()}
+        rates = {part: tuned.get(options.rates_from, own)[0] for part, own in tuned.items()}
         for section in compare(options, rates, console, report.stem):
             report.add(section)
     except (InputError, RunError) as error:
@@ -82,6 +82,8 @@ def _arguments() -> argparse.Namespace:
     add("--evaluate-every", type=int, default=5, help="rounds between evaluations")
     add("--grid", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates")
     add("--grid-rounds", type=int, default=8, help="rounds of a grid run")
+    add("--rates-from", choices=["each", "dirichlet", "iid"], default="each",
+        help="take the rates of one partition's grid for all (default: each its own)")  # fmt: skip
     add("--processes", type=int, default=2, help="runs at a time, each on one CPU thread")
     add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
     add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
@@ -163,8 +165,8 @@ def tune(
         ["method", *(f"lr {lr:g}" for lr in options.grid), "taken"],
         rows,
         [
-            "the rate with the lowest loss is taken; variants of a method take over its rate, "
-            "FedProx takes FedIT's",
+            f"the rate with the lowest loss is taken{_where(options, partition)}; variants of a "
+            "method take over its rate, FedProx takes FedIT's",
             "one seed and few rounds: a choice, not a finding; the seeds below are others, the "
             "test images are the same",
         ],
@@ -246,6 +248,11 @@ def _section(
         },
         figure=figure.name,
     )
+
+
+def _where(options: argparse.Namespace, partition: str) -> str:
+    other = options.rates_from not in ("each", partition)
+    return f" on {options.rates_from}, not here" if other else ""
 
 
 def _named(options: argparse.Namespace, partition: str) -> str:
