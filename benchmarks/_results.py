@@ -1,5 +1,6 @@
 """What the benchmarks share: summaries, goals, and dated result files for people and programs."""
 
+import argparse
 import datetime
 import json
 import os
@@ -101,6 +102,13 @@ class Section:
         if self.figure:
             lines += ["", f"![{self.title}]({self.figure})"]
         return "\n".join(lines) + "\n"
+
+
+def told_by(script: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a script's docstring, as it is written."""
+    return argparse.ArgumentParser(
+        description=script, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def wide_console() -> Console:

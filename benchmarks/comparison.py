@@ -16,7 +16,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import RESULTS, Report, Section, wide_console
+from _results import RESULTS, Report, Section, told_by, wide_console
 from _runs import Run, run_all
 from _setups import SMALL
 from _variants import VARIANTS, rate_of, tuned_for
@@ -61,10 +61,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = told_by(__doc__)
     add = parser.add_argument
     add("--name", default="comparison", help="of the results' files")
     add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME",

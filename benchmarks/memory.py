@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import ray
-from _results import RESULTS, Goal, Report, Section, wide_console
+from _results import RESULTS, Goal, Report, Section, told_by, wide_console
 
 from trishul_ray.experiment import ModelConfig
 from trishul_ray.federation.cluster import ray_session
@@ -170,10 +170,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = told_by(__doc__)
     add = parser.add_argument
     add("--model", default="google/vit-base-patch16-224-in21k", help="a backbone by name")
     add("--actors", type=int, default=4)

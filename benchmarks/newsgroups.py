@@ -14,7 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import RESULTS, Report, Section, wide_console
+from _results import RESULTS, Report, Section, told_by, wide_console
 from _runs import Run, run_all
 
 from trishul_ray.errors import InputError, RunError
@@ -43,10 +43,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = told_by(__doc__)
     add = parser.add_argument
     add("--model", default="all-MiniLM-L6-v2", help="backbone (default: %(default)s)")
     add("--method", default="trishul")

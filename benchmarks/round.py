@@ -24,7 +24,7 @@ from pathlib import Path
 from _backends import NICENESS, backends
 from _clients import Federation
 from _limit import PARTS, Steps, time_steps
-from _results import RESULTS, Goal, Report, Section, Times, paired, wide_console
+from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
 from _setups import Setup, has_real_data, large, small
 
 from trishul_ray.federation.inline import pinned_threads
@@ -69,10 +69,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = told_by(__doc__)
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help=" ".join(ALL))
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")

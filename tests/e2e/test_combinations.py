@@ -89,38 +89,40 @@ def hub(tmp_path_factory):
     return folder
 
 
-def one_round(hub, cache, tmp_path, dataset, model, method, kind="auto"):
-    experiment = load_experiment(
-        None,
-        [
-            f"dataset={dataset}",
-            f"model={model}",
-            "model.init=random",
-            f"method={method}",
-            f"task.kind={kind}",
-            "task.max_length=160",
-            "task.target_length=24",
-            "budget=2",
-            "adapter.heads=2",
-            "optimizer.lr=0.01",
-            "federation.clients=3",
-            "federation.clients_per_round=2",
-            "federation.rounds=1",
-            "federation.local_steps=2",
-            "federation.batch_size=2",
-            "evaluation.batch_size=4",
-            "tracking.mlflow=false",
-            "resources.backend=inline",
-            f"storage.hub={hub}",
-            f"storage.cache={cache}",
-            f"storage.runs={tmp_path}",
-        ],
-    )
-    driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    driver.begin()
-    while not driver.step().finished:
-        pass
-    return driver.final()
+@pytest.fixture
+def one_round(hub, cache, tmp_path, drive_to_end):
+    """``one_round(dataset, model, method)`` -> the result of a round of two steps on a mirror."""
+
+    def run(dataset, model, method, kind="auto"):
+        experiment = load_experiment(
+            None,
+            [
+                f"dataset={dataset}",
+                f"model={model}",
+                "model.init=random",
+                f"method={method}",
+                f"task.kind={kind}",
+                "task.max_length=160",
+                "task.target_length=24",
+                "budget=2",
+                "adapter.heads=2",
+                "optimizer.lr=0.01",
+                "federation.clients=3",
+                "federation.clients_per_round=2",
+                "federation.rounds=1",
+                "federation.local_steps=2",
+                "federation.batch_size=2",
+                "evaluation.batch_size=4",
+                "tracking.mlflow=false",
+                "resources.backend=inline",
+                f"storage.hub={hub}",
+                f"storage.cache={cache}",
+                f"storage.runs={tmp_path}",
+            ],
+        )
+        return drive_to_end(InlineDriver(experiment, prepare_run(experiment), "a"))
+
+    return run
 
 
 def check(final, headline):
@@ -137,13 +139,13 @@ def check(final, headline):
     [*itertools.product(PAIRS, method_names())],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-def test_a_round_of_every_combination(pair, method, hub, cache, tmp_path):
-    check(one_round(hub, cache, tmp_path, *pair, method), PAIRS[pair])
+def test_a_round_of_every_combination(pair, method, one_round):
+    check(one_round(*pair, method), PAIRS[pair])
 
 
 @pytest.mark.parametrize("dataset", OTHERS)
-def test_a_round_of_each_glue_task(dataset, hub, cache, tmp_path):
-    final = one_round(hub, cache, tmp_path, dataset, "llama-tiny", "trishul")
+def test_a_round_of_each_glue_task(dataset, one_round):
+    final = one_round(dataset, "llama-tiny", "trishul")
     check(final, "accuracy")
     parts = {name for name in final.records[0] if name.startswith("accuracy_")}
     groups = {"accuracy_matched", "accuracy_mismatched"} if dataset == "glue/mnli" else set()
@@ -151,5 +153,5 @@ def test_a_round_of_each_glue_task(dataset, hub, cache, tmp_path):
 
 
 @pytest.mark.parametrize(("dataset", "model", "kind"), BESIDE)
-def test_a_round_of_what_the_paper_does_not_run(dataset, model, kind, hub, cache, tmp_path):
-    check(one_round(hub, cache, tmp_path, dataset, model, "trishul", kind), "accuracy")
+def test_a_round_of_what_the_paper_does_not_run(dataset, model, kind, one_round):
+    check(one_round(dataset, model, "trishul", kind), "accuracy")

@@ -16,33 +16,35 @@ from trishul_ray.loading import load_experiment
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))
 
 
-def finals(cache, tmp_path, *words):
-    experiment = load_experiment(
-        None,
-        [
-            "model.init=random",
-            "federation.clients=4",
-            "federation.clients_per_round=2",
-            "federation.rounds=2",
-            "federation.local_steps=15",
-            "federation.batch_size=8",
-            "evaluation.limit=40",
-            "evaluation.every=2",
-            "optimizer.lr=0.02",
-            "budget=4",
-            "resources.backend=inline",
-            "tracking.mlflow=false",
-            f"storage.hub={HUB}",
-            f"storage.cache={cache}",
-            f"storage.runs={tmp_path}",
-            *words,
-        ],
-    )
-    driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    driver.begin()
-    while not driver.step().finished:
-        pass
-    return driver.final().records
+@pytest.fixture
+def records(cache, tmp_path, drive_to_end):
+    """``records(*words)`` -> those of a run of two rounds."""
+
+    def run(*words):
+        experiment = load_experiment(
+            None,
+            [
+                "model.init=random",
+                "federation.clients=4",
+                "federation.clients_per_round=2",
+                "federation.rounds=2",
+                "federation.local_steps=15",
+                "federation.batch_size=8",
+                "evaluation.limit=40",
+                "evaluation.every=2",
+                "optimizer.lr=0.02",
+                "budget=4",
+                "resources.backend=inline",
+                "tracking.mlflow=false",
+                f"storage.hub={HUB}",
+                f"storage.cache={cache}",
+                f"storage.runs={tmp_path}",
+                *words,
+            ],
+        )
+        return drive_to_end(InlineDriver(experiment, prepare_run(experiment), "a")).records
+
+    return run
 
 
 @pytest.mark.slow
@@ -55,8 +57,8 @@ def finals(cache, tmp_path, *words):
         ("20newsgroups", "SetFit/20_newsgroups", ["model=t5-tiny", "task.target_length=32"]),
     ],
 )
-def test_the_loss_falls(cache, tmp_path, dataset, folder, words):
+def test_the_loss_falls(records, dataset, folder, words):
     if not (HUB / folder).is_dir():
         pytest.skip(f"no mirror with {folder} (TRISHUL_HUB)")
-    before, *_, after = finals(cache, tmp_path, f"dataset={dataset}", *words)
+    before, *_, after = records(f"dataset={dataset}", *words)
     assert after["loss"] < before["loss"] - 0.1
