@@ -49,6 +49,29 @@ def test_who_holds_what_by_class(datasets, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_partition_in_one_word(datasets):
+    few = ["federation.clients=3", "federation.clients_per_round=2"]
+    long = datasets("digits", *few, "partition.kind=dirichlet", "partition.alpha=0.1")
+    assert datasets("digits", *few, "--partition", "dirichlet:0.1") == long
+    assert datasets("digits", *few, "--partition", "iid") == datasets(
+        "digits", *few, "partition.kind=iid"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("iid:0.1", "--partition 'iid:0.1': only dirichlet has an alpha"),
+        ("pathological", "partition.kind='pathological': input should be 'iid', 'dirichlet' or"),
+        ("dirichlet:0", "partition.alpha=0: input should be greater than 0"),
+        ("dirichlet:", "partition.alpha=None: input should be a valid number"),
+    ],
+)
+def test_a_wrong_partition_is_one_line(datasets, word, said):
+    code, _, error = datasets("digits", "--partition", word)
+    assert code == 2 and said in error and error.count("\n") == 1
+
+
 def write_questions(file, clients=4):
     rows = [
         {
@@ -108,5 +131,5 @@ def test_the_command_shows_the_partition_that_a_run_trains_on(small):
 def test_many_clients_are_summed_up():
     counts = np.ones((40, 2), dtype=np.int64)
     table = partition_table(Holdings(counts, ("a", "b"), "class"))
-    assert table.row_count == 31
-    assert list(table.columns[-1].cells)[-1] == "10 more"
+    assert table.row_count == 32
+    assert list(table.columns[-1].cells)[-2:] == ["10 more", "a: 40, b: 40"]

@@ -166,11 +166,19 @@ def datasets(
         list[str] | None,
         typer.Argument(help="A dataset, then key=value overrides: prints who holds what."),
     ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[:ALPHA]",
+            help="iid, natural, dirichlet or e.g. dirichlet:0.1; short for partition.kind and "
+            "partition.alpha.",
+        ),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as a PNG file.")] = None,
 ) -> None:
     """List the datasets; with a name, show how its rows are dealt to the clients.
 
-    - `trishul datasets digits partition.alpha=0.1 federation.clients=10`
+    - `trishul datasets digits --partition dirichlet:0.1 federation.clients=10`
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
@@ -191,6 +199,8 @@ def datasets(
     name, *overrides = arguments
     if name not in dataset_names():
         raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}")
+    if partition is not None:
+        overrides += _partition_words(partition)
     experiment = load_experiment(None, [f"dataset={name}", *overrides])
     with RunProgress(1, err) as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
@@ -218,6 +228,14 @@ def doctor(
     render(checks, out)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+def _partition_words(text: str) -> list[str]:
+    """``dirichlet:0.1`` as overrides."""
+    kind, colon, alpha = text.partition(":")
+    if colon and kind != "dirichlet":
+        raise InputError(f"--partition {text!r}: only dirichlet has an alpha, as dirichlet:0.1")
+    return [f"partition.kind={kind}", *([f"partition.alpha={alpha}"] if colon else [])]
 
 
 def _run_one(label: str, experiment: Any, fresh: bool) -> Any:

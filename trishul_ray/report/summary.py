@@ -77,7 +77,7 @@ def describe_partition(held: Holdings, experiment: Experiment) -> str:
 
 
 def partition_table(held: Holdings) -> Table:
-    """Who holds what, one client a line; the first :data:`MOST_CLIENTS`."""
+    """Who holds what, one client a line; the first :data:`MOST_CLIENTS`, and all together."""
     counts = held.counts
     sizes = counts.sum(axis=1)
     several = len(held.names) > 1
@@ -85,16 +85,19 @@ def partition_table(held: Holdings) -> Table:
     columns = (f"{kinds} held", f"largest {kinds}") if several else ()
     table = Table("client", "rows", *columns)
     shown = min(len(counts), MOST_CLIENTS)
+
+    def cells(rows: np.ndarray) -> tuple[str, ...]:
+        order = np.argsort(-rows, kind="stable")[:4]
+        largest = ", ".join(f"{escape(held.names[k])}: {rows[k]}" for k in order if rows[k])
+        return (str(int((rows > 0).sum())), largest) if several else ()
+
     for client in range(shown):
-        order = np.argsort(-counts[client], kind="stable")[:4]
-        largest = ", ".join(
-            f"{escape(held.names[k])}: {counts[client, k]}" for k in order if counts[client, k]
-        )
-        cells = (str(int((counts[client] > 0).sum())), largest) if several else ()
-        table.add_row(str(client), str(sizes[client]), *cells)
+        table.add_row(str(client), str(sizes[client]), *cells(counts[client]))
     if shown < len(counts):
-        cells = ("", f"{len(counts) - shown} more") if several else ()
-        table.add_row("...", f"{sizes.min()} to {sizes.max()}", *cells)
+        more = ("", f"{len(counts) - shown} more") if several else ()
+        table.add_row("...", f"{sizes.min()} to {sizes.max()}", *more)
+    table.add_section()
+    table.add_row("all", str(sizes.sum()), *cells(counts.sum(axis=0)))
     return table
 
 
