@@ -68,7 +68,7 @@ class Holder:
         classes = CLASSES if kind.endswith("classification") else None
         began = time.perf_counter()
         if shared:
-            model = resident_backbone(config, kind, classes, seed=0, **places)
+            model = resident_backbone(config, kind, classes, seed=0, **places).model
         else:
             model = load_backbone(config, kind, classes, seed=0, **places)
             cast(model, run_dtype(config))

@@ -7,6 +7,8 @@ import yaml
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import Checkpoint
+from trishul_ray.federation.contract import changed_sources
 from trishul_ray.federation.coordinator import open_checkpoints
 from trishul_ray.federation.jobs import Arrays, survey_in
 from trishul_ray.federation.server import broadcast_of
@@ -32,7 +34,7 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
 
     Raises:
         InputError: no such run, or ``directory`` holds something already.
-        RunError: the run has no sound checkpoint.
+        RunError: the run has no sound checkpoint, or its data or backbone have changed since.
     """
     folder, _, name = run.rstrip("/").rpartition("/")
     home = Store.open(folder or runs).child(name)
@@ -43,20 +45,22 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
     experiment = build_experiment(fields)
     if experiment.id != name:
         raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
-    number, broadcast = last_broadcast(experiment)
+    found, broadcast = last_broadcast(experiment)
     bench = build_workbench(experiment, prepare_run(experiment))
+    if changed := changed_sources(found.sources, bench.sources):
+        raise RunError(f"run {name} was made with other {changed} than are there now")
     adapt_to(bench, survey_in(broadcast))
-    trained = global_model(bench, broadcast, number)
+    trained = global_model(bench, broadcast, found.round)
     if merged:
         with quiet_transformers():
             export_merged(bench.model, trained, directory)
     else:
         export_peft(bench.model, trained, directory, experiment.model.name)
-    return number
+    return found.round
 
 
-def last_broadcast(experiment: Experiment) -> tuple[int, Arrays]:
-    """The newest checkpoint's round, and what the server would broadcast next.
+def last_broadcast(experiment: Experiment) -> tuple[Checkpoint, Arrays]:
+    """The newest checkpoint, and what the server would broadcast next.
 
     Raises:
         RunError: the run left no sound checkpoint.
@@ -66,4 +70,4 @@ def last_broadcast(experiment: Experiment) -> tuple[int, Arrays]:
     if found is None:
         why = "; ".join(checkpoints.skipped) or "none was written"
         raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
-    return found.round, broadcast_of(build_method(experiment.method), found.state, found.survey)
+    return found, broadcast_of(build_method(experiment.method), found.state, found.survey)

@@ -19,9 +19,10 @@ from filelock import FileLock, Timeout
 
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.data.partition import skewed_by
-from trishul_ray.errors import RunError
+from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
+from trishul_ray.federation.contract import changed_sources
 from trishul_ray.federation.coordinator import Final, Progressed
 from trishul_ray.federation.drive import Driver, open_driver
 from trishul_ray.federation.jobs import survey_in
@@ -42,6 +43,7 @@ from trishul_ray.federation.world import (
     adapt_to,
     build_workbench,
     check_fits,
+    prepare_rows,
     prepare_run,
 )
 from trishul_ray.models.pretrain import ensure_backbone
@@ -83,6 +85,7 @@ def run_experiment(
     with _locked(home, experiment):
         summary = None if fresh else _read_result(home, progress)
         if summary is not None:
+            _check_data(experiment, summary, progress)
             return Outcome(summary, home, True, _command_of(experiment))
         # Before anything is removed or written: wrong input loses and leaves nothing.
         check_fits(experiment)
@@ -107,6 +110,26 @@ def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
         progress.note(f"{home.uri}/result.json is unreadable ({error}): made again")
         return None
     return found
+
+
+def _check_data(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
+    """A finished run of one's own data is read only as long as the data are the same.
+
+    Raises:
+        InputError: they have changed.
+    """
+    if experiment.data.path is None:
+        return
+    try:
+        now = prepare_rows(experiment, progress.task_progress("preparing data")).sources
+    except InputError as error:
+        progress.note(f"the data of this finished run cannot be read any more: {error}")
+        return
+    if changed_sources(summary.get("sources", {}), now):
+        raise InputError(
+            f"data.path={experiment.data.path!r}: the data have changed since run {experiment.id} "
+            "was made; put them back, or start over with --fresh"
+        )
 
 
 def _run(

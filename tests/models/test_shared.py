@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ def test_shared_weights_are_those_of_a_plain_load(name, kind, classes, precision
     config = ModelConfig(name=name, init="random", precision=precision)
     places = {"seed": 3, "hub": None, "cache": tmp_path}
     want = plain(config, kind, classes, **places)
-    first, second = (resident_backbone(config, kind, classes, **places) for _ in range(2))
+    first, second = (resident_backbone(config, kind, classes, **places).model for _ in range(2))
     assert_same_bits(first, want)
     assert_same_bits(second, want)
     assert not second.training
@@ -81,7 +82,7 @@ def bert(tmp_path):
 def test_a_head_that_is_drawn_is_no_part_of_the_file(bert, tmp_path):
     places = {"hub": None, "cache": tmp_path}
     kind = "sequence-classification"
-    models = [resident_backbone(bert, kind, 3, seed=seed, **places) for seed in (0, 1, 0)]
+    models = [resident_backbone(bert, kind, 3, seed=n, **places).model for n in (0, 1, 0)]
     for model, seed in zip(models, (0, 1, 0), strict=True):
         assert_same_bits(model, plain(bert, kind, 3, seed=seed, **places))
     assert not torch.equal(models[0].classifier.weight, models[1].classifier.weight)
@@ -109,12 +110,29 @@ def test_whatever_decides_the_weights_is_in_the_files_name(bert, tmp_path):
     assert len(names) == 5 and name(bert) != before
 
 
+def test_the_source_is_what_lies_in_the_folder_not_when_or_where(bert, tmp_path):
+    places = {"seed": 0, "hub": None, "cache": tmp_path}
+    kind = "sequence-classification"
+    first = resident_backbone(bert, kind, 3, **places).source
+    shutil.copytree(tmp_path / "bert", tmp_path / "copy")
+    copied = bert.model_copy(update={"name": str(tmp_path / "copy"), "precision": "bf16"})
+    assert first.startswith("sha256:")
+    assert resident_backbone(copied, kind, 2, **places).source == first
+    file = tmp_path / "copy/model.safetensors"
+    state = load_file(file)
+    state["bert.embeddings.word_embeddings.weight"][7, 7] += 1.0
+    save_file(state, file, metadata={"format": "pt"})
+    assert resident_backbone(copied, kind, 2, **places).source != first
+    drawn = ModelConfig(name="bert-tiny", init="random")
+    assert resident_backbone(drawn, kind, 3, **places).source == ""
+
+
 def test_a_write_stays_in_the_process(bert, tmp_path):
     places = {"seed": 0, "hub": None, "cache": tmp_path}
-    model = resident_backbone(bert, "sequence-classification", 3, **places)
+    model = resident_backbone(bert, "sequence-classification", 3, **places).model
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight.zero_()
-    again = resident_backbone(bert, "sequence-classification", 3, **places)
+    again = resident_backbone(bert, "sequence-classification", 3, **places).model
     assert_same_bits(again, plain(bert, "sequence-classification", 3, **places))
 
 
@@ -128,7 +146,9 @@ def test_a_damaged_file_is_made_again(bert, damage, tmp_path):
         save_file({"weight": torch.zeros(3)}, file, metadata={"drawn": "[]"})
     else:
         file.write_bytes(file.read_bytes()[: -1000 if damage == "cut" else 0])
-    assert_same_bits(resident_backbone(bert, kind, 3, **places), plain(bert, kind, 3, **places))
+    assert_same_bits(
+        resident_backbone(bert, kind, 3, **places).model, plain(bert, kind, 3, **places)
+    )
 
 
 def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
@@ -175,7 +195,7 @@ from trishul_ray.experiment import ModelConfig
 from trishul_ray.models.shared import resident_backbone
 config = ModelConfig(name="bert-tiny", init="random")
 places = {"seed": 0, "hub": None, "cache": Path(sys.argv[1])}
-model = resident_backbone(config, "sequence-classification", 3, **places)
+model = resident_backbone(config, "sequence-classification", 3, **places).model
 print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/weights/" in line))
 """
 
@@ -184,7 +204,7 @@ print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/w
 def test_two_processes_map_the_same_file(tmp_path):
     config = ModelConfig(name="bert-tiny", init="random")
     places = {"seed": 0, "hub": None, "cache": tmp_path}
-    model = resident_backbone(config, "sequence-classification", 3, **places)
+    model = resident_backbone(config, "sequence-classification", 3, **places).model
     (file,) = (tmp_path / "weights").glob("*.safetensors")
     written = file.stat().st_ino
     other = subprocess.run(

@@ -38,6 +38,7 @@ class Checkpoint:
         records: one record per round so far, the untouched backbone's first.
         spectra: singular values of the last diagnostics, for the figure.
         survey: what clients found out before round 1, averaged.
+        sources: what the run is made from; see ``Blueprint.sources``.
     """
 
     experiment_id: str
@@ -48,6 +49,7 @@ class Checkpoint:
     records: list[dict[str, Any]] = field(default_factory=list)
     spectra: Arrays = field(default_factory=dict)
     survey: Arrays = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """One safetensors image."""
@@ -61,6 +63,7 @@ class Checkpoint:
             "attempt": self.attempt,
             "round": self.round,
             "records": self.records,
+            "sources": self.sources,
         }
         # The metadata is a tensor of bytes: safetensors' own header holds strings unordered.
         tensors[_META] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
@@ -84,6 +87,7 @@ class Checkpoint:
             round=meta["round"],
             state={},
             records=meta["records"],
+            sources=meta.get("sources", {}),
         )
         for name, value in tensors.items():
             kind, _, rest = name.partition("/")

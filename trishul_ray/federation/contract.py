@@ -1,6 +1,6 @@
 """What the server and whoever runs its jobs promise each other. No Ray here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,12 @@ from trishul_ray.tasks.base import Task
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the server must know of a workbench, without holding a backbone itself."""
+    """What the server must know of a workbench, without holding a backbone itself.
+
+    ``sources`` says what the run is made from beyond its configuration, which names places and
+    not what lies there: the SHA-256 of the dataset's ``rows`` and, for texts, of their
+    ``tokens``, and the weights of the ``backbone``. What is unknown is left out.
+    """
 
     layout: Layout
     wire: tuple[str, ...]
@@ -24,6 +29,20 @@ class Blueprint:
     test_rows: int
     parameters: dict[str, int]  # adapter, scalars, head
     heads: dict[str, int]  # heads on each adapted matrix, by transformer block (if any)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+#: Names of sources for people.
+_SOURCES = {"rows": "data", "tokens": "tokens of the data", "backbone": "weights of the backbone"}
+
+
+def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Names of the sources that are known in both and differ, for a message; empty if none do."""
+    both = [kind for kind in _SOURCES if kind in before and kind in now]
+    changed = [kind for kind in both if before[kind] != now[kind]]
+    if "rows" in changed and "tokens" in changed:
+        changed.remove("tokens")  # of other rows
+    return " and ".join(_SOURCES[kind] for kind in changed)
 
 
 @dataclass

@@ -115,6 +115,7 @@ def summarize(
         "hardware": hardware(),
         "config": experiment.to_dict(),
         "identity": experiment.identity(),
+        "sources": final.blueprint.sources,
     }
 
 

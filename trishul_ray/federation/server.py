@@ -16,7 +16,7 @@ import torch
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
-from trishul_ray.federation.contract import Executor, Outcome
+from trishul_ray.federation.contract import Executor, Outcome, changed_sources
 from trishul_ray.federation.diagnostics import aggregation_error, upload_diagnostics
 from trishul_ray.federation.jobs import (
     Arrays,
@@ -60,6 +60,9 @@ class Server:
             executor: who runs the jobs.
             checkpoints: where the state of each round is kept.
             attempt: names this run in the tracking server; kept across resumes.
+
+        Raises:
+            RunError: the checkpoint is of other data or another backbone than are there now.
         """
         self.experiment = experiment
         self.executor = executor
@@ -81,6 +84,11 @@ class Server:
         self.blueprint = executor.describe(self._survey_for_workers())
         if found is None:
             self.state = self._initial_state()
+        elif changed := changed_sources(found.sources, self.blueprint.sources):
+            raise RunError(
+                f"run {experiment.id} began with other {changed} than are there now: put back "
+                "what it began with, or start over with --fresh"
+            )
 
     def _restore(self, found: Checkpoint) -> None:
         self.round = found.round
@@ -260,4 +268,5 @@ class Server:
             records=self.records,
             spectra=self.spectra,
             survey=self.survey,
+            sources=self.blueprint.sources,
         )

@@ -3,7 +3,7 @@
 Legend: P trainables of a client, b batch size, n_c rows of client c.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -53,6 +53,7 @@ class Workbench:
     device: torch.device
     dtype: torch.dtype
     site: Site
+    sources: dict[str, str] = field(default_factory=dict)  # see Blueprint
 
 
 def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:

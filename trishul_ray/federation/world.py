@@ -4,8 +4,9 @@ Built from the experiment alone, so that any process on any node builds the same
 """
 
 import os
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from trishul_ray.data.base import PreparedDataset
 from trishul_ray.data.encoding import encode
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.sources import prepare
+from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.contract import Blueprint
+from trishul_ray.federation.contract import Blueprint, changed_sources
 from trishul_ray.federation.jobs import Arrays, to_tensors
 from trishul_ray.federation.reduce import Expected, unit_sizes
 from trishul_ray.federation.workbench import Workbench
@@ -53,10 +55,17 @@ class Places:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is computed once, by the driver, and handed to every worker as it is."""
+    """What is computed once, by the driver, and handed to every worker as it is.
+
+    Attributes:
+        dataset: as the task trains on it.
+        shards: which training rows each client holds.
+        sources: what the data are; see :class:`~trishul_ray.federation.contract.Blueprint`.
+    """
 
     dataset: PreparedDataset
     shards: Partition
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def prepare_run(experiment: Experiment, progress: Progress | None = None) -> Prepared:
@@ -65,8 +74,8 @@ def prepare_run(experiment: Experiment, progress: Progress | None = None) -> Pre
     Raises:
         InputError: no such dataset, or it cannot be dealt out as asked.
     """
-    dataset, _ = _dataset_and_task(experiment, progress)
-    return Prepared(dataset, deal(dataset, experiment))
+    dataset, _, sources = _dataset_and_task(experiment, progress)
+    return Prepared(dataset, deal(dataset, experiment), sources)
 
 
 def prepare_rows(experiment: Experiment, progress: Progress | None = None) -> Prepared:
@@ -77,7 +86,7 @@ def prepare_rows(experiment: Experiment, progress: Progress | None = None) -> Pr
     """
     places = Places.of(experiment)
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    return Prepared(dataset, deal(dataset, experiment))
+    return Prepared(dataset, deal(dataset, experiment), {"rows": dataset.fingerprint})
 
 
 def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:
@@ -101,14 +110,16 @@ def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:
 
 def _dataset_and_task(
     experiment: Experiment, progress: Progress | None = None
-) -> tuple[PreparedDataset, Task]:
-    """The dataset as the task trains on it, and the task."""
+) -> tuple[PreparedDataset, Task, dict[str, str]]:
+    """The dataset as the task trains on it, the task, and what the data are."""
     places = Places.of(experiment)
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    sources = {"rows": dataset.fingerprint}
     task = build_task(experiment, dataset.info, hub=places.hub, cache=places.cache)
     if task.encoder is not None:
         dataset = encode(dataset, task.encoder, cache=places.cache, progress=progress)
-    return dataset, task
+        sources["tokens"] = dataset.fingerprint
+    return dataset, task, sources
 
 
 def check_fits(experiment: Experiment) -> None:
@@ -155,10 +166,13 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     if dataset.folder.is_dir():
         task = build_task(experiment, dataset.info, hub=places.hub, cache=places.cache)
     else:
-        dataset, task = _dataset_and_task(experiment)
+        dataset, task, sources = _dataset_and_task(experiment)
+        changed = changed_sources(prepared.sources, sources)
+        if changed:
+            raise InputError(f"{socket.gethostname()} has other {changed} than the driver")
     device = pick_device(experiment)
     ensure_backbone(experiment.model, places.cache, hub=places.hub, on_ray=False)
-    backbone = resident_backbone(
+    backbone, origin = resident_backbone(
         experiment.model,
         task.architecture,
         task.num_classes,
@@ -188,6 +202,7 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         device=device,
         dtype=run_dtype(experiment.model),
         site=site,
+        sources=prepared.sources | ({"backbone": origin} if origin else {}),
     )
 
 
@@ -246,4 +261,5 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             "head": counts.head,
         },
         heads=heads,
+        sources=bench.sources,
     )

@@ -7,12 +7,13 @@ from trishul_ray.models.registry import (
     load_preprocessing,
     resolve_model,
 )
-from trishul_ray.models.shared import resident_backbone
+from trishul_ray.models.shared import Resident, resident_backbone
 from trishul_ray.models.tiny import builtin_names
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
 
 __all__ = [
     "Preprocessing",
+    "Resident",
     "builtin_names",
     "load_backbone",
     "load_model_config",

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trishul_ray.tasks.base import Architecture
 
 #: Part of every file's key: raise it when what is written changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Bytes to which tensors are aligned.
 ALIGNMENT = 64
 #: Files that no process has opened for so long are removed.
@@ -54,6 +54,19 @@ _DTYPES = {
 }
 
 
+class Resident(NamedTuple):
+    """A backbone as a worker keeps it.
+
+    Attributes:
+        model: on the CPU, in the run's precision, in eval mode.
+        source: what its weights are, the same on every machine: the SHA-256 of a folder's
+            safetensors files, a hub name with its commit; empty where they are drawn from the seed.
+    """
+
+    model: nn.Module
+    source: str
+
+
 def resident_backbone(
     config: "ModelConfig",
     architecture: "Architecture",
@@ -62,7 +75,7 @@ def resident_backbone(
     seed: int,
     hub: Path | None,
     cache: Path,
-) -> nn.Module:
+) -> Resident:
     """The backbone as a worker keeps it: on the CPU, in the run's precision, in eval mode.
 
     The same bits as :func:`~trishul_ray.models.backbones.load_backbone` and a cast give; weights
@@ -84,12 +97,12 @@ def resident_backbone(
     file = weights_file(config, shape, architecture, seed=seed, hub=hub, cache=cache)
     make_cache_folder(file.parent)
     dtype = run_dtype(config)
-    model = None
+    found = None
     # Under the lock: who comes second waits for the file instead of making it again.
     with FileLock(file.with_suffix(".lock")):
         if file.is_file():
-            model = _mapped(file, config, shape, architecture, seed)
-        if model is None:
+            found = _mapped(file, config, shape, architecture, seed)
+        if found is None:
             if config.init == "random":
                 whole, drawn = build_module(config, shape, architecture), list[str]()
                 draw_weights(whole, seed)
@@ -98,13 +111,15 @@ def resident_backbone(
             cast(whole, dtype)
             _remove_unused(file.parent)
             state = {name: tensor for name, tensor in _tensors(whole) if name not in drawn}
-            write_aligned(file, state, {"drawn": json.dumps(drawn)})
+            source = _source_of(config, shape, hub=hub, cache=cache)
+            write_aligned(file, state, {"drawn": json.dumps(drawn), "source": source})
             del whole, state
-            model = _mapped(file, config, shape, architecture, seed)
-    if model is None:
+            found = _mapped(file, config, shape, architecture, seed)
+    if found is None:
         raise RuntimeError(f"{file} was written and cannot be read")
-    set_up(model, config)
-    return model.eval()
+    set_up(found.model, config)
+    found.model.eval()
+    return found
 
 
 def weights_file(
@@ -147,6 +162,22 @@ def weights_file(
     ]
     digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     return cache / "weights" / f"{digest}.safetensors"
+
+
+def _source_of(
+    config: "ModelConfig", shape: PretrainedConfig, *, hub: Path | None, cache: Path
+) -> str:
+    """See :class:`Resident`."""
+    if config.init == "random":
+        return ""
+    where = resolve_model(config, hub=hub, cache=cache)
+    if isinstance(where, str):
+        return f"{where}@{getattr(shape, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for file in sorted(where.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def write_aligned(file: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
@@ -205,13 +236,14 @@ def _mapped(
     shape: PretrainedConfig,
     architecture: "Architecture",
     seed: int,
-) -> nn.Module | None:
+) -> Resident | None:
     """The model on the mapped file; None where the file is not what the model needs."""
     with torch.device("meta"):
         model = build_module(config, shape, architecture)
     try:
         with safe_open(file, "pt") as source:
-            drawn = list(json.loads((source.metadata() or {})["drawn"]))
+            notes = source.metadata() or {}
+            drawn, origin = list(json.loads(notes["drawn"])), notes["source"]
             found = {
                 name: source.get_tensor(name)
                 for name in source.keys()  # noqa: SIM118  # not a dict
@@ -230,7 +262,7 @@ def _mapped(
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.to(run_dtype(config))
     os.utime(file)
-    return model
+    return Resident(model, origin)
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,159 @@
+"""Data or weights that change under a run: it is refused by name, never mixed with what was."""
+
+import json
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from trishul_ray import cli
+from trishul_ray.federation.contract import changed_sources
+from trishul_ray.federation.drive import InlineDriver
+from trishul_ray.federation.world import prepare_run
+from trishul_ray.loading import load_experiment
+from trishul_ray.models.bytelevel import byte_tokenizer
+from trishul_ray.models.objectives import new_backbone
+from trishul_ray.models.tiny import BUILTINS
+
+WORDS = [
+    "dataset=table",
+    "data.path=notes.csv",
+    "model=backbone",
+    "task.max_length=16",
+    "method=fedit",
+    "budget=2",
+    "optimizer.lr=0.01",
+    "federation.clients=2",
+    "federation.clients_per_round=2",
+    "federation.rounds=2",
+    "federation.local_steps=2",
+    "federation.batch_size=2",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+]
+
+
+@pytest.fixture
+def place(tmp_path, cache, monkeypatch):
+    """A folder with a table and a backbone, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.delenv("TRISHUL_HUB", raising=False)
+    write_notes(tmp_path, "left")
+    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "backbone")
+    byte_tokenizer("bert").save_pretrained(tmp_path / "backbone")
+    return tmp_path
+
+
+def write_notes(folder, first):
+    rows = [f"{first if n % 2 else 'right'} {n},{n % 2}" for n in range(40)]
+    (folder / "notes.csv").write_text("\n".join(["text,label", *rows]))
+
+
+def change_weights(folder):
+    file = folder / "backbone/model.safetensors"
+    state = load_file(file)
+    state["bert.encoder.layer.0.output.dense.bias"][0] += 1.0
+    save_file(state, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def trishul(place, monkeypatch, capsys):
+    """``trishul("run")`` -> exit code and standard error."""
+
+    def call(command, *words):
+        monkeypatch.setattr(sys, "argv", ["trishul", command, *words])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def result_of(place):
+    (file,) = place.glob("runs/*/result.json")
+    return json.loads(file.read_text())
+
+
+def test_a_finished_run_is_read_only_while_its_data_are_the_same(trishul, place):
+    code, said = trishul("run", *WORDS)
+    assert code == 0, said
+    first = result_of(place)
+    assert set(first["sources"]) == {"rows", "tokens", "backbone"}
+    code, said = trishul("run", *WORDS)
+    assert code == 0 and "this run had finished before" in said
+
+    write_notes(place, "other")
+    code, said = trishul("run", *WORDS)
+    assert code == 2 and said.splitlines()[-1] == (
+        f"error: data.path='notes.csv': the data have changed since run {first['id']} was made; "
+        "put them back, or start over with --fresh"
+    )
+    assert result_of(place) == first
+    code, said = trishul("run", *WORDS, "--fresh")
+    assert code == 0, said
+    again = result_of(place)
+    assert again["id"] == first["id"]
+    assert again["sources"]["rows"] != first["sources"]["rows"]
+    assert again["state_sha256"] != first["state_sha256"]
+
+    (place / "notes.csv").unlink()
+    code, said = trishul("run", *WORDS)
+    assert code == 0 and "the data of this finished run cannot be read any more" in said
+
+
+def test_a_file_written_again_with_the_same_rows_is_no_change(trishul, place):
+    assert trishul("run", *WORDS)[0] == 0
+    first = result_of(place)
+    write_notes(place, "left")
+    code, said = trishul("run", *WORDS)
+    assert code == 0 and "this run had finished before" in said
+    code, said = trishul("run", *WORDS, "--fresh")
+    assert code == 0 and result_of(place)["sources"] == first["sources"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda place: write_notes(place, "other"), "data"),
+        (change_weights, "weights of the backbone"),
+    ],
+    ids=["data", "weights"],
+)
+def test_a_run_under_way_does_not_go_on_with_other_sources(trishul, place, change, named):
+    experiment = load_experiment(None, WORDS)
+    driver = InlineDriver(experiment, prepare_run(experiment), "first")
+    driver.begin()
+    driver.step()
+    change(place)
+    code, said = trishul("run", *WORDS)
+    told = " ".join(said.split())
+    assert code == 1
+    assert f"run {experiment.id} began with other {named} than are there now: put back" in told
+    assert not list(place.glob("runs/*/result.json"))
+    code, said = trishul("run", *WORDS, "--fresh")
+    assert code == 0 and "continuing" not in said
+
+
+def test_an_export_is_of_the_backbone_that_was_trained_on(trishul, place):
+    assert trishul("run", *WORDS)[0] == 0
+    run = result_of(place)["id"]
+    assert trishul("export", run, "adapter")[0] == 0
+    assert (place / "adapter/adapter_model.safetensors").is_file()
+    change_weights(place)
+    code, said = trishul("export", run, "other", "--merged")
+    told = " ".join(said.split())
+    assert code == 1 and f"run {run} was made with other weights of the backbone" in told
+    assert not (place / "other").exists()
+
+
+def test_only_what_is_known_on_both_sides_can_differ():
+    known = {"rows": "a", "tokens": "b", "backbone": "c"}
+    assert changed_sources({}, known) == changed_sources(known, known) == ""
+    assert changed_sources(known, known | {"tokens": "x"}) == "tokens of the data"
+    assert changed_sources(known, known | {"rows": "x", "tokens": "x"}) == "data"
+    both = changed_sources(known, known | {"rows": "x", "backbone": "x"})
+    assert both == "data and weights of the backbone"
