@@ -53,6 +53,20 @@ def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch):
         pass
 
 
+def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch):
+    def starved(**_):
+        # What Ray raises on a machine so busy that its processes are not up in half a minute.
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", starved)
+    with (
+        pytest.raises(RunError, match=r"^cannot start a local Ray: .* timed out during startup\.$"),
+        ray_session(),
+    ):
+        pass
+
+
 def test_surroundings_are_taken_over(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", "here")

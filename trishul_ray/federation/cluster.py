@@ -16,7 +16,6 @@ from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module wit
     AuthenticationTokenLoader,
     Config,
 )
-from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
@@ -68,9 +67,9 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
                 _join(str(address))
             else:
                 _start(cpus)
-        except (ConnectionError, RuntimeError, ValueError, OSError, AuthenticationError) as error:
-            where = f"the cluster at RAY_ADDRESS={address}" if joins else "a local Ray cluster"
-            raise RunError(f"cannot join {where}: {_first_line(error)}") from error
+        except Exception as error:  # a bare one of Ray's, too, where its processes do not come up
+            what = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
+            raise RunError(f"cannot {what}: {_first_line(error)}") from error
         yield ray.available_resources()
     finally:
         # Also after a start that was interrupted half-way.
