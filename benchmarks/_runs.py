@@ -36,13 +36,14 @@ class Run:
 
     @property
     def final(self) -> float:
-        """Accuracy after the last round."""
-        return float(self.summary["final"]["accuracy"])
+        """The headline metric after the last round."""
+        return float(self.summary["final"][self.summary["headline"]])
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """Round and accuracy, where measured."""
-        return [(m["round"], m["accuracy"]) for m in self.metrics if m["accuracy"] is not None]
+        """Round and headline metric, where measured."""
+        name = self.summary["headline"]
+        return [(m["round"], m[name]) for m in self.metrics if m[name] is not None]
 
     def mean(self, name: str) -> float | None:
         """A metric averaged over the rounds that have it; None where the method has none."""

@@ -5,6 +5,7 @@ read, not repeated. Figures and the adapter are made from the final state alone.
 """
 
 import json
+import math
 import tempfile
 import time
 import uuid
@@ -210,6 +211,15 @@ def _write_artifacts(
         figures / f"{headline}.png",
         references={"untouched backbone": measured[0][headline]},
         metric=headline,
+    )
+    metric_curve(
+        [r["round"] for r in final.records],
+        {
+            "test": [r.get("loss", math.nan) for r in final.records],
+            "training, mean of the cohort": [r.get("train_loss", math.nan) for r in final.records],
+        },
+        figures / "loss.png",
+        metric="loss",
     )
     held = client_labels(prepared, experiment)
     label_distribution(

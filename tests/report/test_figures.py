@@ -35,6 +35,12 @@ def test_metric_curve_of_one_round(tmp_path, pixels):
     pixels(metric_curve([1], {"a": [0.5]}, tmp_path / "a.png"))
 
 
+def test_a_loss_may_exceed_one_and_lack_its_first_round(tmp_path, pixels):
+    series = {"test": [4.6, 3.0, 2.5], "training": [math.nan, 3.5, 2.6]}
+    picture = pixels(metric_curve([0, 1, 2], series, tmp_path / "l.png", metric="loss"))
+    assert has_colour(picture, "#0072B2") and has_colour(picture, "#D55E00")
+
+
 def test_the_same_numbers_give_the_same_bytes_and_no_global_state_is_touched(tmp_path):
     before = dict(matplotlib.rcParams)
     first = metric_curve([1, 2], {"a": [0.5, 0.6]}, tmp_path / "a.png")

@@ -27,14 +27,14 @@ def metric_curve(
     references: Mapping[str, float] | None = None,
     metric: str = "accuracy",
 ) -> Path:
-    """A metric over rounds, one line for each series.
+    """A metric over rounds, one line for each series: a loss as it is, a share in percent.
 
     Args:
         rounds: round numbers, shared by all series.
-        series: label to values in [0, 1]; NaN where a round was not evaluated.
+        series: label to values, in [0, 1] unless a loss; NaN where a round was not evaluated.
         path: the PNG file to write.
         references: label to a value drawn as a level line, such as the untouched backbone.
-        metric: its name, for the axis.
+        metric: its name, for the axis; ``loss`` for a loss.
 
     Returns:
         ``path``.
@@ -44,6 +44,7 @@ def metric_curve(
     """
     if not series:
         raise InputError("metric_curve: series is empty; at least one line is needed")
+    is_loss = metric == "loss"
     figure, axes = new_axes(7.0, 4.2)
     x = np.asarray(rounds, dtype=np.int64)
     for index, (label, values) in enumerate(series.items()):
@@ -68,13 +69,16 @@ def metric_curve(
             color=GREY,
             linestyle=_DASHES[1:][index % 3],
             linewidth=1.1,
-            label=f"{label} ({level:.1%})",
+            label=f"{label} ({level:.3g})" if is_loss else f"{label} ({level:.1%})",
             zorder=1,
         )
     axes.set_xlabel("communication round")
-    axes.set_ylabel(f"test {metric.replace('_', ' ')}")
+    axes.set_ylabel(metric if is_loss else f"test {metric.replace('_', ' ')}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    if is_loss:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(True, alpha=0.25)
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1:
