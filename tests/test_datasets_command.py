@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from trishul_ray import cli
+from trishul_ray.artifacts import client_labels
 from trishul_ray.data import dataset_names
 from trishul_ray.federation.world import prepare_rows, prepare_run
 from trishul_ray.report.summary import Holdings, partition_table
-from trishul_ray.runner import client_labels
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 the input is wrong (one line); 1 the run failed (one parag
 happened, what is kept and how to continue); 130 stopped by Ctrl-C.
 """
 
+import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -182,12 +183,12 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
+    from trishul_ray.artifacts import client_labels
     from trishul_ray.data.sources import dataset_names, describe_datasets
     from trishul_ray.federation.world import prepare_rows
     from trishul_ray.loading import load_experiment
     from trishul_ray.report.holdings import label_distribution
     from trishul_ray.report.summary import describe_partition, partition_table
-    from trishul_ray.runner import client_labels
     from trishul_ray.tracking.progress import RunProgress
 
     if not arguments:
@@ -267,18 +268,11 @@ def _load(arguments: list[str] | None) -> Any:
 
 def _how_to_continue(experiment: Any) -> str:
     # The words the person typed, so that the line can be pasted.
-    command = " ".join(_quoted(word) for word in ["trishul", *sys.argv[1:]])
-    command = command.replace(" --fresh", "")
+    command = shlex.join(["trishul", *sys.argv[1:]]).replace(" --fresh", "")
     return (
         f"Finished rounds are kept in {experiment.storage.runs}/{experiment.id}/checkpoints; "
         f"to continue: {command}"
     )
-
-
-def _quoted(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)
 
 
 def main() -> None:

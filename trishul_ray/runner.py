@@ -5,7 +5,6 @@ read, not repeated. Figures and the adapter are made from the final state alone.
 """
 
 import json
-import math
 import tempfile
 import time
 import uuid
@@ -15,18 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
-from trishul_ray.adapters.export import export_merged, export_peft
-from trishul_ray.data.partition import skewed_by
+from trishul_ray.artifacts import write_artifacts
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.contract import changed_sources
 from trishul_ray.federation.coordinator import Final, Progressed
 from trishul_ray.federation.drive import Driver, open_driver
-from trishul_ray.federation.jobs import survey_in
 from trishul_ray.federation.result import (
     config_yaml,
     flat_config,
@@ -37,21 +33,14 @@ from trishul_ray.federation.result import (
     summarize,
     versions,
 )
-from trishul_ray.federation.workbench import global_model
 from trishul_ray.federation.world import (
     Places,
     Prepared,
-    adapt_to,
-    build_workbench,
     check_fits,
     prepare_rows,
     prepare_run,
 )
 from trishul_ray.models.pretrain import ensure_backbone
-from trishul_ray.models.registry import quiet_transformers
-from trishul_ray.report.figures import heads_per_layer, metric_curve, spectra
-from trishul_ray.report.holdings import label_distribution
-from trishul_ray.report.summary import Holdings
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
@@ -159,7 +148,7 @@ def _run(
         progress.phase("writing results")
         home.write("metrics.parquet", metrics_parquet(final.records))
         with tempfile.TemporaryDirectory() as scratch:
-            _write_artifacts(experiment, prepared, final, Path(scratch))
+            write_artifacts(experiment, prepared, final, Path(scratch))
             home.upload_folder(Path(scratch))
             wall = time.perf_counter() - began
             summary = summarize(experiment, final, wall_seconds=wall, run_id=tracker.run_id)
@@ -196,65 +185,6 @@ def _rounds(
         standing = driver.step()
         tell(standing, shown=len(standing.records))
     return driver.final()
-
-
-def _write_artifacts(
-    experiment: Experiment, prepared: Prepared, final: Final, folder: Path
-) -> None:
-    figures = folder / "figures"
-    figures.mkdir()
-    headline = final.blueprint.task.headline
-    measured = [r for r in final.records if headline in r]
-    metric_curve(
-        [r["round"] for r in measured],
-        {experiment.method.name: [r[headline] for r in measured]},
-        figures / f"{headline}.png",
-        references={"untouched backbone": measured[0][headline]},
-        metric=headline,
-    )
-    metric_curve(
-        [r["round"] for r in final.records],
-        {
-            "test": [r.get("loss", math.nan) for r in final.records],
-            "training, mean of the cohort": [r.get("train_loss", math.nan) for r in final.records],
-        },
-        figures / "loss.png",
-        metric="loss",
-    )
-    held = client_labels(prepared, experiment)
-    label_distribution(
-        held.counts, figures / "label_distribution.png", classes=held.names, what=held.what
-    )
-    if final.blueprint.heads:
-        heads = final.blueprint.heads
-        heads_per_layer(list(heads), list(heads.values()), figures / "heads_per_layer.png")
-    if final.spectra:
-        threshold = float(final.spectra["threshold"][0])
-        spectra(final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png")
-    bench = build_workbench(experiment, prepared)
-    adapt_to(bench, survey_in(final.broadcast))
-    trained = global_model(bench, final.broadcast, experiment.federation.rounds)
-    if trained.base or not bench.model.specs:
-        # The method moved the backbone itself: no adapter can hold that.
-        with quiet_transformers():
-            export_merged(bench.model, trained, folder / "model")
-    else:
-        export_peft(bench.model, trained, folder / "adapter", experiment.model.name)
-
-
-def client_labels(prepared: Prepared, experiment: Experiment) -> Holdings:
-    """Who holds what: by class, or by sub-dataset where the partition is by those."""
-    info, train, shards = prepared.dataset.info, prepared.dataset.train, prepared.shards
-    wanted = (skewed_by(info, experiment.partition), "label", "group")
-    column = next((name for name in wanted if name in train.columns), None)
-    if column is None:
-        return Holdings(shards.sizes[:, None], ("all",), "rows")
-    names = info.classes if column == "label" else info.groups
-    owner = np.repeat(np.arange(shards.clients), shards.sizes)
-    cells = owner * len(names) + train.column(column)[shards.permutation]
-    counts = np.bincount(cells, minlength=shards.clients * len(names))
-    what = "class" if column == "label" else "sub-dataset"
-    return Holdings(counts.reshape(-1, len(names)), names, what)
 
 
 def _open_tracker(experiment: Experiment, attempt: str) -> Tracker:

@@ -1,0 +1,83 @@
+"""What a finished run leaves to look at and to take away, made from its final state alone."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.data.partition import skewed_by
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.coordinator import Final
+from trishul_ray.federation.jobs import survey_in
+from trishul_ray.federation.workbench import global_model
+from trishul_ray.federation.world import Prepared, adapt_to, build_workbench
+from trishul_ray.models.registry import quiet_transformers
+from trishul_ray.report.figures import heads_per_layer, metric_curve, spectra
+from trishul_ray.report.holdings import label_distribution
+from trishul_ray.report.summary import Holdings
+
+
+def write_artifacts(experiment: Experiment, prepared: Prepared, final: Final, folder: Path) -> None:
+    """Figures into ``folder/figures``, and ``folder/adapter`` (PEFT) or ``folder/model``.
+
+    Args:
+        experiment: what was run.
+        prepared: its data and partition.
+        final: what it left.
+        folder: exists and is empty.
+    """
+    figures = folder / "figures"
+    figures.mkdir()
+    headline = final.blueprint.task.headline
+    measured = [r for r in final.records if headline in r]
+    metric_curve(
+        [r["round"] for r in measured],
+        {experiment.method.name: [r[headline] for r in measured]},
+        figures / f"{headline}.png",
+        references={"untouched backbone": measured[0][headline]},
+        metric=headline,
+    )
+    metric_curve(
+        [r["round"] for r in final.records],
+        {
+            "test": [r.get("loss", math.nan) for r in final.records],
+            "training, mean of the cohort": [r.get("train_loss", math.nan) for r in final.records],
+        },
+        figures / "loss.png",
+        metric="loss",
+    )
+    held = client_labels(prepared, experiment)
+    label_distribution(
+        held.counts, figures / "label_distribution.png", classes=held.names, what=held.what
+    )
+    if final.blueprint.heads:
+        heads = final.blueprint.heads
+        heads_per_layer(list(heads), list(heads.values()), figures / "heads_per_layer.png")
+    if final.spectra:
+        threshold = float(final.spectra["threshold"][0])
+        spectra(final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png")
+    bench = build_workbench(experiment, prepared)
+    adapt_to(bench, survey_in(final.broadcast))
+    trained = global_model(bench, final.broadcast, experiment.federation.rounds)
+    if trained.base or not bench.model.specs:
+        # The method moved the backbone itself: no adapter can hold that.
+        with quiet_transformers():
+            export_merged(bench.model, trained, folder / "model")
+    else:
+        export_peft(bench.model, trained, folder / "adapter", experiment.model.name)
+
+
+def client_labels(prepared: Prepared, experiment: Experiment) -> Holdings:
+    """Who holds what: by class, or by sub-dataset where the partition is by those."""
+    info, train, shards = prepared.dataset.info, prepared.dataset.train, prepared.shards
+    wanted = (skewed_by(info, experiment.partition), "label", "group")
+    column = next((name for name in wanted if name in train.columns), None)
+    if column is None:
+        return Holdings(shards.sizes[:, None], ("all",), "rows")
+    names = info.classes if column == "label" else info.groups
+    owner = np.repeat(np.arange(shards.clients), shards.sizes)
+    cells = owner * len(names) + train.column(column)[shards.permutation]
+    counts = np.bincount(cells, minlength=shards.clients * len(names))
+    what = "class" if column == "label" else "sub-dataset"
+    return Holdings(counts.reshape(-1, len(names)), names, what)
