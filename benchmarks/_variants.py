@@ -12,13 +12,17 @@ class Variant:
         method: name in the registry.
         settings: what differs from the method's defaults.
         tuned: False for a variant that takes over the learning rate of its method.
+        asked: True for a variant that is run only where it is named.
     """
 
     label: str
     method: str
     settings: tuple[str, ...] = ()
     tuned: bool = True
+    asked: bool = False
 
+
+_FROZEN = ("model.train_head=false",)
 
 #: By the name they have on the command line, in the order of the table.
 VARIANTS = {
@@ -39,6 +43,10 @@ VARIANTS = {
     # Under Adam the paper's λ = 0.01 shrinks a core by about a thousandth of a step; λ = 1 bites.
     "trishul": Variant("TRISHUL λ=0.01", "trishul", ("method.lam=0.01",)),
     "trishul-1": Variant("TRISHUL λ=1", "trishul", ("method.lam=1.0",), False),
+    # What a method does to the adapter, without what it does to a head that has all to learn.
+    "fedit-frozen": Variant("FedIT, frozen head", "fedit", _FROZEN, asked=True),
+    "scaffold-frozen": Variant("SCAFFOLD+LoRA, frozen head", "scaffold", _FROZEN, asked=True),
+    "trishul-frozen": Variant("TRISHUL λ=0.01, frozen head", "trishul", _FROZEN, asked=True),
 }
 
 

@@ -64,7 +64,8 @@ def _arguments() -> argparse.Namespace:
     parser = told_by(__doc__)
     add = parser.add_argument
     add("--name", default="comparison", help="of the results' files")
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME",
+    add("--variants", nargs="+", choices=list(VARIANTS), metavar="NAME",
+        default=[name for name, variant in VARIANTS.items() if not variant.asked],
         help=f"lines of the table: {', '.join(VARIANTS)}")  # fmt: skip
     add("--partitions", nargs="+", choices=["dirichlet", "iid"], default=["dirichlet", "iid"])
     add("--model", default=SMALL, help="backbone (default: %(default)s)")
