@@ -72,10 +72,12 @@ def open_client(uri: str) -> "MlflowClient":
         InputError: the store cannot be created, is not a database, or does not answer.
     """
     # Set before MLflow is first imported, which is when it reads them. Telemetry would phone
-    # home; the default of 7 retries of 120 s would hold a run for minutes on a lost server.
+    # home; the default of 7 retries of 120 s would hold a run for minutes on a lost server. The
+    # address of the run, which MLflow would print between our lines, the run prints itself.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
