@@ -131,12 +131,12 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; then `model=FOLDER` takes it
     """
-    from trishul_ray.experiment import ModelConfig
     from trishul_ray.federation.cluster import ray_session
     from trishul_ray.federation.world import Places
     from trishul_ray.loading import build_experiment
     from trishul_ray.models.pretrain import builtin_named
     from trishul_ray.models.pretrain import pretrain as train
+    from trishul_ray.sections import ModelConfig
     from trishul_ray.tracking.progress import RunProgress
 
     builtin = builtin_named(name, dataset)

@@ -24,7 +24,7 @@ from trishul_ray.rng import numpy_rng
 if TYPE_CHECKING:
     from trishul_ray.data.base import Split
     from trishul_ray.data.info import DatasetInfo
-    from trishul_ray.experiment import PartitionConfig
+    from trishul_ray.sections import PartitionConfig
 
 #: Draws of a per-label partition before rows are moved to reach the minimum size.
 REDRAWS = 10

@@ -21,7 +21,7 @@ from trishul_ray.data.own import OWN
 from trishul_ray.errors import CorruptFileError, InputError
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import DataConfig
+    from trishul_ray.sections import DataConfig
 
 #: ``progress(stage, fraction)``: what is being done, and how far it is, 0..1.
 Progress = Callable[[str, float], None]

@@ -32,7 +32,7 @@ from trishul_ray.methods.base import LocalRun, Method, State
 from trishul_ray.rng import numpy_rng, torch_rng
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import OptimizerConfig
+    from trishul_ray.sections import OptimizerConfig
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:

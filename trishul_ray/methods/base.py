@@ -25,7 +25,7 @@ from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import AdapterConfig, OptimizerConfig
+    from trishul_ray.sections import AdapterConfig, OptimizerConfig
 
 #: Keys of a broadcast that change what is frozen: ``base/<layer>`` is added to the frozen weight,
 #: ``constant/<layer>/<name>`` replaces a frozen tensor of the layer's adapter.

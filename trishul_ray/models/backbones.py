@@ -36,7 +36,7 @@ from trishul_ray.models.tiny import BUILTINS
 from trishul_ray.models.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.sections import ModelConfig
     from trishul_ray.tasks.base import Architecture
 
 #: transformers' class for each architecture a task may ask for. (They are untyped.)

@@ -34,7 +34,7 @@ from trishul_ray.models.registry import quiet_transformers
 from trishul_ray.models.tiny import BUILTINS, Builtin
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.sections import ModelConfig
 
 #: ``progress(stage, fraction)``.
 Progress = Callable[[str, float], None]

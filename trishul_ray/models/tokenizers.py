@@ -14,7 +14,7 @@ from trishul_ray.models.registry import not_found, quiet_transformers, resolve_m
 from trishul_ray.models.tiny import BUILTINS
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.sections import ModelConfig
 
 
 def load_tokenizer(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trishul_ray.data.base import Split
-    from trishul_ray.experiment import ModelConfig
+    from trishul_ray.sections import ModelConfig
 
 #: Rows that are tokenized in one call.
 CHUNK = 500
