@@ -45,6 +45,11 @@ class Run:
         name = self.summary["headline"]
         return [(m["round"], m[name]) for m in self.metrics if m[name] is not None]
 
+    def told(self) -> dict[str, Any]:
+        """All of it but the folders, which are one machine's."""
+        config = {k: v for k, v in self.summary["config"].items() if k != "storage"}
+        return self.summary | {"config": config, "curve": self.curve, "metrics": self.metrics}
+
     def mean(self, name: str) -> float | None:
         """A metric averaged over the rounds that have it; None where the method has none."""
         found = [m[name] for m in self.metrics if m.get(name) is not None]

@@ -130,10 +130,7 @@ def section_of(options: argparse.Namespace, runs: dict[str, Run], figure: Path) 
             f"{steps} steps on all rows; all 7,532 test posts, without headers and quotes",
             "s / round: median with evaluation; both runs at a time, on one CPU thread each",
         ],
-        data={
-            label: run.summary | {"curve": run.curve, "metrics": run.metrics}
-            for label, run in runs.items()
-        },
+        data={label: run.told() for label, run in runs.items()},
         figure=figure.name,
     )
 

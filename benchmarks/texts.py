@@ -149,7 +149,7 @@ def section_of(options: argparse.Namespace, runs: dict[str, Run], figure: Path) 
             "the models are two blocks of width 128 on bytes: the scores say nothing of a method",
             "s / round: median with evaluation, several runs at a time on one CPU thread each",
         ],
-        data={label: run.summary | {"metrics": run.metrics} for label, run in runs.items()},
+        data={label: run.told() for label, run in runs.items()},
         figure=figure.name,
     )
 
