@@ -5,20 +5,42 @@ by the platform's contract the bytes are those of the Ray backend. A run that is
 folder of runs is read, an interrupted one is continued.
 """
 
+import argparse
 import io
 import multiprocessing
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from _results import RESULTS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.runner import Outcome, run_experiment
 from trishul_ray.tracking.progress import RunProgress
+
+#: Options of :func:`add_places`, which change no number and stay out of a report.
+PLACES = ("hub", "cache", "runs", "out")
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Where a script that runs whole experiments finds and puts things."""
+    add = parser.add_argument
+    add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
+    add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
+    add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """How an experiment is run here, as overrides: inline, untracked, in the places asked for."""
+    places = {name: getattr(options, name) for name in ("hub", "cache", "runs")}
+    storage = [f"storage.{name}={path}" for name, path in places.items() if path is not None]
+    return ["resources.backend=inline", "tracking.mlflow=false", *storage]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import RESULTS, Report, Section, told_by, wide_console
-from _runs import Run, run_all
+from _results import Report, Section, told_by, wide_console
+from _runs import PLACES, Run, add_places, run_all, words_of
 from _setups import SMALL
 from _variants import VARIANTS, rate_of, tuned_for
 from rich.console import Console
@@ -44,7 +44,7 @@ def main() -> None:
     """Grid, comparison, report."""
     options = _arguments()
     console = wide_console()
-    private = ("hub", "cache", "runs", "out", "name")
+    private = (*PLACES, "name")
     report = Report(
         options.name, {k: v for k, v in vars(options).items() if k not in private}, console
     )
@@ -83,10 +83,7 @@ def _arguments() -> argparse.Namespace:
     add("--rates-from", choices=["each", "dirichlet", "iid"], default="each",
         help="take the rates of one partition's grid for all (default: each its own)")  # fmt: skip
     add("--processes", type=int, default=2, help="runs at a time, each on one CPU thread")
-    add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
-    add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
-    add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    add_places(parser)
     return parser.parse_args()
 
 
@@ -94,9 +91,6 @@ def experiment_of(
     options: argparse.Namespace, name: str, lr: float, seed: int, rounds: int, partition: str
 ) -> Experiment:
     """The experiment of one cell."""
-    storage = [f"storage.runs={options.runs}"]
-    storage += [f"storage.hub={options.hub}"] if options.hub else []
-    storage += [f"storage.cache={options.cache}"] if options.cache else []
     variant = VARIANTS[name]
     return load_experiment(
         None,
@@ -119,9 +113,7 @@ def experiment_of(
             f"evaluation.every={min(options.evaluate_every, rounds)}",
             # On a CPU larger batches leave the cache: 256 took a fifth longer for an image.
             "evaluation.batch_size=64",
-            "resources.backend=inline",
-            "tracking.mlflow=false",
-            *storage,
+            *words_of(options),
         ],
     )
 

@@ -14,8 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import RESULTS, Report, Section, told_by, wide_console
-from _runs import Run, run_all
+from _results import Report, Section, told_by, wide_console
+from _runs import PLACES, Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
@@ -29,8 +29,7 @@ def main() -> None:
     """Run both, draw them, write the page."""
     options = _arguments()
     console = wide_console()
-    private = ("hub", "cache", "runs", "out")
-    told = {key: value for key, value in vars(options).items() if key not in private}
+    told = {key: value for key, value in vars(options).items() if key not in PLACES}
     report = Report("newsgroups", told, console)
     try:
         federated = experiment_of(options)
@@ -49,27 +48,21 @@ def _arguments() -> argparse.Namespace:
     add("--method", default="trishul")
     add("--budget", type=int, default=16, help="trainables, as a LoRA rank per matrix")
     add("--precision", choices=["fp32", "bf16"], default="bf16", help="of the frozen backbone")
-    add("--max-length", type=int, default=128, help="tokens of a post that are read")
+    add("--max-length", type=int, default=64, help="tokens of a post that are read")
     add("--clients", type=int, default=20)
     add("--alpha", type=float, default=0.3, help="Dirichlet concentration")
-    add("--rounds", type=int, default=20)
-    add("--local-steps", type=int, default=50)
+    add("--rounds", type=int, default=40)
+    add("--local-steps", type=int, default=40)
     add("--batch-size", type=int, default=32)
-    add("--lr", type=float, default=3e-3, help="Adam's learning rate")
-    add("--evaluate-every", type=int, default=2)
+    add("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    add("--evaluate-every", type=int, default=4)
     add("--seed", type=int, default=1)
-    add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
-    add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
-    add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    add_places(parser)
     return parser.parse_args()
 
 
 def experiment_of(options: argparse.Namespace) -> Experiment:
     """The federated run."""
-    storage = [f"storage.runs={options.runs}"]
-    storage += [f"storage.hub={options.hub}"] if options.hub else []
-    storage += [f"storage.cache={options.cache}"] if options.cache else []
     return load_experiment(
         None,
         [
@@ -89,9 +82,7 @@ def experiment_of(options: argparse.Namespace) -> Experiment:
             f"federation.batch_size={options.batch_size}",
             f"federation.rounds={options.rounds}",
             f"evaluation.every={min(options.evaluate_every, options.rounds)}",
-            "resources.backend=inline",
-            "tracking.mlflow=false",
-            *storage,
+            *words_of(options),
         ],
     )
 

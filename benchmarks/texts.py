@@ -15,8 +15,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import RESULTS, Report, Section, told_by, wide_console
-from _runs import Run, run_all
+from _results import Report, Section, told_by, wide_console
+from _runs import PLACES, Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
@@ -43,7 +43,7 @@ def main() -> None:
     """Run all, draw them, write the page."""
     options = _arguments()
     console = wide_console()
-    private = ("hub", "cache", "runs", "out", "processes")
+    private = (*PLACES, "processes")
     told = {key: value for key, value in vars(options).items() if key not in private}
     report = Report("texts", told, console)
     try:
@@ -73,10 +73,7 @@ def _arguments() -> argparse.Namespace:
     add("--test-rows", type=int, default=200, help="rows of each test set that are measured")
     add("--seed", type=int, default=1)
     add("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: CPUs)")
-    add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
-    add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
-    add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    add_places(parser)
     return parser.parse_args()
 
 
@@ -84,9 +81,6 @@ def experiment_of(
     options: argparse.Namespace, dataset: str, model: str, words: list[str]
 ) -> Experiment:
     """One of the runs."""
-    storage = [f"storage.runs={options.runs}"]
-    storage += [f"storage.hub={options.hub}"] if options.hub else []
-    storage += [f"storage.cache={options.cache}"] if options.cache else []
     return load_experiment(
         None,
         [
@@ -100,10 +94,8 @@ def experiment_of(
             f"federation.batch_size={options.batch_size}",
             f"federation.rounds={options.rounds}",
             f"evaluation.limit={options.test_rows}",
-            "resources.backend=inline",
-            "tracking.mlflow=false",
             *words,
-            *storage,
+            *words_of(options),
         ],
     )
 
