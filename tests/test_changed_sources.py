@@ -2,14 +2,16 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from trishul_ray import cli
+from trishul_ray.errors import InputError
 from trishul_ray.federation.contract import changed_sources
 from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.world import build_workbench, prepare_run
 from trishul_ray.loading import load_experiment
 from trishul_ray.models.bytelevel import byte_tokenizer
 from trishul_ray.models.objectives import new_backbone
@@ -148,6 +150,20 @@ def test_an_export_is_of_the_backbone_that_was_trained_on(trishul, place):
     told = " ".join(said.split())
     assert code == 1 and f"run {run} was made with other weights of the backbone" in told
     assert not (place / "other").exists()
+
+
+def test_a_node_with_other_data_than_the_drivers_is_named(place):
+    """An actor that does not see the driver's cache prepares the data again, from its own files."""
+    experiment = load_experiment(None, WORDS)
+    prepared = prepare_run(experiment)
+    elsewhere = experiment.storage.model_copy(update={"cache": str(place / "node")})
+    there = experiment.model_copy(update={"storage": elsewhere})
+    moved = replace(prepared.dataset, folder=place / "not-here")
+    away = replace(prepared, dataset=moved)
+    assert build_workbench(there, away).sources == build_workbench(experiment, prepared).sources
+    write_notes(place, "other")
+    with pytest.raises(InputError, match=r"^node .* has other data than the driver: data\.path, "):
+        build_workbench(there, away)
 
 
 def test_only_what_is_known_on_both_sides_can_differ():

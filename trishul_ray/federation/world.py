@@ -169,7 +169,10 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         dataset, task, sources = _dataset_and_task(experiment)
         changed = changed_sources(prepared.sources, sources)
         if changed:
-            raise InputError(f"{socket.gethostname()} has other {changed} than the driver")
+            raise InputError(
+                f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
+                "storage.hub and folders of models must hold the same on every node"
+            )
     device = pick_device(experiment)
     ensure_backbone(experiment.model, places.cache, hub=places.hub, on_ray=False)
     backbone, origin = resident_backbone(
