@@ -33,15 +33,11 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize(
     ("overrides", "actors"),
     [
-        (["resources.actors=1"], 1),
-        (["resources.actors=2"], 2),
         (["federation.clients_per_actor=1"], 4),
         (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
     ],
     ids=[
-        "one actor",
-        "two actors",
         "an actor per client",
         "surveyed heads",
         "masked heads",
@@ -50,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 def test_the_number_of_actors_changes_nothing(
     small, inline_result, assert_same, drive_to_end, overrides, actors
 ):
+    """One actor and two, with every method: see test_every_method.py."""
     experiment = small(*overrides)
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         assert isinstance(driver, RayDriver)
