@@ -8,8 +8,8 @@ import numpy as np
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.data.partition import skewed_by
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.coordinator import Final
 from trishul_ray.federation.jobs import survey_in
+from trishul_ray.federation.standing import Final
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.federation.world import Prepared, adapt_to, build_workbench
 from trishul_ray.models.registry import quiet_transformers

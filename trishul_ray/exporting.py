@@ -9,9 +9,9 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.contract import changed_sources
-from trishul_ray.federation.coordinator import open_checkpoints
 from trishul_ray.federation.jobs import Arrays, survey_in
 from trishul_ray.federation.server import broadcast_of
+from trishul_ray.federation.standing import open_checkpoints
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.federation.world import adapt_to, build_workbench, prepare_run
 from trishul_ray.loading import build_experiment

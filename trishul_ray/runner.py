@@ -21,7 +21,6 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.contract import changed_sources
-from trishul_ray.federation.coordinator import Final, Progressed
 from trishul_ray.federation.drive import Driver, open_driver
 from trishul_ray.federation.result import (
     config_yaml,
@@ -33,6 +32,7 @@ from trishul_ray.federation.result import (
     summarize,
     versions,
 )
+from trishul_ray.federation.standing import Final, Progressed
 from trishul_ray.federation.world import (
     Places,
     Prepared,

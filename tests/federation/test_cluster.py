@@ -8,7 +8,8 @@ import pytest
 import ray
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation.cluster import Surroundings, ray_session
+from trishul_ray.federation.cluster import ray_session
+from trishul_ray.federation.surroundings import Surroundings
 
 
 @ray.remote(num_cpus=1)

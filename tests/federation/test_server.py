@@ -10,10 +10,10 @@ import pytest
 from trishul_ray.errors import RunError
 from trishul_ray.federation.capacity import capacity
 from trishul_ray.federation.checkpoint import CheckpointStore
-from trishul_ray.federation.coordinator import open_checkpoints
 from trishul_ray.federation.drive import InlineDriver
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.standing import open_checkpoints
 from trishul_ray.federation.world import prepare_run
 from trishul_ray.storage import Store
 

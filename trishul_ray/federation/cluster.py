@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from urllib.parse import urlsplit
 
@@ -160,23 +159,3 @@ def beside_driver() -> NodeAffinitySchedulingStrategy | None:
     if ray.util.get_current_placement_group() is not None:
         return None
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What paths and settings mean in the driver, for actors that a daemon started elsewhere."""
-
-    folder: str
-    variables: dict[str, str]
-
-    @classmethod
-    def here(cls) -> "Surroundings":
-        """This process's working folder and its settings of this package and of the hub."""
-        kept = {k: v for k, v in os.environ.items() if k.startswith(("TRISHUL_", "HF_"))}
-        return cls(os.getcwd(), kept)
-
-    def enter(self) -> None:
-        """Take them over, as far as this machine has the folder."""
-        os.environ.update(self.variables)
-        if os.path.isdir(self.folder):
-            os.chdir(self.folder)

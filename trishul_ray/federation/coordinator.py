@@ -1,80 +1,23 @@
 """The coordinator actor: owns the client actors of one run and drives its rounds.
 
 It holds no state that is not in the newest checkpoint: killed and restarted, its first call starts
-new client actors and continues after the last whole round.
+new client actors and continues after the last whole round. Client actors take longest to come up,
+so they are asked for before this process imports what it needs itself.
 """
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
-from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
-from trishul_ray.federation.cluster import Surroundings
-from trishul_ray.federation.contract import Blueprint
-from trishul_ray.federation.jobs import Arrays
-from trishul_ray.federation.pool import ActorPool
+from trishul_ray.federation.client import start_clients
 from trishul_ray.federation.resources import Slices
-from trishul_ray.federation.server import Server
-from trishul_ray.storage import Store
+from trishul_ray.federation.surroundings import Surroundings
 
-
-@dataclass(frozen=True)
-class Progressed:
-    """What one step brought."""
-
-    records: list[dict[str, Any]]  # complete records, oldest first
-    events: list[str]
-    round: int  # the last aggregated round
-    finished: bool
-
-
-@dataclass(frozen=True)
-class Final:
-    """What a finished run leaves."""
-
-    state: Arrays
-    digest: str
-    records: list[dict[str, Any]]
-    spectra: Arrays
-    blueprint: Blueprint
-    attempt: str
-    broadcast: Arrays  # the global model as it would go out next
-
-
-def open_checkpoints(experiment: Experiment) -> CheckpointStore:
-    """The checkpoints of an experiment's run, under ``storage.runs``."""
-    folder = Store.open(experiment.storage.runs).child(experiment.id).child("checkpoints")
-    return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)
-
-
-def standing_of(server: Server) -> Progressed:
-    """What a server has before its next step."""
-    return Progressed(
-        server.complete_records(), server.drain_events(), server.round, server.finished
-    )
-
-
-def progress_of(server: Server) -> Progressed:
-    """Take one step and say what it brought."""
-    records = server.step()
-    return Progressed(records, server.drain_events(), server.round, server.finished)
-
-
-def final_of(server: Server) -> Final:
-    """The result of a finished server."""
-    return Final(
-        state=server.state,
-        digest=state_digest(server.state),
-        records=server.records,
-        spectra=server.spectra,
-        blueprint=server.blueprint,
-        attempt=server.attempt,
-        broadcast=server.broadcast(),
-    )
+if TYPE_CHECKING:
+    from trishul_ray.federation.pool import ActorPool
+    from trishul_ray.federation.server import Server
+    from trishul_ray.federation.standing import Final, Progressed
 
 
 @ray.remote
@@ -93,16 +36,15 @@ class Coordinator:
             surroundings: what relative paths mean.
         """
         surroundings.enter()
-        self.settings = Experiment.model_validate(experiment)
-        # Sums of the server, too, depend on the number of threads.
-        torch.set_num_threads(self.settings.resources.threads)
+        self.experiment = experiment
         self.slices = slices
         self.attempt = attempt
         self.surroundings = surroundings
+        self.clients: list[Any] | None = None
         self.pool: ActorPool | None = None
         self._server: Server | None = None
 
-    def _run(self, prepared: list[Any]) -> Server:
+    def _run(self, prepared: list[Any]) -> "Server":
         """The run: started, or found in the newest checkpoint, by whichever call comes first.
 
         Args:
@@ -110,15 +52,27 @@ class Coordinator:
                 passes it on unread.
         """
         if self._server is None:
-            self.pool = self.pool or ActorPool(
-                self.settings, prepared[0], self.slices, self.surroundings
-            )
-            checkpoints = open_checkpoints(self.settings)
-            self._server = Server(self.settings, self.pool, checkpoints, self.attempt)
+            if self.clients is None:
+                self.clients = start_clients(
+                    self.experiment, prepared[0], self.slices, self.surroundings
+                )
+            import torch
+
+            from trishul_ray.experiment import Experiment
+            from trishul_ray.federation.pool import ActorPool
+            from trishul_ray.federation.server import Server
+            from trishul_ray.federation.standing import open_checkpoints
+
+            settings = Experiment.model_validate(self.experiment)
+            # Sums of the server, too, depend on the number of threads.
+            torch.set_num_threads(settings.resources.threads)
+            self.pool = self.pool or ActorPool(self.clients)
+            checkpoints = open_checkpoints(settings)
+            self._server = Server(settings, self.pool, checkpoints, self.attempt)
         return self._server
 
     @ray.method(max_task_retries=-1)
-    def begin(self, prepared: list[Any]) -> Progressed:
+    def begin(self, prepared: list[Any]) -> "Progressed":
         """What is there already: records of a resumed run, the first events.
 
         Repeated by Ray, after a restart, as long as there are restarts.
@@ -127,17 +81,25 @@ class Coordinator:
             InputError: the client actors cannot be built from this input.
             RunError: no client actor came up.
         """
-        return standing_of(self._run(prepared))
+        server = self._run(prepared)
+        from trishul_ray.federation.standing import standing_of
 
-    def step(self, prepared: list[Any]) -> Progressed:
+        return standing_of(server)
+
+    def step(self, prepared: list[Any]) -> "Progressed":
         """One round, or nothing if the run is finished."""
         server = self._run(prepared)
+        from trishul_ray.federation.standing import progress_of, standing_of
+
         return standing_of(server) if server.finished else progress_of(server)
 
     @ray.method(max_task_retries=-1)
-    def final(self, prepared: list[Any]) -> Final:
+    def final(self, prepared: list[Any]) -> "Final":
         """The result."""
-        return final_of(self._run(prepared))
+        server = self._run(prepared)
+        from trishul_ray.federation.standing import final_of
+
+        return final_of(server)
 
     def processes(self) -> list[int]:
         """Operating-system processes: this one, then the client actors'."""

@@ -13,9 +13,13 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.cluster import Surroundings, beside_driver, room_for, slices_here
-from trishul_ray.federation.coordinator import (
-    Coordinator,
+from trishul_ray.federation.cluster import beside_driver, room_for, slices_here
+from trishul_ray.federation.coordinator import Coordinator
+from trishul_ray.federation.inline import InlineExecutor, pinned_threads
+from trishul_ray.federation.pool import cause_of
+from trishul_ray.federation.resources import Slices
+from trishul_ray.federation.server import Server
+from trishul_ray.federation.standing import (
     Final,
     Progressed,
     final_of,
@@ -23,10 +27,7 @@ from trishul_ray.federation.coordinator import (
     progress_of,
     standing_of,
 )
-from trishul_ray.federation.inline import InlineExecutor, pinned_threads
-from trishul_ray.federation.pool import cause_of
-from trishul_ray.federation.resources import Slices
-from trishul_ray.federation.server import Server
+from trishul_ray.federation.surroundings import Surroundings
 from trishul_ray.federation.world import Prepared
 from trishul_ray.storage import Store
 

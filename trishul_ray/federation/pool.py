@@ -16,13 +16,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.experiment import Experiment
-from trishul_ray.federation.client import ClientActor
-from trishul_ray.federation.cluster import Surroundings
 from trishul_ray.federation.contract import Blueprint, Outcome
 from trishul_ray.federation.jobs import Arrays, EvalJob, Job, SurveyJob, TrainJob, Upload
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, partial_sum
-from trishul_ray.federation.resources import Slices
 
 
 def cause_of(error: Exception) -> str:
@@ -47,44 +43,23 @@ def _cause_of_death(error: RayActorError) -> str:
 
 
 class ActorPool:
-    """Client actors of one run. Owned by the process that makes it; dies with it."""
+    """Client actors of one run, owned by the process that started them; they die with it."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        prepared: Any,
-        slices: Slices,
-        surroundings: Surroundings | None = None,
-    ) -> None:
-        """Ask for the actors and wait for the first; the others join as they come up.
+    def __init__(self, started: Sequence[Any]) -> None:
+        """Wait for the first actor; the others join as they come up.
 
         So a run on a busy cluster starts with what it gets, and two runs that each hold a part
         of what both want never wait for each other.
 
         Args:
-            experiment: what they build their workbenches from.
-            prepared: a reference to a :class:`~trishul_ray.federation.world.Prepared` in the
-                object store, so that one copy serves all.
-            slices: how many actors, with what each.
-            surroundings: what relative paths mean; default what they mean here.
+            started: of :func:`~trishul_ray.federation.client.start_clients`.
 
         Raises:
-            InputError: an actor could not build its workbench from this input.
+            InputError: an actor could not build its workbench from its input.
             RunError: no actor came up.
         """
         self.restarts = 0
         self._events: list[str] = []
-        limit = experiment.resources.max_restarts
-        remote = ClientActor.options(  # type: ignore[attr-defined]  # added by ray.remote
-            num_cpus=slices.cpus,
-            num_gpus=slices.gpus,
-            max_restarts=limit,
-            max_task_retries=limit,
-        )
-        plain, around = experiment.to_dict(), surroundings or Surroundings.here()
-        started = [
-            remote.remote(plain, prepared, slices.gpus, around) for _ in range(slices.actors)
-        ]
         #: Actors that take jobs, in the order in which they came up.
         self.actors: list[Any] = []
         self._pids: dict[Any, int] = {}

@@ -10,9 +10,12 @@ Nothing here opens a placement group.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import Experiment
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Slices:
 
 
 def plan_slices(
-    experiment: Experiment,
+    experiment: "Experiment",
     free: Mapping[str, float],
     total: Mapping[str, float] | None = None,
 ) -> Slices:
@@ -83,7 +86,7 @@ def plan_slices(
     return Slices(actors, cpus, gpus)
 
 
-def slices_of_bundles(experiment: Experiment, bundles: Sequence[Mapping[str, float]]) -> Slices:
+def slices_of_bundles(experiment: "Experiment", bundles: Sequence[Mapping[str, float]]) -> Slices:
     """The slices that a placement group's bundles hold, whoever made it.
 
     Bundles made by :meth:`Slices.bundles` give back those slices. In any other group (a trial

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.coordinator import Final
+from trishul_ray.federation.standing import Final
 from trishul_ray.version import NUMERICS, __version__
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
