@@ -11,7 +11,7 @@ import trishul_ray
 
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-FOUNDATION = {"errors", "rng", "version"}
+FOUNDATION = {"errors", "rng", "sections", "version"}
 
 #: What a part of the package may import of it, beside itself. A part is a folder or a file.
 MAY_IMPORT = {
@@ -30,6 +30,7 @@ MAY_NOT_IMPORT = {
     "federation": {"tuning", "report", "runner", "cli"},
     "report": {"tuning", "runner", "cli"},
     "doctor": {"tuning", "report", "runner", "cli"},
+    "artifacts": {"tuning", "runner", "cli"},
     "runner": {"tuning", "cli"},
     "tuning": {"cli"},
 }
@@ -139,6 +140,17 @@ def test_a_method_never_imports_another_methods_file():
     assert len(methods) >= 3
     for name, path in methods.items():
         assert not (ours(path) & set(methods)) - {name}, name
+
+
+def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported():
+    script = (
+        "import sys, trishul_ray.federation.coordinator\n"
+        "print(*sorted({'torch', 'transformers', 'pydantic', 'pyarrow.parquet'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
+    )
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 
 
 def test_the_core_runs_where_ray_mlflow_and_datasets_are_not_installed():
