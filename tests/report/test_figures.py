@@ -31,6 +31,15 @@ def test_metric_curve_draws_every_line_and_reference(tmp_path, pixels):
     assert path == tmp_path / "deep" / "a.png"
 
 
+@pytest.mark.parametrize("count", [2, 7, 14])
+@pytest.mark.parametrize("length", [5, 30])
+def test_a_legend_stays_within_the_figure(tmp_path, pixels, count, length):
+    series = {f"{n}{'W' * (length - 2)}"[:length]: [0.1, 0.5 + n / 50] for n in range(count)}
+    picture = pixels(metric_curve([0, 1], series, tmp_path / "a.png"))
+    edges = np.concatenate([picture[:, :2].reshape(-1, 3), picture[:, -2:].reshape(-1, 3)])
+    assert (edges > 250).all()
+
+
 def test_metric_curve_of_one_round(tmp_path, pixels):
     pixels(metric_curve([1], {"a": [0.5]}, tmp_path / "a.png"))
 

@@ -34,6 +34,32 @@ def bare(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """A legend under the axes, if there are several lines: in as many columns as there is room for.
+
+    Widths are those of the letters as drawn.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < 2:
+        return
+    canvas = figure.canvas
+    assert isinstance(canvas, FigureCanvasAgg)
+    for columns in range(len(labels), 0, -1):
+        legend = figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=10 if len(labels) <= 9 else 8,
+        )
+        renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]  # of matplotlib
+        width = legend.get_window_extent(renderer).width
+        if width <= figure.bbox.width or columns == 1:
+            return
+        legend.remove()
+
+
 def save(figure: Figure, path: Path | str) -> Path:
     """Write the figure as PNG, making its folder; returns the path."""
     target = Path(path)

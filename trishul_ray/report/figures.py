@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.canvas import GREY, new_axes, save
+from trishul_ray.report.canvas import GREY, legend_below, new_axes, save
 
 # Okabe & Ito (2008), without yellow, which is too faint for a line on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -80,13 +80,7 @@ def metric_curve(
     else:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(True, alpha=0.25)
-    labels = axes.get_legend_handles_labels()[1]
-    if len(labels) > 1:
-        size = 10 if len(labels) <= 9 else 8
-        # Inches of a column: the longest label and the line before it, at that size of letters.
-        width = 0.0064 * size * (max(map(len, labels)) + 7)
-        columns = min(len(labels), max(1, int(7.0 / width)))
-        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=size)
+    legend_below(figure, axes)
     return save(figure, path)
 
 
