@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import close_session
 
 from trishul_ray.data import prepare
 from trishul_ray.data.hub import HubRepo
@@ -65,6 +66,22 @@ def test_a_hub_dataset_that_is_nowhere_is_named(tmp_path, monkeypatch):
     assert "\n" not in said
     with pytest.raises(InputError, match=r"data.path='films' must be owner/name"):
         own("films", tmp_path)
+
+
+def test_attempts_to_reach_the_hub_print_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
+    # Nobody answers there, on a machine with a network either.
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    close_session()
+    waits = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
+    with pytest.raises(InputError, match=r"the Hugging Face hub did not give it"):
+        own("me/films", tmp_path)
+    close_session()
+    assert waits  # it was tried again
+    assert [r for r in caplog.records if r.name.startswith("huggingface_hub")] == []
 
 
 def test_the_hub_itself_gives_what_a_mirror_gives(tmp_path, monkeypatch):

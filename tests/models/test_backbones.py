@@ -235,6 +235,7 @@ def test_without_network_one_line_says_where_it_was_looked_for(tmp_path):
     )  # fmt: skip
     said = done.stdout.strip()
     assert said.startswith("model.name='nobody/vit' not found: no mirror is set (storage.hub")
+    assert "; set TRISHUL_HUB to a folder with nobody/vit/config.json and its weights, " in said
     assert "\n" not in said and done.stderr.strip() == ""
 
 

@@ -4,7 +4,9 @@ A mirror is a folder that holds ``<owner>/<dataset>/...`` with the files of the 
 """
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,9 +77,10 @@ class HubRepo:
         files = {split: self.fetch.format(split=split)} if self.fetch else None
         name = None if self.fetch else self.config
         try:
-            loaded = datasets.load_dataset(
-                self.repo, name, data_files=files, split=split, revision=self.revision
-            )
+            with _quiet_attempts():
+                loaded = datasets.load_dataset(
+                    self.repo, name, data_files=files, split=split, revision=self.revision
+                )
         except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
             raise _refused(error) from error
         wanted = [column for column in columns or () if column in loaded.column_names]
@@ -98,10 +101,26 @@ class HubRepo:
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
-            names = datasets.get_dataset_split_names(self.repo, self.config, revision=self.revision)
+            with _quiet_attempts():
+                names = datasets.get_dataset_split_names(
+                    self.repo, self.config, revision=self.revision
+                )
         except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
             raise _refused(error) from error
         return tuple(str(name) for name in names)
+
+
+@contextmanager
+def _quiet_attempts() -> Iterator[None]:
+    """Without the hub client's lines on each of its attempts; what came of them, we say."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
 
 
 def _refused(error: Exception) -> InputError:

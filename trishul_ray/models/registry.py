@@ -190,7 +190,8 @@ def not_found(
     looked = f"mirror {hub} does not hold it" if hub else "no mirror is set"
     return InputError(
         f"model.name={config.name!r} not found: {looked} (storage.hub or TRISHUL_HUB), and the "
-        f"Hugging Face hub did not give it: {reason}"
+        f"Hugging Face hub did not give it: {reason.rstrip('.')}; set TRISHUL_HUB to a folder with "
+        f"{where}/config.json and its weights, name their folder, or run once with internet"
     )
 
 
