@@ -1,4 +1,4 @@
-"""Every registered method: on actors, through a kill and a resume, it gives the inline bytes."""
+"""Every registered method: one actor, two actors, a kill and a resume give the inline bytes."""
 
 import os
 import signal
@@ -11,9 +11,6 @@ from trishul_ray.methods.registry import method_class, method_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
-#: Methods with a state at clients, a survey, masks or weights that move: what actors must be sent
-#: anew. The others are continued in this process, which takes no actors to start.
-RESUMED_BY_TWO_ACTORS = {"scaffold", "hetlora", "fedsb", "fedex", "ravan", "trishul"}
 #: What makes a method keep state of its own at clients, beside limited compute where it can.
 STATEFUL = {"hetlora": ["method.prune=true"]}
 
@@ -27,9 +24,7 @@ def test_actors_a_kill_and_a_resume_change_nothing(
         words.append("federation.compute=uniform")
     # Three of three clients every round: what a client keeps is used again.
     words.append("federation.clients=3")
-    on_two = name in RESUMED_BY_TWO_ACTORS
-    rest = "resources.actors=2" if on_two else "resources.backend=inline"
-    one, two = small(*words, "resources.actors=1"), small(*words, rest)
+    one, two = small(*words, "resources.actors=1"), small(*words, "resources.actors=2")
     assert one.id == two.id
     prepared = prepare_run(one)
     with open_driver(one, prepared, "a") as driver:
@@ -39,6 +34,6 @@ def test_actors_a_kill_and_a_resume_change_nothing(
             os.kill(process, signal.SIGKILL)
     with open_driver(two, prepared, "a") as driver:
         result = drive_to_end(driver)
-        assert not on_two or driver.slices.actors == 2
+        assert driver.slices.actors == 2
     assert [event for event in result.events if "continuing after round 1" in event] != []
     assert_same(result, inline_result(one))
