@@ -203,6 +203,24 @@ def start(cache, tmp_path):
 
 
 @pytest.fixture
+def called(monkeypatch, capsys):
+    """``called("run", ...)`` -> exit code, stdout, stderr of the command, in this process."""
+    from trishul_ray import cli
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["trishul", *map(str, words)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
 def trishul(start):
     """``trishul("run", "seed=1", ...)`` -> the command line under way, with a small experiment."""
     return functools.partial(start, sys.executable, "-u", "-m", "trishul_ray.cli")

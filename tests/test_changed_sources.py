@@ -1,13 +1,11 @@
 """Data or weights that change under a run: it is refused by name, never mixed with what was."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from trishul_ray import cli
 from trishul_ray.errors import InputError
 from trishul_ray.federation.contract import changed_sources
 from trishul_ray.federation.drive import InlineDriver
@@ -60,17 +58,12 @@ def change_weights(folder):
 
 
 @pytest.fixture
-def trishul(place, monkeypatch, capsys):
+def trishul(place, called):
     """``trishul("run")`` -> exit code and standard error."""
 
-    def call(command, *words):
-        monkeypatch.setattr(sys, "argv", ["trishul", command, *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, capsys.readouterr().err
+    def call(*words):
+        code, _, said = called(*words)
+        return code, said
 
     return call
 

@@ -1,7 +1,7 @@
 """``trishul datasets``: every dataset in a line, and who holds what before anything trains."""
 
+import functools
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -14,22 +14,12 @@ from trishul_ray.report.summary import Holdings, partition_table
 
 
 @pytest.fixture
-def datasets(monkeypatch, capsys, cache):
+def datasets(monkeypatch, called, cache):
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.delenv("TRISHUL_HUB", raising=False)
     monkeypatch.setattr(cli.out, "_width", 120)
 
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["trishul", "datasets", *map(str, words)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+    return functools.partial(called, "datasets")
 
 
 def test_every_dataset_has_a_line(datasets):

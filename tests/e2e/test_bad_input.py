@@ -37,7 +37,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def trishul(monkeypatch, capsys, tmp_path, cache):
+def trishul(monkeypatch, called, tmp_path, cache):
     """``trishul("run", ...)`` -> (exit code, standard error), in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
@@ -45,13 +45,8 @@ def trishul(monkeypatch, capsys, tmp_path, cache):
     monkeypatch.delenv("TRISHUL_HUB", raising=False)
 
     def call(*words):
-        monkeypatch.setattr(sys, "argv", ["trishul", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, capsys.readouterr().err
+        code, _, said = called(*words)
+        return code, said
 
     return call
 

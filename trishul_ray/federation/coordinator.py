@@ -40,7 +40,6 @@ class Coordinator:
         self.slices = slices
         self.attempt = attempt
         self.surroundings = surroundings
-        self.clients: list[Any] | None = None
         self.pool: ActorPool | None = None
         self._server: Server | None = None
 
@@ -52,10 +51,11 @@ class Coordinator:
                 passes it on unread.
         """
         if self._server is None:
-            if self.clients is None:
-                self.clients = start_clients(
-                    self.experiment, prepared[0], self.slices, self.surroundings
-                )
+            started = (
+                start_clients(self.experiment, prepared[0], self.slices, self.surroundings)
+                if self.pool is None
+                else []
+            )
             import torch
 
             from trishul_ray.experiment import Experiment
@@ -66,7 +66,7 @@ class Coordinator:
             settings = Experiment.model_validate(self.experiment)
             # Sums of the server, too, depend on the number of threads.
             torch.set_num_threads(settings.resources.threads)
-            self.pool = self.pool or ActorPool(self.clients)
+            self.pool = self.pool or ActorPool(started)
             checkpoints = open_checkpoints(settings)
             self._server = Server(settings, self.pool, checkpoints, self.attempt)
         return self._server
