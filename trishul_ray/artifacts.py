@@ -18,7 +18,9 @@ from trishul_ray.report.holdings import label_distribution
 from trishul_ray.report.summary import Holdings
 
 
-def write_artifacts(experiment: Experiment, prepared: Prepared, final: Final, folder: Path) -> None:
+def write_artifacts(
+    experiment: Experiment, prepared: Prepared, final: Final, folder: Path, note: str | None = None
+) -> None:
     """Figures into ``folder/figures``, and ``folder/adapter`` (PEFT) or ``folder/model``.
 
     Args:
@@ -26,6 +28,7 @@ def write_artifacts(experiment: Experiment, prepared: Prepared, final: Final, fo
         prepared: its data and partition.
         final: what it left.
         folder: exists and is empty.
+        note: stands above every figure.
     """
     figures = folder / "figures"
     figures.mkdir()
@@ -37,6 +40,7 @@ def write_artifacts(experiment: Experiment, prepared: Prepared, final: Final, fo
         figures / f"{headline}.png",
         references={"untouched backbone": measured[0][headline]},
         metric=headline,
+        note=note,
     )
     metric_curve(
         [r["round"] for r in final.records],
@@ -46,17 +50,24 @@ def write_artifacts(experiment: Experiment, prepared: Prepared, final: Final, fo
         },
         figures / "loss.png",
         metric="loss",
+        note=note,
     )
     held = client_labels(prepared, experiment)
     label_distribution(
-        held.counts, figures / "label_distribution.png", classes=held.names, what=held.what
+        held.counts,
+        figures / "label_distribution.png",
+        classes=held.names,
+        what=held.what,
+        note=note,
     )
     if final.blueprint.heads:
         heads = final.blueprint.heads
-        heads_per_layer(list(heads), list(heads.values()), figures / "heads_per_layer.png")
+        path = figures / "heads_per_layer.png"
+        heads_per_layer(list(heads), list(heads.values()), path, note=note)
     if final.spectra:
         threshold = float(final.spectra["threshold"][0])
-        spectra(final.spectra["before"], final.spectra["after"], threshold, figures / "spectra.png")
+        path = figures / "spectra.png"
+        spectra(final.spectra["before"], final.spectra["after"], threshold, path, note=note)
     bench = build_workbench(experiment, prepared)
     adapt_to(bench, survey_in(final.broadcast))
     trained = global_model(bench, final.broadcast, experiment.federation.rounds)

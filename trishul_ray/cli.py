@@ -69,7 +69,7 @@ def run(
     can change a number makes a different run with an id of its own.
     """
     from trishul_ray.federation.result import config_yaml
-    from trishul_ray.report.summary import summary_table
+    from trishul_ray.report.summary import data_sentence, summary_table
     from trishul_ray.runner import central_twin
 
     experiment = _load(arguments)
@@ -83,6 +83,7 @@ def run(
     results = [(label, _run_one(label, twin, fresh)) for label, twin in twins]
     out.print(summary_table([(label, o.summary) for label, o in results]))
     first = results[0][1]
+    out.print(f"data      {data_sentence(first.summary)}", highlight=False, soft_wrap=True)
     out.print(f"result    {first.home.uri}/result.json", highlight=False, soft_wrap=True)
     out.print(f"figures   {first.home.uri}/figures", highlight=False, soft_wrap=True)
     kind, what = ("adapter", "(PEFT)") if first.home.exists("adapter") else ("model", "(merged)")
@@ -187,7 +188,7 @@ def datasets(
     """
     from trishul_ray.artifacts import client_labels
     from trishul_ray.data.sources import dataset_names
-    from trishul_ray.federation.world import prepare_rows
+    from trishul_ray.federation.world import coverage_of, prepare_rows
     from trishul_ray.loading import load_experiment
     from trishul_ray.report.holdings import label_distribution
     from trishul_ray.report.listings import datasets_table
@@ -208,10 +209,10 @@ def datasets(
     held = client_labels(prepared, experiment)
     out.print(describe_partition(held, experiment), highlight=False, soft_wrap=True)
     out.print(partition_table(held))
-    source = f"{prepared.dataset.info.source}, {len(prepared.dataset.test)} test rows"
-    out.print(f"from      {source}", highlight=False, soft_wrap=True)
+    data = coverage_of(experiment, prepared.dataset).sentence
+    out.print(f"data      {data}", highlight=False, soft_wrap=True)
     if picture is not None:
-        label_distribution(held.counts, picture, classes=held.names, what=held.what)
+        label_distribution(held.counts, picture, classes=held.names, what=held.what, note=data)
         out.print(f"picture   {picture}", highlight=False, soft_wrap=True)
 
 

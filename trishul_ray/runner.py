@@ -10,13 +10,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from trishul_ray.artifacts import write_artifacts
+from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
@@ -37,6 +38,7 @@ from trishul_ray.federation.world import (
     Places,
     Prepared,
     check_fits,
+    coverage_of,
     prepare_rows,
     prepare_run,
 )
@@ -130,11 +132,15 @@ def _run(
     experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
 ) -> Outcome:
     began = time.perf_counter()
+    coverage = coverage_of(experiment, prepared.dataset)
+    if coverage.part:
+        progress.note(coverage.sentence)
     tracker: Tracker = NullRun()
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            tracker = _open_tracker(experiment, attempt)
+            tracker = _open_tracker(experiment, attempt, coverage)
+            _log_data(tracker, prepared, coverage)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")
@@ -152,10 +158,12 @@ def _run(
         progress.phase("writing results")
         home.write("metrics.parquet", metrics_parquet(final.records))
         with tempfile.TemporaryDirectory() as scratch:
-            write_artifacts(experiment, prepared, final, Path(scratch))
+            write_artifacts(experiment, prepared, final, Path(scratch), note=coverage.sentence)
             home.upload_folder(Path(scratch))
             wall = time.perf_counter() - began
-            summary = summarize(experiment, final, wall_seconds=wall, run_id=tracker.run_id)
+            summary = summarize(
+                experiment, final, coverage, wall_seconds=wall, run_id=tracker.run_id
+            )
             home.write("result.json", result_json(summary))
             for name in ("config.yaml", "result.json", "metrics.parquet"):
                 (Path(scratch) / name).write_bytes(home.read(name))
@@ -191,7 +199,7 @@ def _rounds(
     return driver.final()
 
 
-def _open_tracker(experiment: Experiment, attempt: str) -> Tracker:
+def _open_tracker(experiment: Experiment, attempt: str, coverage: Coverage) -> Tracker:
     options = experiment.tracking
     if not options.mlflow:
         return NullRun()
@@ -200,10 +208,31 @@ def _open_tracker(experiment: Experiment, attempt: str) -> Tracker:
         options.experiment,
         attempt,
         f"{experiment.name}-{experiment.method.name}-{experiment.id}",
-        flat_config(experiment),
-        tags={"trishul.id": experiment.id} | {f"version.{k}": v for k, v in versions().items()},
+        flat_config(experiment)
+        | flatten({"rows": {"train": asdict(coverage.train), "test": asdict(coverage.test)}}),
+        tags={
+            "trishul.id": experiment.id,
+            "trishul.data": coverage.sentence,
+            "trishul.part": str(coverage.part),
+        }
+        | {f"version.{k}": v for k, v in versions().items()},
         parent_run=options.parent_run,
     )
+
+
+def _log_data(tracker: Tracker, prepared: Prepared, coverage: Coverage) -> None:
+    """Name the rows that are trained on and scored as inputs of the tracking run."""
+    for context, split, rows in (
+        ("training", "train", coverage.train),
+        ("evaluation", "test", coverage.test),
+    ):
+        tracker.log_data(
+            f"{coverage.dataset} {split}",
+            digest=prepared.dataset.split(split).fingerprint[:16],
+            source=coverage.source,
+            context=context,
+            profile=asdict(rows) | {"revision": coverage.revision},
+        )
 
 
 def _command_of(experiment: Experiment) -> str | None:

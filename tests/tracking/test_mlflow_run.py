@@ -227,3 +227,15 @@ def test_a_killed_driver_continues_its_run(uri):
     again = open_run(uri)
     assert again.run_id == run_id
     assert again.missing([1, 2]) == [2]
+
+
+def test_rows_are_inputs_of_the_run_once_however_often_it_is_resumed(uri):
+    for _ in range(2):
+        run = open_run(uri)
+        run.log_data("mine train", "abc", "mirror:me/mine", "training", {"used": 3, "official": 9})
+        assert run.finish() == []
+    (found,) = MlflowClient(uri).get_run(run.run_id).inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("mine train", "abc")
+    assert json.loads(found.dataset.source) == {"source": "mirror:me/mine"}
+    assert json.loads(found.dataset.profile) == {"used": 3, "official": 9}
+    assert {tag.key: tag.value for tag in found.tags} == {"mlflow.data.context": "training"}

@@ -23,6 +23,7 @@ class Digits:
     name = "digits"
     description = "8x8 handwritten digits, 1,000 / 497, nothing to download"
     splits = tuple(SPLIT_SIZES)
+    official = SPLIT_SIZES
 
     def key(self, hub: Path | None) -> str:
         """What decides the rows, beside the format: the package's data never change."""

@@ -5,6 +5,7 @@ A mirror is a folder that holds ``<owner>/<dataset>/...`` with the files of the 
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,24 @@ class HubRepo:
                 pattern = layout.format(split=lacking[0])
                 raise InputError(f"mirror {folder} lacks {pattern} of {self.repo}")
         return None
+
+    def mirrored_revision(self, hub: Path | None, files: Sequence[Path]) -> str | None:
+        """Return the commit from which files of the mirror were downloaded, where that is known.
+
+        ``hf download --local-dir`` notes each file's commit in the first line of
+        ``.cache/huggingface/download/<file>.metadata``; all files must agree.
+        """
+        if hub is None:
+            return None
+        folder = hub / self.repo
+        notes = folder / ".cache" / "huggingface" / "download"
+        found = set()
+        for file in files:
+            note = notes / f"{file.relative_to(folder)}.metadata"
+            lines = note.read_text(errors="replace").splitlines() if note.is_file() else []
+            found.add(lines[0].strip() if lines else "")
+        revision = found.pop() if len(found) == 1 else ""
+        return revision if re.fullmatch("[0-9a-f]{40}", revision) else None
 
     def download(self, split: str, columns: Sequence[str] | None = None) -> pa.Table:
         """A split from the hub or from its own offline cache; images stay encoded.

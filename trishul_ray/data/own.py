@@ -40,6 +40,7 @@ class OwnData:
     columns: Mapping[str, str]
     test_share: float
     splits = ("train", "test")
+    official = None
 
     def _key(self, state: str) -> str:
         return f"{state}\n{sorted(self.columns.items())}\n{self.test_share!r}"

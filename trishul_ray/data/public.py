@@ -1,7 +1,7 @@
 """A public dataset: from a mirror, else from its original archives, else from the hub.
 
 Where the rows are from the hub or from the archives, their number must be the official one. A
-mirror may hold a part; the dataset's ``source`` then says how much.
+mirror may hold a part; :mod:`trishul_ray.data.coverage` says how much.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +81,11 @@ class PublicDataset:
     archive: Archive | None = None
     splits: tuple[str, ...] = ("train", "test")
 
+    @property
+    def official(self) -> dict[str, int]:
+        """Published numbers of ``train`` and ``test`` rows."""
+        return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
+
     def key(self, hub: Path | None) -> str:
         """What decides the rows, beside the format: the local files, or the hub's revision."""
         files = self.repo.mirrored(hub, tuple(self.sizes))
@@ -138,7 +143,8 @@ class PublicDataset:
         if files is None:
             self._check_sizes(found, f"hub dataset {self.repo.repo}")
             return found, names, self.repo.key
-        return found, names, f"mirror:{self.repo.repo}{self._share(found)}"
+        revision = self.repo.mirrored_revision(hub, [f for split in files.values() for f in split])
+        return found, names, f"mirror:{self.repo.repo}" + (f"@{revision}" if revision else "")
 
     def _decode(self, tables: Sequence[tuple[str, pa.Table]], tell: Tell) -> Columns:
         parts = []
@@ -149,10 +155,6 @@ class PublicDataset:
 
             parts.append(self.layout.decode(table, where, told))
         return join(parts)
-
-    def _share(self, found: Mapping[str, Columns]) -> str:
-        have, all_rows = sum(map(length, found.values())), sum(self.sizes.values())
-        return "" if have == all_rows else f", {have} of {all_rows} official rows"
 
     def _check_sizes(self, found: Mapping[str, Columns], where: str) -> None:
         for split, rows in self.sizes.items():

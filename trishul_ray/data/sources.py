@@ -45,6 +45,11 @@ class Source(Protocol):
         """Splits that :meth:`read` gives."""
         ...
 
+    @property
+    def official(self) -> Mapping[str, int] | None:
+        """Published numbers of ``train`` and ``test`` rows; None for one's own data."""
+        ...
+
     def key(self, hub: Path | None) -> str:
         """Text that changes whenever the rows may."""
         ...
@@ -70,6 +75,11 @@ def describe_datasets() -> dict[str, str]:
         name: _SOURCES[name].description if name in _SOURCES else OWN[name].description
         for name in dataset_names()
     }
+
+
+def official_rows(name: str) -> Mapping[str, int] | None:
+    """Return the published numbers of ``train`` and ``test`` rows; None for one's own data."""
+    return _SOURCES[name].official if name in _SOURCES else None
 
 
 def prepare(

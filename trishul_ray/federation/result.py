@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 import yaml
 
+from trishul_ray.data.coverage import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.standing import Final
 from trishul_ray.version import NUMERICS, __version__
@@ -83,7 +84,12 @@ def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | 
 
 
 def summarize(
-    experiment: Experiment, final: Final, *, wall_seconds: float, run_id: str | None
+    experiment: Experiment,
+    final: Final,
+    coverage: Coverage,
+    *,
+    wall_seconds: float,
+    run_id: str | None,
 ) -> dict[str, Any]:
     """The content of result.json. The last round is the headline; the best stands beside it."""
     task = final.blueprint.task
@@ -95,6 +101,7 @@ def summarize(
         "name": experiment.name,
         "status": "finished",
         "headline": task.headline,
+        "data": coverage.to_json(),
         "final": _metrics(measured[-1], ("round", *task.metrics)),
         "best": _metrics(best, ("round", *task.metrics)),
         "untouched": _metrics(measured[0], task.metrics),

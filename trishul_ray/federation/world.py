@@ -15,6 +15,7 @@ import torch
 from trishul_ray.adapters.attach import AdaptedModel, find_layers
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.data.base import PreparedDataset
+from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.encoding import encode
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.sources import prepare
@@ -91,6 +92,11 @@ def prepare_rows(experiment: Experiment, progress: Progress | None = None) -> Pr
     places = Places.of(experiment)
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
     return Prepared(dataset, deal(dataset, experiment), {"rows": dataset.fingerprint})
+
+
+def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
+    """Return how many rows of a dataset the experiment trains on and scores."""
+    return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
 
 
 def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:

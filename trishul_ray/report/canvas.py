@@ -4,6 +4,7 @@ Figures are objects of their own, drawn by Agg: no pyplot, no display, no state 
 they may be drawn from any thread.
 """
 
+import textwrap
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -60,8 +61,12 @@ def legend_below(figure: Figure, axes: Axes) -> None:
         legend.remove()
 
 
-def save(figure: Figure, path: Path | str) -> Path:
-    """Write the figure as PNG, making its folder; returns the path."""
+def save(figure: Figure, path: Path | str, note: str | None = None) -> Path:
+    """Write the figure as PNG, making its folder, with a note above it; returns the path."""
+    if note:
+        # About 14 letters of this size to an inch.
+        lines = textwrap.wrap(note, int(14 * figure.get_figwidth()), break_long_words=True)
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=8, color=GREY)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # No software or date in the file: the same numbers give the same bytes.

@@ -26,6 +26,7 @@ def metric_curve(
     path: Path | str,
     references: Mapping[str, float] | None = None,
     metric: str = "accuracy",
+    note: str | None = None,
 ) -> Path:
     """A metric over rounds, one line for each series: a loss as it is, a share in percent.
 
@@ -35,6 +36,7 @@ def metric_curve(
         path: the PNG file to write.
         references: label to a value drawn as a level line, such as the untouched backbone.
         metric: its name, for the axis; ``loss`` for a loss.
+        note: what the numbers are numbers of, in small letters above the figure.
 
     Returns:
         ``path``.
@@ -81,10 +83,16 @@ def metric_curve(
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(True, alpha=0.25)
     legend_below(figure, axes)
-    return save(figure, path)
+    return save(figure, path, note)
 
 
-def spectra(before: ArrayLike, after: ArrayLike, threshold: float, path: Path | str) -> Path:
+def spectra(
+    before: ArrayLike,
+    after: ArrayLike,
+    threshold: float,
+    path: Path | str,
+    note: str | None = None,
+) -> Path:
     """Singular values of the cores before and after the prox: median and middle 80 percent.
 
     Args:
@@ -92,6 +100,7 @@ def spectra(before: ArrayLike, after: ArrayLike, threshold: float, path: Path | 
         after: the same cores [n, r] after it.
         threshold: what the prox took off each singular value (λ η); drawn as a level.
         path: the PNG file to write.
+        note: what the numbers are numbers of, in small letters above the figure.
 
     Returns:
         ``path``.
@@ -129,16 +138,19 @@ def spectra(before: ArrayLike, after: ArrayLike, threshold: float, path: Path | 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
     axes.grid(True, alpha=0.25)
     axes.legend(loc="upper right", frameon=False)
-    return save(figure, path)
+    return save(figure, path, note)
 
 
-def heads_per_layer(blocks: Sequence[str], heads: Sequence[int], path: Path | str) -> Path:
+def heads_per_layer(
+    blocks: Sequence[str], heads: Sequence[int], path: Path | str, note: str | None = None
+) -> Path:
     """How many heads the allocation gave to each block.
 
     Args:
         blocks: names from input to output; what all share at either end is not shown.
         heads: heads of each block.
         path: the PNG file to write.
+        note: what the numbers are numbers of, in small letters above the figure.
 
     Returns:
         ``path``.
@@ -173,8 +185,8 @@ def heads_per_layer(blocks: Sequence[str], heads: Sequence[int], path: Path | st
     axes.set_ylim(0, max(*heads, mean, 1) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(True, axis="y", alpha=0.25)
-    figure.legend(loc="outside upper right", frameon=False)
-    return save(figure, path)
+    figure.legend(loc="outside lower right", frameon=False)
+    return save(figure, path, note)
 
 
 def _short(names: Sequence[str]) -> list[str]:

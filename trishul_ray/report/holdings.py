@@ -19,6 +19,7 @@ def label_distribution(
     path: Path | str,
     classes: Sequence[str] | None = None,
     what: str = "class",
+    note: str | None = None,
 ) -> Path:
     """Who holds what: the share of every class in a client's rows, and the client's size.
 
@@ -31,6 +32,7 @@ def label_distribution(
         path: the PNG file to write.
         classes: names of the K classes.
         what: what a class is, for the axis.
+        note: what the numbers are numbers of, in small letters above the figure.
 
     Returns:
         ``path``.
@@ -93,7 +95,7 @@ def label_distribution(
         axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         title = f"{clients} clients, {int(rows.sum()):,} rows"
     size_axes.set_title(title, fontsize=10)
-    return save(figure, path)
+    return save(figure, path, note)
 
 
 def _groups(shares: NDArray[np.float64]) -> list[NDArray[np.intp]]:

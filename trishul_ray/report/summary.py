@@ -27,6 +27,25 @@ def describe(experiment: Experiment) -> str:
     )
 
 
+def data_word(summary: dict[str, Any]) -> str:
+    """Return ``part`` for a score of other than the whole dataset, and nothing for the whole.
+
+    ``unknown`` marks a result of an older version, which did not record it.
+    """
+    data = summary.get("data")
+    if data is None:
+        return "unknown"
+    return "part" if data["part"] else ""
+
+
+def data_sentence(summary: dict[str, Any]) -> str:
+    """Return what a result's scores are scores of: dataset, rows, source, revision."""
+    data = summary.get("data")
+    if data is None:
+        return f"{summary['config']['data']['name']}: how many of its rows was not recorded"
+    return str(data["sentence"])
+
+
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """The final metric of each run beside that of the untouched backbone, with cost.
 
@@ -34,14 +53,18 @@ def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
         results: a label and the content of result.json, for each run.
     """
     headline = results[0][1]["headline"]
-    table = Table("", headline, "loss", "trained", "up / down", "time")
+    words = [data_word(summary) for _, summary in results]
+    column = ("data",) if any(words) else ()
+    table = Table("", *column, headline, "loss", "trained", "up / down", "time")
     first = results[0][1]["untouched"]
-    table.add_row("untouched backbone", f"{first[headline]:.2%}", f"{first['loss']:.4f}")
-    for label, summary in results:
+    cells = (f"{first[headline]:.2%}", f"{first['loss']:.4f}")
+    table.add_row("untouched backbone", *words[: len(column)], *cells)
+    for word, (label, summary) in zip(words, results, strict=True):
         final = summary["final"]
         up, down = summary["uploaded_parameters"], summary["downloaded_parameters"]
         table.add_row(
             f"{label} {summary['config']['method']['name']}",
+            *([word] if column else []),
             f"{final[headline]:.2%}",
             f"{final['loss']:.4f}",
             count(sum(summary["parameters"].values())),

@@ -56,6 +56,11 @@ class Tracker(Protocol):
     def missing(self, steps: Iterable[int]) -> list[int]:
         """Those of ``steps`` that have not been logged, in order."""
 
+    def log_data(
+        self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
+    ) -> None:
+        """Log the rows that the run reads as a dataset input."""
+
     def log_artifacts(self, folder: Path | str, under: str | None = None) -> None:
         """Log every file of a local folder."""
 
@@ -80,7 +85,7 @@ class MlflowRun:
         self._run_id: str = run.info.run_id
         self._logged: set[int] | None = None
         self._waiting: dict[int, dict[str, float]] = {}
-        self._refused_folders: list[str] = []
+        self._refused: list[str] = []
 
     @classmethod
     def open(
@@ -172,6 +177,36 @@ class MlflowRun:
         logged = self.logged_steps()
         return sorted(step for step in set(steps) if step not in logged)
 
+    def log_data(
+        self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
+    ) -> None:
+        """Log the rows that the run reads as a dataset input, once however often it is resumed.
+
+        A store that fails does not stop the run: :meth:`finish` names what it would not take.
+
+        Args:
+            name: of the dataset.
+            digest: of its rows, at most 36 characters.
+            source: where the rows came from.
+            context: what they are for, ``training`` or ``evaluation``.
+            profile: facts about them, e.g. their number.
+        """
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+        from mlflow.exceptions import MlflowException
+
+        dataset = Dataset(
+            name=name,
+            digest=digest,
+            source_type=source.partition(":")[0],
+            source=json.dumps({"source": redact(source)}),
+            profile=json.dumps(dict(profile)),
+        )
+        tags = [InputTag("mlflow.data.context", context)]
+        try:
+            self._client.log_inputs(self._run_id, datasets=[DatasetInput(dataset, tags)])
+        except MlflowException:
+            self._refused.append(f"dataset {name}")
+
     def log_artifacts(self, folder: Path | str, under: str | None = None) -> None:
         """Log every file of a local folder, at ``under`` within the run's artifacts.
 
@@ -187,7 +222,7 @@ class MlflowRun:
         try:
             self._client.log_artifacts(self._run_id, str(folder), artifact_path=under)
         except (MlflowException, OSError):
-            self._refused_folders.append(f"folder {folder}")
+            self._refused.append(f"folder {folder}")
 
     def set_tags(self, tags: Mapping[str, Scalar]) -> None:
         """Set tags of the run; secrets are masked or left out."""
@@ -203,7 +238,7 @@ class MlflowRun:
         from mlflow.exceptions import MlflowException
 
         self._send_waiting()
-        refused = [f"round {step}" for step in sorted(self._waiting)] + self._refused_folders
+        refused = [f"round {step}" for step in sorted(self._waiting)] + self._refused
         try:
             self._client.set_terminated(self._run_id, status=status)
         except MlflowException:
@@ -273,6 +308,11 @@ class NullRun:
         return []
 
     def log_artifacts(self, folder: Path | str, under: str | None = None) -> None:
+        """Nothing."""
+
+    def log_data(
+        self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
+    ) -> None:
         """Nothing."""
 
     def set_tags(self, tags: Mapping[str, Scalar]) -> None:

@@ -1,0 +1,109 @@
+"""A part of a dataset never poses as the whole."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trishul_ray.data import prepare
+from trishul_ray.data.catalog import PUBLIC, SST2
+from trishul_ray.data.coverage import Rows, measure_coverage
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    """A mirror with 4 of QQP's training rows and 2 of its test rows."""
+    folder = tmp_path / "hub/nyu-mll/glue"
+    (folder / "qqp").mkdir(parents=True)
+    for split, rows in (("train", 4), ("validation", 2)):
+        text = [f"q{n}" for n in range(rows)]
+        columns = {"question1": text, "question2": text, "label": [n % 2 for n in range(rows)]}
+        pq.write_table(pa.table(columns), folder / f"qqp/{split}-00000-of-00001.parquet")
+    return folder
+
+
+def note_revision(mirror, revisions):
+    notes = mirror / ".cache/huggingface/download/qqp"
+    notes.mkdir(parents=True, exist_ok=True)
+    for split, revision in revisions.items():
+        file = notes / f"{split}-00000-of-00001.parquet.metadata"
+        file.write_text(f"{revision}\netag\n1700000000.0\n")
+
+
+def test_a_mirror_with_a_part_says_so_of_each_split(mirror, tmp_path):
+    data = prepare("glue/qqp", cache=tmp_path / "cache", hub=tmp_path / "hub")
+    found = measure_coverage(data)
+    assert found.part and found.revision is None
+    assert found.train == Rows(4, 4, 363_846) and found.test == Rows(2, 2, 40_430)
+    assert found.sentence == (
+        "part of glue/qqp: 4 of 363,846 training rows, 2 of 40,430 test rows scored; "
+        "mirror:nyu-mll/glue, revision unknown"
+    )
+
+
+def test_a_mirror_that_the_hubs_client_filled_knows_its_revision(mirror, tmp_path):
+    note_revision(mirror, {"train": REVISION, "validation": REVISION})
+    data = prepare("glue/qqp", cache=tmp_path / "cache", hub=tmp_path / "hub")
+    found = measure_coverage(data)
+    assert found.revision == REVISION and found.sentence.endswith(f"mirror:nyu-mll/glue@{REVISION}")
+
+
+@pytest.mark.parametrize(
+    "revisions",
+    [
+        {"train": REVISION},
+        {"train": REVISION, "validation": REVISION[::-1]},
+        {"train": "main", "validation": "main"},
+    ],
+)
+def test_a_revision_that_does_not_hold_for_every_file_is_unknown(mirror, tmp_path, revisions):
+    note_revision(mirror, revisions)
+    data = prepare("glue/qqp", cache=tmp_path / "cache", hub=tmp_path / "hub")
+    assert measure_coverage(data).revision is None
+
+
+def test_rows_missing_in_one_split_are_not_made_up_for_by_the_other(mirror, tmp_path, monkeypatch):
+    # As many rows in all as the published dataset has, but one test row short.
+    monkeypatch.setitem(dict_of_sizes("glue/qqp"), "train", 3)
+    monkeypatch.setitem(dict_of_sizes("glue/qqp"), "validation", 3)
+    data = prepare("glue/qqp", cache=tmp_path / "cache", hub=tmp_path / "hub")
+    found = measure_coverage(data)
+    assert found.part and "4 of 3 training rows, 2 of 3 test rows" in found.sentence
+
+
+def dict_of_sizes(name):
+    return next(source.sizes for source in PUBLIC if source.name == name)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((None, None), "all of digits: 1,000 training rows, 497 test rows scored; scikit-learn"),
+        ((5000, 5000), "all of digits: 1,000 training rows, 497 test rows scored; scikit-learn"),
+        ((300, None), "part of digits: 300 of 1,000 training rows, 497 test rows scored;"),
+        ((None, 64), "part of digits: 1,000 training rows, 64 of 497 test rows scored;"),
+    ],
+)
+def test_limits_make_a_part(cache, limits, said):
+    found = measure_coverage(prepare("digits", cache=cache, hub=None), *limits)
+    assert found.sentence.startswith(said) and found.part == said.startswith("part")
+
+
+def test_your_own_rows_are_all_there_are(tmp_path):
+    from trishul_ray.sections import DataConfig
+
+    (tmp_path / "notes.csv").write_text("text,label\n" + "\n".join(f"a,{n % 2}" for n in range(10)))
+    own = DataConfig(name="table", path=str(tmp_path / "notes.csv"))
+    data = prepare(own, cache=tmp_path / "cache", hub=None)
+    found = measure_coverage(data)
+    assert not found.part and found.test == Rows(2, 2, 2)
+    assert "revision" not in found.sentence
+    limited = measure_coverage(data, test_limit=1)
+    assert limited.part and "1 of 2 test rows" in limited.sentence
+
+
+def test_the_official_test_rows_are_those_of_every_split_that_is_scored():
+    mnli = next(source for source in PUBLIC if source.name == "glue/mnli")
+    assert mnli.official == {"train": 392_702, "test": 9_815 + 9_832}
+    assert SST2.official == {"train": 67_349, "test": 872}

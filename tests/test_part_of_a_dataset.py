@@ -1,0 +1,80 @@
+"""A run on a part of a dataset says so: terminal, result, MLflow, and every figure."""
+
+import json
+
+import pytest
+from matplotlib.figure import Figure
+from mlflow.tracking import MlflowClient
+
+from trishul_ray import cli
+
+WORDS = [
+    "data.train_limit=300",
+    "resources.backend=inline",
+    "tracking.mlflow=true",
+    "federation.rounds=1",
+    "federation.local_steps=2",
+]
+SENTENCE = (
+    "part of digits: 300 of 1,000 training rows, 64 of 497 test rows scored; "
+    "scikit-learn load_digits"
+)
+
+
+@pytest.fixture(scope="module")
+def notes():
+    """What stands above each figure that is saved, by file name."""
+    found = {}
+    plain = Figure.savefig
+
+    def spied(figure, target, **options):
+        found[target.name] = figure.get_suptitle()
+        plain(figure, target, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", spied)
+        yield found
+
+
+def test_a_part_is_named_everywhere(called, small_words, cache, tmp_path, monkeypatch, notes):
+    monkeypatch.setattr(cli.out, "_width", 120)
+    runs = tmp_path / "runs"
+    places = [f"storage.cache={cache}", f"storage.runs={runs}"]
+    words = ["run", *(w for w in small_words if "mlflow" not in w), *places, *WORDS]
+    code, out, error = called(*words)
+    assert code == 0, error
+    assert f"data      {SENTENCE}" in out
+    table = [line.split() for line in out.splitlines() if "trishul" in line or "backbone" in line]
+    assert all("part" in line for line in table[:2])
+    assert SENTENCE in " ".join(error.split())  # before anything trains
+
+    (file,) = runs.glob("*/result.json")
+    result = json.loads(file.read_text())
+    assert result["data"] == {
+        "dataset": "digits",
+        "source": "scikit-learn load_digits",
+        "revision": None,
+        "train": {"used": 300, "held": 1000, "official": 1000},
+        "test": {"used": 64, "held": 497, "official": 497},
+        "part": True,
+        "sentence": SENTENCE,
+    }
+
+    figures = {path.name for path in file.parent.glob("figures/*.png")}
+    assert figures and figures == notes.keys()
+    assert {" ".join(note.split()) for note in notes.values()} == {SENTENCE}
+
+    run = MlflowClient(f"sqlite:///{runs}/mlflow.db").get_run(result["mlflow_run_id"])
+    assert run.data.tags["trishul.part"] == "True" and run.data.tags["trishul.data"] == SENTENCE
+    assert run.data.params["rows.train.used"] == "300"
+    assert run.data.params["rows.test.official"] == "497"
+    inputs = {i.tags[0].value: i.dataset for i in run.inputs.dataset_inputs}
+    assert inputs.keys() == {"training", "evaluation"}
+    assert json.loads(inputs["evaluation"].profile)["used"] == 64
+
+    # A result of an older version, which says nothing of its rows, is still shown.
+    del result["data"]
+    file.write_text(json.dumps(result))
+    code, out, error = called(*words)
+    assert code == 0 and "had finished before" in error
+    assert "digits: how many of its rows was not recorded" in out and "unknown" in out
