@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +17,18 @@ from trishul_ray.models.registry import quiet_transformers
 from trishul_ray.report.figures import heads_per_layer, metric_curve, spectra
 from trishul_ray.report.holdings import label_distribution
 from trishul_ray.report.summary import Holdings
+from trishul_ray.report.uploads import (
+    PANELS,
+    client_matrices,
+    diagnostics_curves,
+    uploaded_spectrum,
+)
 
 
 def write_artifacts(
     experiment: Experiment, prepared: Prepared, final: Final, folder: Path, note: str | None = None
 ) -> None:
-    """Figures into ``folder/figures``, and ``folder/adapter`` (PEFT) or ``folder/model``.
+    """Figures into ``folder/figures``, ``diagnostics.npz``, and ``adapter`` (PEFT) or ``model``.
 
     Args:
         experiment: what was run.
@@ -63,8 +70,15 @@ def write_artifacts(
     if final.blueprint.heads:
         heads = final.blueprint.heads
         path = figures / "heads_per_layer.png"
-        heads_per_layer(list(heads), list(heads.values()), path, note=note)
-    if final.spectra:
+        norms = [final.blueprint.block_norms[block] for block in heads]
+        heads_per_layer(list(heads), list(heads.values()), path, norms, note=note)
+    _draw_uploads(final, figures, note)
+    if final.spectra or final.matrices:
+        # Plain NumPy: the arrays of every round's clients, and the last spectra.
+        arrays: dict[str, Any] = dict(final.matrices)
+        arrays |= {f"spectrum_{key}": value for key, value in final.spectra.items()}
+        np.savez(folder / "diagnostics.npz", **arrays)
+    if "before" in final.spectra:
         threshold = float(final.spectra["threshold"][0])
         path = figures / "spectra.png"
         spectra(final.spectra["before"], final.spectra["after"], threshold, path, note=note)
@@ -77,6 +91,29 @@ def write_artifacts(
             export_merged(bench.model, trained, folder / "model")
     else:
         export_peft(bench.model, trained, folder / "adapter", experiment.model.name)
+
+
+def _draw_uploads(final: Final, figures: Path, note: str | None) -> None:
+    """Figures of the cores that clients sent; none for methods that send no cores."""
+    if "uploaded" in final.spectra:
+        uploaded_spectrum(final.spectra["uploaded"], figures / "uploaded_spectrum.png", note=note)
+    diagnosed = [r for r in final.records if "spectral_entropy" in r]
+    if diagnosed:
+        diagnostics_curves(
+            [r["round"] for r in diagnosed],
+            {name: [r.get(name, math.nan) for r in diagnosed] for name in PANELS},
+            {name: [r.get(f"delta_{name}", math.nan) for r in diagnosed] for name in PANELS},
+            figures / "spectral_diagnostics.png",
+            note=note,
+        )
+    if final.matrices and final.matrices["clients"].shape[1] > 1:
+        client_matrices(
+            final.matrices["clients"],
+            final.matrices["covariance"],
+            final.matrices["principal_angle_similarity"],
+            figures / "client_matrices.png",
+            note=note,
+        )
 
 
 def client_labels(prepared: Prepared, experiment: Experiment) -> Holdings:

@@ -16,6 +16,7 @@ def make(round_number, fill=1.0):
         client_states={3: {"variate": np.arange(4, dtype=np.float32)}},
         records=[{"round": 0, "accuracy": 0.5}, {"round": 1, "refused": {"2": "why"}}],
         spectra={"before": np.ones((2, 3))},
+        matrices={"covariance": np.ones((1, 2, 2))},
     )
 
 
@@ -34,6 +35,7 @@ def test_round_trip(store):
         found.client_states[3]["variate"], original.client_states[3]["variate"]
     )
     np.testing.assert_array_equal(found.spectra["before"], original.spectra["before"])
+    np.testing.assert_array_equal(found.matrices["covariance"], np.ones((1, 2, 2)))
 
 
 def test_keeps_the_newest_and_replaces_a_round(store):

@@ -15,16 +15,24 @@ from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.diagnostics import (
     aggregation_variance,
     client_covariance,
+    client_matrices,
     diagnose,
     dominant_direction_similarity,
     effective_rank,
     left_spectrum,
     principal_angle_similarity,
+    relative_variance,
     significant,
     spectral_entropy,
+    stack_spectra,
 )
 
-PAIRWISE = {"principal_angle_similarity", "dominant_similarity", "client_cosine"}
+PAIRWISE = {
+    "principal_angle_similarity",
+    "inconsistency_index",
+    "dominant_similarity",
+    "client_cosine",
+}
 
 
 def uploads(m: int = 3, n: int = 4, r: int = 6, seed: int = 0) -> Tensor:
@@ -172,7 +180,9 @@ def test_diagnose_by_hand():
             "top_singular_value": 2.0,
             "zeroed": 10 / 16,
             "aggregation_variance": (0 + 9) / 2,
+            "relative_variance": (0 + 9) / (2 + 0),
             "principal_angle_similarity": 1.0,
+            "inconsistency_index": 0.0,
             # u_1 is any unit vector of the first head's plane: the two are equal by construction
             "dominant_similarity": 1.0,
             "client_cosine": 0.0,
@@ -235,6 +245,79 @@ def test_one_client_and_zero_cores_have_no_pairs():
         "zeroed": 1.0,
         "aggregation_variance": 0.0,
     }
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    m=st.integers(1, 4),
+    n=st.integers(1, 3),
+    r=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    limited=st.booleans(),
+)
+def test_client_matrices_by_definition(m, n, r, seed, limited):
+    z = uploads(m, n, r, seed)
+    drawn = torch.rand(m, n, generator=torch_rng(seed, "active")) < 0.6
+    active = drawn if limited else torch.ones(m, n).bool()
+    rubbish = torch.where(active[..., None, None], z, torch.tensor(7.0))
+    found = client_matrices(rubbish, 2, active if limited else None)
+    cores = z.double().numpy()
+    for a in range(m):
+        for b in range(m):
+            common = [i for i in range(n) if active[a, i] and active[b, i]]
+            covariance = inner = 0.0
+            cosines, angles = [], []
+            for i in common:
+                trained = [c for c in range(m) if active[c, i]]
+                mean = np.mean([cores[c, i] for c in trained], axis=0)
+                covariance += ((cores[a, i] - mean) * (cores[b, i] - mean)).sum() / n
+                inner += (cores[a, i] * cores[b, i]).sum() / n
+                norms = np.linalg.norm(cores[a, i]) * np.linalg.norm(cores[b, i])
+                cosines.append((cores[a, i] * cores[b, i]).sum() / norms)
+                bases = [np.linalg.svd(cores[c, i])[0][:, :2] for c in (a, b)]
+                angles.append(np.mean(np.cos(scipy.linalg.subspace_angles(*bases)) ** 2))
+            assert float(found["covariance"][a, b]) == pytest.approx(covariance, abs=1e-9)
+            assert float(found["inner_products"][a, b]) == pytest.approx(inner, abs=1e-9)
+            wanted = np.mean(cosines) if common else math.nan
+            assert float(found["cosine"][a, b]) == pytest.approx(wanted, abs=1e-9, nan_ok=True)
+            wanted = np.mean(angles) if common else math.nan
+            same = pytest.approx(wanted, abs=1e-6, nan_ok=True)
+            assert float(found["principal_angle_similarity"][a, b]) == same
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    m=st.integers(1, 4), n=st.integers(1, 3), seed=st.integers(0, 99), scale=st.floats(1e-3, 1e3)
+)
+def test_relative_variance_is_noise_over_signal(m, n, seed, scale):
+    z = uploads(m, n, 3, seed)
+    weights = torch.rand(m, generator=torch_rng(seed, "weights")) + 0.1
+    cores, w = z.double().numpy(), (weights.double() / weights.double().sum()).numpy()
+    mean = np.einsum("c,cnij->nij", w, cores)
+    noise = sum(w[c] * ((cores[c] - mean) ** 2).sum() for c in range(m))
+    assert relative_variance(z, weights) == pytest.approx(noise / (mean**2).sum(), rel=1e-6)
+    assert relative_variance(z.double() * scale, weights) == pytest.approx(
+        relative_variance(z, weights), rel=1e-6, abs=1e-12
+    )
+
+
+def test_relative_variance_of_a_zero_mean_is_no_number():
+    z = torch.stack([torch.eye(2), -torch.eye(2)]).unsqueeze(1)
+    assert math.isnan(relative_variance(z, torch.ones(2)))
+    assert "relative_variance" not in diagnose(z, torch.ones(2), 1)
+
+
+def test_the_inconsistency_index_is_what_alignment_lacks_to_one():
+    same = uploads(1).expand(3, -1, -1, -1)
+    assert diagnose(same, torch.ones(3), 2)["inconsistency_index"] == pytest.approx(0.0, abs=1e-9)
+    found = diagnose(uploads(3, 2, 40), torch.ones(3), 4)
+    assert found["inconsistency_index"] == pytest.approx(0.9, abs=0.05)  # unrelated: 1 - k/r
+
+
+def test_spectra_of_several_ranks_are_padded():
+    stacked = stack_spectra([torch.ones(2, 3), torch.full((1, 1), 2.0)])
+    wanted = torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, math.nan, math.nan]])
+    torch.testing.assert_close(stacked, wanted, equal_nan=True)
 
 
 def test_nothing_to_diagnose():

@@ -36,7 +36,8 @@ class Checkpoint:
         state: the global state.
         client_states: persistent state of each client that has one.
         records: one record per round so far, the untouched backbone's first.
-        spectra: singular values of the last diagnostics, for the figure.
+        spectra: singular values of the last diagnostics; see ``Diagnosed``.
+        matrices: comparisons of each two clients in every diagnosed round; see ``append_round``.
         survey: what clients found out before round 1, averaged.
         sources: what the run is made from; see ``Blueprint.sources``.
     """
@@ -48,6 +49,7 @@ class Checkpoint:
     client_states: dict[int, Arrays] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     spectra: Arrays = field(default_factory=dict)
+    matrices: Arrays = field(default_factory=dict)
     survey: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -55,6 +57,7 @@ class Checkpoint:
         """One safetensors image."""
         tensors = {f"state/{key}": value for key, value in self.state.items()}
         tensors |= {f"spectra/{key}": value for key, value in self.spectra.items()}
+        tensors |= {f"matrices/{key}": value for key, value in self.matrices.items()}
         tensors |= {f"survey/{key}": value for key, value in self.survey.items()}
         for client, arrays in self.client_states.items():
             tensors |= {f"client/{client}/{key}": value for key, value in arrays.items()}
@@ -95,9 +98,13 @@ class Checkpoint:
                 client, _, key = rest.partition("/")
                 found.client_states.setdefault(int(client), {})[key] = value
             else:
-                {"state": found.state, "spectra": found.spectra, "survey": found.survey}[kind][
-                    rest
-                ] = value
+                kinds = {
+                    "state": found.state,
+                    "spectra": found.spectra,
+                    "matrices": found.matrices,
+                    "survey": found.survey,
+                }
+                kinds[kind][rest] = value
         return found
 
 

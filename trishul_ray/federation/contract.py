@@ -29,6 +29,7 @@ class Blueprint:
     test_rows: int
     parameters: dict[str, int]  # adapter, scalars, head
     heads: dict[str, int]  # heads on each adapted matrix, by transformer block (if any)
+    block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
     sources: dict[str, str] = field(default_factory=dict)
 
 

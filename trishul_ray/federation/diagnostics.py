@@ -1,11 +1,13 @@
 """Spectral diagnostics of a round's uploads, on the server.
 
 Measured twice: on the uploaded cores s·H themselves, and on their difference from the broadcast
-(prefix ``delta_``), since cores that share a large global part look aligned for free. In wide
-rounds the first uploads by client id stand for all.
+(prefix ``delta_``), since cores that share a large global part look aligned for free. In rounds of
+more than :data:`MOST_CLIENTS` the first uploads by client id stand for all.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +20,40 @@ from trishul_ray.federation.jobs import Arrays, TrainReport, Upload, as_tensors
 from trishul_ray.federation.reduce import Reducer
 from trishul_ray.methods.base import BASE
 from trishul_ray.methods.kinds import lora_pairs
-from trishul_ray.spectral.diagnostics import diagnose
+from trishul_ray.spectral.diagnostics import (
+    client_matrices,
+    diagnose,
+    left_spectrum,
+    stack_spectra,
+)
+from trishul_ray.spectral.svt import singular_values
 
 if TYPE_CHECKING:
     from trishul_ray.federation.contract import Blueprint
+
+
+#: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
+MOST_CLIENTS = 20
+
+
+@dataclass(frozen=True)
+class Diagnosed:
+    """What the uploads of one round look like.
+
+    Attributes:
+        metrics: by name.
+        spectra: singular values [n, r] in descending order, of one client; NaN behind those of a
+            core of smaller rank. ``uploaded``: of the cores s·H it sent, for every method that
+            sends cores. ``before`` and ``after``: of its cores H at the last prox, with
+            ``threshold`` [1]; only of methods that make one.
+        matrices: of the updates (uploads less the broadcast), between each two clients: ``clients``
+            [m], and [m, m] each of :func:`~trishul_ray.spectral.diagnostics.client_matrices`.
+            Empty for methods that send no cores.
+    """
+
+    metrics: dict[str, float]
+    spectra: Arrays
+    matrices: Arrays
 
 
 def upload_diagnostics(
@@ -30,15 +62,11 @@ def upload_diagnostics(
     blueprint: "Blueprint",
     experiment: Experiment,
     reports: list[TrainReport],
-) -> tuple[dict[str, float], Arrays]:
-    """Metrics of the uploaded cores, and spectra for the figure.
+) -> Diagnosed:
+    """Metrics of the uploaded cores, and spectra and matrices for the figures.
 
     Heads of different ranks are averaged by their number. A method without cores has only the
     metrics that its clients report themselves.
-
-    Returns:
-        Metrics by name, and ``before``, ``after`` [n, r] and ``threshold`` [1] of one client's
-        last prox (empty if no client made one).
     """
     metrics: dict[str, float] = {}
     told: dict[str, list[float]] = defaultdict(list)
@@ -48,7 +76,7 @@ def upload_diagnostics(
     metrics |= {name: float(np.mean(values)) for name, values in told.items()}
     spectra: Arrays = next((r.notes["spectra"] for r in reports if "spectra" in r.notes), {})
     if not uploads:
-        return metrics, spectra
+        return Diagnosed(metrics, spectra, {})
     uniform = experiment.federation.weighting == "uniform"
     weights = torch.tensor([1.0 if uniform else float(u.rows) for u in uploads])
     weights = weights.double() / weights.sum()
@@ -60,29 +88,95 @@ def upload_diagnostics(
         every = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
         masks = [every if u.active is None else np.array(u.active) for u in uploads]
         active = torch.from_numpy(np.stack(masks))  # [m, U]
+    matrices: Arrays = {}
     for prefix, vectors in (("", sent), ("delta_", sent - received)):
-        found = _over_ranks(vectors, weights, active, blueprint, experiment.evaluation.top_k)
+        found, matrices = _over_ranks(
+            vectors, weights, active, blueprint, experiment.evaluation.top_k
+        )
         metrics |= {prefix + name: value for name, value in found.items()}
-    return metrics, spectra
+    one = _uploaded_spectrum(sent[:1], None if active is None else active[:1], blueprint)
+    if matrices:  # of the updates, which came last
+        matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
+    return Diagnosed(metrics, spectra | one, matrices)
+
+
+def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: "Blueprint") -> Arrays:
+    """``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
+    values = []
+    for cores, mask in _banks(vector, active, blueprint):
+        found = singular_values(cores[0])
+        values.append(found if mask is None else found[mask[0]])
+    return {"uploaded": stack_spectra(values).numpy()} if values else {}
+
+
+def append_round(matrices: Arrays, number: int, found: Arrays) -> Arrays:
+    """Add one round's matrices to those of the rounds before.
+
+    Args:
+        matrices: ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first.
+        number: the round.
+        found: see :class:`Diagnosed`; where empty, ``matrices`` come back as they are.
+
+    Returns:
+        The same with R + 1 rounds. Where rounds have had different numbers of clients, ``clients``
+        is padded with -1 and a matrix with NaN.
+    """
+    if not found:
+        return matrices
+    new = {key: value[None] for key, value in found.items()} | {"round": np.array([number])}
+    if not matrices:
+        return new
+    width = max(matrices["clients"].shape[1], new["clients"].shape[1])
+
+    def padded(key: str, value: np.ndarray) -> np.ndarray:
+        if key == "round":
+            return value
+        empty = -1 if key == "clients" else np.nan
+        pads = [(0, 0), *[(0, width - side) for side in value.shape[1:]]]
+        return np.pad(value, pads, constant_values=empty)
+
+    return {key: np.concatenate([padded(key, matrices[key]), padded(key, new[key])]) for key in new}
+
+
+def _banks(
+    vectors: Tensor, active: Tensor | None, blueprint: "Blueprint"
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Cores of one rank in [m, W] vectors as [m, n, r, r], and [m, n] bool of the trained ones.
+
+    Cores that were not trained are zero.
+    """
+    seen = 0
+    for count, rank, start in _cores_on_the_wire(blueprint):
+        stop = start + count * rank * rank
+        # Cores stand first on the wire, so their units are the first ones.
+        mask = None if active is None else active[:, seen : seen + count]
+        cores = vectors[:, start:stop].unflatten(1, (count, rank, rank))  # [m, n, r, r]
+        if mask is not None:
+            cores = cores.masked_fill(~mask[..., None, None], 0.0)
+        yield cores, mask
+        seen += count
 
 
 def _over_ranks(
     vectors: Tensor, weights: Tensor, active: Tensor | None, blueprint: "Blueprint", top_k: int
-) -> dict[str, float]:
-    """Diagnostics of all cores in [m, W] vectors, averaged over ranks by number of heads."""
+) -> tuple[dict[str, float], Arrays]:
+    """Metrics and matrices of all cores in [m, W], averaged over ranks by number of heads."""
     sums: dict[str, float] = defaultdict(float)
     heads: dict[str, int] = defaultdict(int)
-    seen = 0
-    for count, rank, start in _cores_on_the_wire(blueprint):
-        stop = start + count * rank * rank
-        cores = vectors[:, start:stop].unflatten(1, (count, rank, rank))  # [m, n, r, r]
-        # Cores stand first on the wire, so their units are the first ones.
-        mask = None if active is None else active[:, seen : seen + count]
-        for name, value in diagnose(cores, weights, top_k, mask).items():
+    totals: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for cores, mask in _banks(vectors, active, blueprint):
+        count = cores.shape[1]
+        spectrum = left_spectrum(cores)
+        for name, value in diagnose(cores, weights, top_k, mask, spectrum).items():
             sums[name] += count * value
             heads[name] += count
-        seen += count
-    return {name: value / heads[name] for name, value in sums.items()}
+        for name, matrix in client_matrices(cores, top_k, mask, spectrum).items():
+            # A similarity is NaN for a pair without a core in common.
+            totals[name] = totals.get(name, torch.zeros_like(matrix)) + count * matrix.nan_to_num()
+            counts[name] = counts.get(name, torch.zeros_like(matrix)) + count * ~matrix.isnan()
+    metrics = {name: value / heads[name] for name, value in sums.items()}
+    return metrics, {name: (total / counts[name]).numpy() for name, total in totals.items()}
 
 
 def _cores_on_the_wire(blueprint: "Blueprint") -> list[tuple[int, int, int]]:

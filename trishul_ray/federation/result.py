@@ -16,6 +16,7 @@ import yaml
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.standing import Final
+from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.version import NUMERICS, __version__
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
@@ -114,7 +115,9 @@ def summarize(
         "round_seconds": [round(r["seconds"], 4) for r in trained],
         # Of the process that finished it; rounds before a resume count in round_seconds.
         "wall_seconds": round(wall_seconds, 3),
+        "diagnostics": _last_diagnostics(final.records),
         "heads": final.blueprint.heads,
+        "block_squared_norms": final.blueprint.block_norms,
         "state_sha256": final.digest,
         "attempt": final.attempt,
         "mlflow_run_id": run_id,
@@ -124,6 +127,16 @@ def summarize(
         "identity": experiment.identity(),
         "sources": final.blueprint.sources,
     }
+
+
+def _last_diagnostics(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the spectral metrics of the last diagnosed round; empty for methods without cores."""
+    names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
+    for record in reversed(records):
+        found = {k: v for k, v in record.items() if k in names or k.startswith("svt_")}
+        if found:
+            return {"round": record["round"]} | found
+    return {}
 
 
 def _metrics(record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

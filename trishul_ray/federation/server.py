@@ -17,7 +17,12 @@ from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
 from trishul_ray.federation.contract import Executor, Outcome, changed_sources
-from trishul_ray.federation.diagnostics import aggregation_error, upload_diagnostics
+from trishul_ray.federation.diagnostics import (
+    MOST_CLIENTS,
+    aggregation_error,
+    append_round,
+    upload_diagnostics,
+)
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
@@ -29,7 +34,7 @@ from trishul_ray.federation.jobs import (
     to_arrays,
     to_tensors,
 )
-from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, finish
+from trishul_ray.federation.reduce import Partial, Reducer, finish
 from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan
 from trishul_ray.methods.registry import build_method
 from trishul_ray.rng import numpy_rng
@@ -75,6 +80,7 @@ class Server:
         self.client_states: dict[int, Arrays] = {}
         self.records: list[dict[str, Any]] = [{"round": 0}]
         self.spectra: Arrays = {}
+        self.matrices: Arrays = {}
         found = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
         if found is not None:
@@ -97,6 +103,7 @@ class Server:
         self.client_states = found.client_states
         self.records = found.records
         self.spectra = found.spectra
+        self.matrices = found.matrices
         self.attempt = found.attempt
         self.events.append(f"continuing after round {found.round}")
 
@@ -201,7 +208,7 @@ class Server:
                 f"below federation.quorum={fed.quorum}; refused: {total.refused}"
             )
         mean, trained = finish(total, self.state, expected)
-        sample = self.executor.fetch(outcome.uploads[:FAN_IN])
+        sample = self.executor.fetch(outcome.uploads[:MOST_CLIENTS])
         round_ = Round(number, len(total.clients), fed.clients, torch.from_numpy(trained))
         self.state = to_arrays(
             self.method.aggregate(to_tensors(self.state), to_tensors(mean), round_, layout)
@@ -215,15 +222,16 @@ class Server:
         every = self.experiment.evaluation.diagnostics_every
         if every and (number % every == 0 or number == fed.rounds):
             sound = [u for u in sample if u.client in accepted]
-            values, spectra = upload_diagnostics(
+            found = upload_diagnostics(
                 sound, broadcast, self.blueprint, self.experiment, outcome.reports
             )
-            record |= values
+            record |= found.metrics
             if len(sound) == len(total.clients) and all(u.active is None for u in sound):
                 record["aggregation_error"] = aggregation_error(
                     sound, reducer, broadcast, self.broadcast()
                 )
-            self.spectra = spectra or self.spectra
+            self.spectra = found.spectra or self.spectra
+            self.matrices = append_round(self.matrices, number, found.matrices)
         record["seconds"] = seconds + time.perf_counter() - began
         self.records.append(record)
 
@@ -267,6 +275,7 @@ class Server:
             client_states=self.client_states,
             records=self.records,
             spectra=self.spectra,
+            matrices=self.matrices,
             survey=self.survey,
             sources=self.blueprint.sources,
         )

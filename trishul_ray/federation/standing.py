@@ -29,6 +29,7 @@ class Final:
     digest: str
     records: list[dict[str, Any]]
     spectra: Arrays
+    matrices: Arrays
     blueprint: Blueprint
     attempt: str
     broadcast: Arrays  # the global model as it would go out next
@@ -60,6 +61,7 @@ def final_of(server: Server) -> Final:
         digest=state_digest(server.state),
         records=server.records,
         spectra=server.spectra,
+        matrices=server.matrices,
         blueprint=server.blueprint,
         attempt=server.attempt,
         broadcast=server.broadcast(),

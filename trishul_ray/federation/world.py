@@ -274,5 +274,9 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             "head": counts.head,
         },
         heads=heads,
+        block_norms={
+            block: sum(bench.site.squared_norms[layer.name] for layer in layers)
+            for block, layers in bench.site.blocks().items()
+        },
         sources=bench.sources,
     )

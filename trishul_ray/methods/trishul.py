@@ -27,6 +27,7 @@ from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan
 from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
 from trishul_ray.methods.registry import register
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
+from trishul_ray.spectral.diagnostics import stack_spectra
 from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats
 
 #: ε of eq. layer_capacity: keeps a score positive where a weight is all zero.
@@ -124,8 +125,8 @@ class Trishul(MultiHeadMethod):
         if step == steps and stats:
             run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary(stats).items()}
             run.notes["spectra"] = {
-                "before": stats[0].before.cpu().numpy(),
-                "after": stats[0].after.cpu().numpy(),
+                "before": stack_spectra([s.before for s in stats]).cpu().numpy(),
+                "after": stack_spectra([s.after for s in stats]).cpu().numpy(),
                 "threshold": np.array([threshold]),
             }
 

@@ -96,7 +96,8 @@ def spectra(
     """Singular values of the cores before and after the prox: median and middle 80 percent.
 
     Args:
-        before: singular values [n, r], in descending order, before the prox.
+        before: singular values [n, r], in descending order, before the prox; NaN behind those of
+            a core of smaller rank.
         after: the same cores [n, r] after it.
         threshold: what the prox took off each singular value (λ η); drawn as a level.
         path: the PNG file to write.
@@ -120,12 +121,12 @@ def spectra(
         (first, "before the prox", _COLOURS[1], "--"),
         (second, "after the prox", _COLOURS[0], "-"),
     ):
-        low, median, high = np.quantile(values, [0.1, 0.5, 0.9], axis=0)  # each [r]
+        low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0)  # each [r]
         axes.fill_between(index, low, high, color=colour, alpha=0.18, linewidth=0)
         axes.plot(index, median, color=colour, linestyle=dash, linewidth=1.8, label=label)
     level = f"threshold {threshold:.2g}"
     axes.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
-    zeroed = float((second <= 0).mean())
+    zeroed = float((second[np.isfinite(second)] <= 0).mean())
     cores = "1 core" if first.shape[0] == 1 else f"{first.shape[0]} cores"
     axes.set_title(
         f"{cores} of rank {first.shape[1]}; {zeroed:.1%} of singular values zero after the prox",
@@ -142,7 +143,11 @@ def spectra(
 
 
 def heads_per_layer(
-    blocks: Sequence[str], heads: Sequence[int], path: Path | str, note: str | None = None
+    blocks: Sequence[str],
+    heads: Sequence[int],
+    path: Path | str,
+    norms: Sequence[float] | None = None,
+    note: str | None = None,
 ) -> Path:
     """How many heads the allocation gave to each block.
 
@@ -150,6 +155,7 @@ def heads_per_layer(
         blocks: names from input to output; what all share at either end is not shown.
         heads: heads of each block.
         path: the PNG file to write.
+        norms: ``||W||_F^2`` of each block's adapted matrices, for a second axis.
         note: what the numbers are numbers of, in small letters above the figure.
 
     Returns:
@@ -160,6 +166,8 @@ def heads_per_layer(
     """
     if not blocks or len(blocks) != len(heads):
         raise InputError(f"heads_per_layer: {len(blocks)} blocks, {len(heads)} numbers of heads")
+    if norms is not None and len(norms) != len(blocks):
+        raise InputError(f"heads_per_layer: {len(blocks)} blocks, {len(norms)} norms")
     labels = _short(blocks)
     rotate = max(map(len, labels)) * len(labels) > 70
     width = min(14.0, max(4.5, 1.5 + 0.36 * len(labels)))
@@ -185,7 +193,22 @@ def heads_per_layer(
     axes.set_ylim(0, max(*heads, mean, 1) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(True, axis="y", alpha=0.25)
-    figure.legend(loc="outside lower right", frameon=False)
+    if norms is not None:
+        second = axes.twinx()
+        second.plot(
+            range(len(labels)),
+            norms,
+            color="black",
+            marker="o",
+            markersize=3.5,
+            linewidth=1.0,
+            linestyle=":",
+            label="squared norm",
+        )
+        second.set_ylabel("squared norm of the adapted weights")
+        second.set_ylim(0, max(*norms, 1e-12) * 1.15)
+        second.spines["top"].set_visible(False)
+    figure.legend(loc="outside lower right", ncols=2, frameon=False)
     return save(figure, path, note)
 
 

@@ -9,16 +9,45 @@ All functions take one stack of cores, in float64 inside. Conventions where the 
 * Entropy, rank and similarity are plain means over cores or over pairs of clients and heads; only
   the aggregation variance uses the aggregation weights.
 * Unrelated k-dimensional subspaces of R^r have principal-angle similarity k/r, not 0.
+* The inconsistency index, which the paper plots but does not define, is 1 minus the principal-angle
+  similarity.
+* The paper's normalized variance is divided by RAVAN's of round 1 in the same setting: a report
+  divides ``aggregation_variance``. ``relative_variance`` needs no other run.
 
 Legend: m = clients, n = cores of a client (heads over all layers), r = rank, k = directions.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trishul_ray.errors import InputError
+
+#: Metrics of :func:`diagnose`.
+DIAGNOSTICS = (
+    "spectral_entropy",
+    "effective_rank",
+    "top_singular_value",
+    "zeroed",
+    "aggregation_variance",
+    "relative_variance",
+    "principal_angle_similarity",
+    "inconsistency_index",
+    "dominant_similarity",
+    "client_cosine",
+)
+
+
+def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:
+    """Stack singular values [n_i, r_i] of cores of several ranks: [sum n_i, max r], NaN-padded."""
+    width = max((values.shape[1] for values in spectra), default=0)
+    padded = [
+        torch.nn.functional.pad(values, (0, width - values.shape[1]), value=math.nan)
+        for values in spectra
+    ]
+    return torch.cat(padded) if padded else torch.zeros(0, 0, dtype=torch.float64)
 
 
 def spectral_entropy(values: Tensor) -> Tensor:
@@ -102,21 +131,64 @@ def dominant_direction_similarity(vectors: Tensor, values: Tensor) -> Tensor:
     return principal_angle_similarity(vectors, values, 1).sqrt()
 
 
-def client_covariance(uploads: Tensor, *, centred: bool = True) -> Tensor:
+def client_covariance(
+    uploads: Tensor, *, centred: bool = True, active: Tensor | None = None
+) -> Tensor:
     """Frobenius inner products between the clients' uploads, averaged over heads.
 
     Args:
         uploads: [m, n, r, r].
         centred: subtract the plain mean over clients first (a covariance, whose rows sum to 0);
             otherwise the inner products of the uploads as they are (a second moment).
+        active: [m, n] bool, which heads each client trained; None means all. A head's mean is over
+            those who trained it, and to the others it adds nothing.
 
     Returns:
         [m, m] float64.
     """
-    x = uploads.detach().double().flatten(1)  # [m, n*r*r]
+    x = uploads.detach().double().flatten(2)  # [m, n, r*r]
+    trained = x.new_ones(x.shape[:2]) if active is None else active.to(x)  # [m, n]
+    x = torch.where(trained.unsqueeze(-1) > 0, x, 0.0)
     if centred:
-        x = x - x.mean(dim=0)
+        mean = x.sum(dim=0) / trained.sum(dim=0).clamp(min=1.0).unsqueeze(-1)  # [n, r*r]
+        x = (x - mean) * trained.unsqueeze(-1)
+    x = x.flatten(1)  # [m, n*r*r]
     return x @ x.mT / max(uploads.shape[1], 1)
+
+
+def client_matrices(
+    uploads: Tensor,
+    top_k: int,
+    active: Tensor | None = None,
+    spectrum: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Compare each two clients of one round.
+
+    Args:
+        uploads: [m, n, r, r], finite; cores of heads a client did not train are ignored.
+        top_k: directions in the principal-angle similarity, >= 1.
+        active: [m, n] bool, which heads each client trained; None means all.
+        spectrum: what :func:`left_spectrum` gives of the uploads, zero where not active; None
+            computes it.
+
+    Returns:
+        Float64 [m, m] each: ``covariance`` and ``inner_products`` (:func:`client_covariance`,
+        centred or not), and ``principal_angle_similarity`` and ``cosine``, means over the heads
+        that both trained and that are zero at neither; NaN where there are none.
+
+    Raises:
+        InputError: if an entry is not finite or ``top_k`` is below 1.
+    """
+    if active is not None:
+        uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
+    angle = principal_angle_similarity(*(spectrum or left_spectrum(uploads)), top_k)  # [n, m, m]
+    cosine = torch.where(angle.isnan(), math.nan, _cosines(uploads.detach().double()))
+    return {
+        "covariance": client_covariance(uploads, active=active),
+        "inner_products": client_covariance(uploads, centred=False, active=active),
+        "principal_angle_similarity": angle.nanmean(dim=0),
+        "cosine": cosine.nanmean(dim=0),
+    }
 
 
 def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> Tensor:
@@ -136,6 +208,33 @@ def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None
     Raises:
         InputError: if shapes disagree, or a weight is negative or not finite.
     """
+    return _spread(uploads, weights, active)[0]
+
+
+def relative_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> float:
+    """Return the aggregation variance over ``||sum_c w_c Z_c||_F^2``, each summed over heads.
+
+    Noise over signal: 0 where all clients send the same. Of the deltas it does not depend on the
+    learning rate's scale, and needs no other run to be compared with.
+
+    Args:
+        uploads: Z, [m, n, r, r].
+        weights: [m], as in :func:`aggregation_variance`.
+        active: [m, n] bool, likewise.
+
+    Returns:
+        At least 0; NaN where the mean is zero.
+
+    Raises:
+        InputError: as :func:`aggregation_variance`.
+    """
+    variance, signal = _spread(uploads, weights, active)
+    total = float(signal.sum())
+    return float(variance.sum()) / total if total > 0 else math.nan
+
+
+def _spread(uploads: Tensor, weights: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Variance and squared norm of the mean of each head: float64 [n] and [n]."""
     _check(uploads, weights, active)
     z = uploads.detach().double().flatten(2)  # [m, n, r*r]
     w = weights.to(z).unsqueeze(1).expand(z.shape[:2])
@@ -144,11 +243,15 @@ def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None
     total = w.sum(dim=0)
     w = w / torch.where(total > 0, total, 1.0)  # [m, n]
     mean = (w.unsqueeze(-1) * z).sum(dim=0)  # [n, r*r]
-    return (w * (z - mean).square().sum(dim=-1)).sum(dim=0)
+    return (w * (z - mean).square().sum(dim=-1)).sum(dim=0), mean.square().sum(dim=-1)
 
 
 def diagnose(
-    uploads: Tensor, weights: Tensor, top_k: int, active: Tensor | None = None
+    uploads: Tensor,
+    weights: Tensor,
+    top_k: int,
+    active: Tensor | None = None,
+    spectrum: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, float]:
     """The paper's diagnostics of one round's uploads, by metric name.
 
@@ -160,13 +263,15 @@ def diagnose(
         weights: [m] aggregation weights, at least 0, of any sum.
         top_k: directions in the principal-angle similarity, >= 1.
         active: [m, n] bool, which heads each client trained; None means all.
+        spectrum: as in :func:`client_matrices`.
 
     Returns:
         ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (share of
         singular values at or below rounding), ``aggregation_variance`` (mean over heads), all
-        finite; and, only where two clients have a head with non-zero cores in common,
-        ``principal_angle_similarity``, ``dominant_similarity`` and ``client_cosine`` (mean cosine
-        between the cores of two clients). Empty if there is no active core.
+        finite; ``relative_variance`` where the mean is not zero; and, only where two clients have
+        a head with non-zero cores in common, ``principal_angle_similarity``,
+        ``inconsistency_index``, ``dominant_similarity`` and ``client_cosine`` (mean cosine between
+        the cores of two clients). Empty if there is no active core.
 
     Raises:
         InputError: if shapes disagree, an entry is not finite, a weight is negative or ``top_k``
@@ -182,7 +287,7 @@ def diagnose(
         return {}
     # An untrained head may hold anything, and must count as no core at all.
     uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
-    vectors, values = left_spectrum(uploads)
+    vectors, values = spectrum or left_spectrum(uploads)
     trained = values[active]  # [cores, r]
     result = {
         "spectral_entropy": float(spectral_entropy(trained).mean()),
@@ -193,6 +298,9 @@ def diagnose(
             aggregation_variance(uploads, weights, active)[active.any(dim=0)].mean()
         ),
     }
+    relative = relative_variance(uploads, weights, active)
+    if math.isfinite(relative):
+        result["relative_variance"] = relative
     # Untrained heads are zero by now, and a pair with a zero core is NaN.
     first, second = torch.triu_indices(m, m, offset=1)
     angle = principal_angle_similarity(vectors, values, top_k)[:, first, second]
@@ -201,6 +309,7 @@ def diagnose(
         dominant = dominant_direction_similarity(vectors, values)[:, first, second]
         cosine = _cosines(uploads)[:, first, second]
         result["principal_angle_similarity"] = float(angle[pairs].mean())
+        result["inconsistency_index"] = 1.0 - result["principal_angle_similarity"]
         result["dominant_similarity"] = float(dominant[pairs].mean())
         result["client_cosine"] = float(cosine[pairs].mean())
     return result
