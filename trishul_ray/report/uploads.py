@@ -20,7 +20,7 @@ PANELS = {
     "inconsistency_index": "inconsistency index",
     "spectral_entropy": "spectral entropy",
     "effective_rank": "effective rank",
-    "aggregation_variance": "aggregation variance",
+    "aggregation_variance": "aggregation variance (the same of both)",
 }
 # Okabe & Ito (2008).
 _BLUE, _ORANGE = "#0072B2", "#D55E00"
@@ -108,9 +108,8 @@ def diagnostics_curves(
                 label=label,
             )
         axes.set_title(title, fontsize=10)
-        axes.set_ylim(bottom=0)
-        if name.endswith(("similarity", "index")):
-            axes.set_ylim(0, 1.02)
+        share = name.endswith(("similarity", "index"))
+        axes.set_ylim(0, 1.02 if share else 1.05 * axes.get_ylim()[1])
         axes.grid(True, alpha=0.25)
     for axes in panels[1]:
         axes.set_xlabel("communication round")
