@@ -36,6 +36,7 @@ def notes():
         yield found
 
 
+@pytest.mark.slow
 def test_a_part_is_named_everywhere(called, small_words, cache, tmp_path, monkeypatch, notes):
     monkeypatch.setattr(cli.out, "_width", 120)
     runs = tmp_path / "runs"
