@@ -122,10 +122,10 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         loss.backward()
         return loss.detach()
 
-    def probe() -> None:
+    def probe(step: int) -> None:
         model.bind(vector, run.grad, *frozen)
         try:
-            backward(order[0])
+            backward(order[step - 1])
         finally:
             model.unbind()
 

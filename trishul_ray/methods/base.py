@@ -102,9 +102,11 @@ class LocalRun:
         optimizer: the experiment's optimizer section.
         generator: the client's own stream for this round.
         common: a stream that is the same for all clients of the round.
+        steps: local steps of the round.
         training: False while a broadcast is only made into the global model, to evaluate it.
         capacity: share of the full budget this client can compute, in (0, 1].
-        gradient: fills ``grad`` with the gradient of one mini-batch at the present vector.
+        gradient: fills ``grad`` with the gradient, at the present vector, of the mini-batch that
+            the given local step (from 1) will read.
         active: [U] bool, which units of the wire this client trains; None means all.
         memory: whatever a hook wants to find again in a later one.
         unsent: numbers that a real deployment would neither send up nor down to this client.
@@ -119,9 +121,10 @@ class LocalRun:
     optimizer: "OptimizerConfig"
     generator: torch.Generator
     common: torch.Generator
+    steps: int = 0
     training: bool = True
     capacity: float = 1.0
-    gradient: Callable[[], None] = lambda: None
+    gradient: Callable[[int], None] = lambda step: None
     active: Tensor | None = None
     memory: State = field(default_factory=dict)
     unsent: int = 0
@@ -163,6 +166,13 @@ class Method:
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
     takes_limits: ClassVar[bool] = False
+    #: Keys of a contribution, other than ``"shared"``, whose mean is the plain one: all accepted
+    #: clients count alike, whatever ``federation.weighting`` and :meth:`weight` say. The sum over
+    #: the cohort is then ``round_.accepted`` times the mean.
+    plain_mean: ClassVar[frozenset[str]] = frozenset()
+    #: Whether :meth:`weight` also weighs the classification head. Where it does not, the head is
+    #: averaged by ``federation.weighting`` alone.
+    weighs_head: ClassVar[bool] = True
 
     def __init__(self, config: MethodConfig) -> None:
         """Keep the configuration."""
@@ -222,7 +232,15 @@ class Method:
         return {"shared": self.pack(layout, initial)}
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
-        """This upload's weight in the mean; ``weight`` is what ``federation.weighting`` says."""
+        """Return this upload's weight in the mean.
+
+        See :attr:`plain_mean` and :attr:`weighs_head` for what is averaged without it.
+
+        Args:
+            upload: what the client sent.
+            layout: names the trainables.
+            weight: what ``federation.weighting`` says.
+        """
         return weight
 
     def contribution(self, upload: State, layout: Layout) -> State:
@@ -234,8 +252,9 @@ class Method:
 
         Args:
             state: the current one.
-            mean: the weighted mean of the contributions, each unit of ``"shared"`` over those who
-                trained it; a unit that nobody trained has its old value there.
+            mean: the weighted mean of the contributions (the plain mean for keys in
+                :attr:`plain_mean`), each unit of ``"shared"`` over those who trained it; a unit
+                that nobody trained has its old value there.
             round_: which round, and who took part.
             layout: names the entries of the shared vector by way of :meth:`wire`.
         """

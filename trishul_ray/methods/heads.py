@@ -95,7 +95,7 @@ class MultiHeadMethod(Method):
     def _choose(self, run: LocalRun, share: float) -> Tensor:
         """[U] bool: on each layer the ``ceil(share h)`` heads of the largest score."""
         if self.config.selection == "gradient":
-            run.gradient()
+            run.gradient(1)
         source = run.grad if self.config.selection == "gradient" else run.vector
         views = run.layout.views(source)
         # Units follow the wire: the heads of each core in turn, then one unit per other tensor.
