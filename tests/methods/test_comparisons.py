@@ -327,3 +327,33 @@ def test_full_fine_tuning_trains_every_parameter(executor, tmp_path):
     start = server.state["shared"]
     server.step()
     assert (server.state["shared"] != start).mean() > 0.9
+
+
+def test_round_0_is_the_pretrained_backbone_for_every_method(executor, tmp_path):
+    """Fed-SB's first broadcast has moved it already; its record of round 0 must not show that."""
+    records = {
+        name: run(executor(f"method={name}"), tmp_path).records[0] for name in ("fedit", "fedsb")
+    }
+    for metric in ("loss", "accuracy"):
+        assert records["fedsb"][metric] == records["fedit"][metric]
+
+
+def test_fedsb_counts_its_bases_once_for_each_client(executor, tmp_path):
+    inline = executor("method=fedsb", "federation.rounds=3")
+    server = run(inline, tmp_path)
+    specs, adapters = inline.bench.model.specs, inline.bench.model.adapters
+    bases = sum(adapters[spec.name].rank * (spec.d_out + spec.d_in) for spec in specs)
+    core = sum(server.blueprint.parameters.values())
+    known = set()
+    for record in server.records[1:]:
+        new = set(record["clients"]) - known
+        known |= new
+        assert record["downloaded_parameters"] == 3 * core + len(new) * bases
+    assert len(known) == 4 and len(server.records[3]["clients"]) == 3
+
+
+@pytest.mark.parametrize("name", ["trishul", "ravan", "fedit", "ffalora"])
+def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name):
+    server = run(executor(f"method={name}"), tmp_path)
+    wire = server.blueprint.expected.lengths["shared"]
+    assert [r["downloaded_parameters"] for r in server.records[1:]] == [3 * wire, 3 * wire]

@@ -235,10 +235,11 @@ class Server:
         reports: list[TrainReport],
         total: Partial,
     ) -> dict[str, Any]:
-        one = self.method.download_parameters(
-            as_tensors(broadcast), len(cohort), self.blueprint.layout
-        )
+        sent = as_tensors(broadcast)
+        one = self.method.download_parameters(sent, len(cohort), self.blueprint.layout)
         down = sum(one - int(r.notes["unsent"]) for r in reports)
+        known = {client for record in self.records for client in record.get("clients", ())}
+        down += len(set(cohort) - known) * self.method.setup_parameters(sent)
         up = sum(int(r.notes["uploaded_parameters"]) for r in reports)
         return {
             "round": number,

@@ -269,13 +269,22 @@ class Method:
         """Numbers one client downloads for this broadcast, as a real deployment would send it.
 
         By default all of it but ``base/`` and ``constant/`` keys: the simulation sends those
-        whole to clients that keep nothing, a deployment only what is new in them.
+        whole to clients that keep nothing, a deployment only what is new in them. Frozen tensors
+        that are sent once are counted by :meth:`setup_parameters`.
         """
         return sum(
             value.numel()
             for key, value in broadcast.items()
             if not key.startswith((BASE, CONSTANT, SURVEY))
         )
+
+    def setup_parameters(self, broadcast: State) -> int:
+        """Return the numbers a client downloads once, in the first round it takes part in.
+
+        By default the ``constant/`` keys: frozen tensors that the server computed. Those drawn
+        from the seed cost nothing, since every client draws the same.
+        """
+        return sum(value.numel() for key, value in broadcast.items() if key.startswith(CONSTANT))
 
     # Helpers that follow from :meth:`wire`.
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``; its trunc
 training starts from ``W0 + B R A``, not from W0. Then only R [r, r] is trained, sent and averaged:
 exact.
 The paper states no number of clients or batches for this round; ``method.init_clients`` and
-``method.init_batches`` say it here, and the dense upload is counted once, in round 0.
+``method.init_batches`` say it here, and the dense upload is counted once, in round 0. The bases
+cannot be drawn from the seed: each client downloads them in the first round it takes part in. The
+figures of round 0 are those of W0, as for every method.
 """
 
 from collections.abc import Iterator
@@ -43,7 +45,7 @@ class FedSB(Method):
     Config = FedSBConfig
     summary = "one core between bases from the SVD of the first gradient; core averaged (exact)"
     reference = "Singhal et al., 2025, arXiv 2502.15436"
-    communication = "r^2 per matrix up and down; d_in d_out once"
+    communication = "r^2 per matrix up and down; d_in d_out up and r (d_in + d_out) down once"
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """One core of the budget's rank; its bases are replaced by the survey's."""
