@@ -148,7 +148,7 @@ class AdapterConfig(Section):
         "auto",
         description="where heads x rank exceeds the width: auto lets only heads added by an "
         "allocation fall back to bases of their own; independent lets all; cap limits the "
-        "allocation so that none has to",
+        "allocation so that none has to (auto, too, where an allocation is measured)",
     )
     path: Literal["auto", "merged", "factored"] = Field(
         "auto", description="how adapted layers compute; auto takes the cheaper for the shape"

@@ -1,15 +1,21 @@
 """Identities that hold between the methods of the paper's comparison."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.inline import pinned_threads
 from trishul_ray.federation.jobs import TrainJob, to_arrays, to_tensors
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.server import Server
-from trishul_ray.federation.workbench import frozen_part, global_model
+from trishul_ray.federation.workbench import frozen_part, global_model, new_run
+from trishul_ray.methods.kinds import exact_share, lora_pairs
 from trishul_ray.methods.registry import method_class, method_names
 from trishul_ray.storage import Store
 
@@ -357,3 +363,126 @@ def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name)
     server = run(executor(f"method={name}"), tmp_path)
     wire = server.blueprint.expected.lengths["shared"]
     assert [r["downloaded_parameters"] for r in server.records[1:]] == [3 * wire, 3 * wire]
+
+
+def live_components(bench, shared):
+    """[layers, r] bool: components whose row of A or column of B is not zero, and so can train."""
+    pairs = lora_pairs(bench.method.named(bench.model.layout, torch.from_numpy(shared)))
+    return torch.stack([(a != 0).any(1) | (b != 0).any(0) for _, a, b in pairs])
+
+
+@pytest.mark.parametrize("name", ["hetlora", "flexlora"])
+def test_limited_cohorts_leave_every_component_alive(executor, tmp_path, name):
+    """Rounds without a client of full rank must not end the training of the ranks beyond."""
+    words = [f"method={name}", "federation.compute=skewed-right", "federation.clients_per_round=1"]
+    recording = Recording(executor(*words, "federation.rounds=6", "federation.local_steps=1"))
+    server = server_of(recording, tmp_path)
+    bench, least = recording.inner.bench, 1.0
+    while not server.finished:
+        server.step()
+        sent = recording.uploads[0].arrays["shared"]
+        least = min(least, float(live_components(bench, sent).float().mean()))
+    assert least < 1, "choose another seed: no limited client took part"
+    assert live_components(bench, server.state["shared"]).all()
+
+
+def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
+    """With unsent=zero the padding is averaged whoever takes part; the sent part is the same."""
+    words = ["method=hetlora", "federation.compute=skewed-right", "federation.clients_per_round=1"]
+    states = {}
+    for unsent in ("keep", "zero"):
+        inline = executor(*words, f"method.unsent={unsent}")
+        server = server_of(inline, tmp_path)
+        server.step()
+        states[unsent] = (
+            server.state["shared"],
+            live_components(inline.bench, server.state["shared"]),
+        )
+    assert states["keep"][1].all() and not states["zero"][1].all()
+    sent = states["zero"][0] != 0
+    np.testing.assert_array_equal(states["keep"][0][sent], states["zero"][0][sent])
+
+
+def test_hetlora_head_goes_by_federation_weighting(executor, tmp_path):
+    """The norm of B A says nothing of a client's classification head."""
+    words = ["method=hetlora", "federation.weighting=size", "partition.variant=per-label"]
+    recording = Recording(executor(*words))
+    server = server_of(recording, tmp_path)
+    server.step()
+    bench, rows = recording.inner.bench, [u.rows for u in recording.uploads]
+    assert len(set(rows)) > 1
+
+    def heads(shared):
+        named = bench.method.named(bench.model.layout, torch.from_numpy(shared))
+        return np.concatenate([v.ravel() for k, v in named.items() if k.startswith("head:")])
+
+    mean = np.average([heads(u.arrays["shared"]) for u in recording.uploads], axis=0, weights=rows)
+    np.testing.assert_allclose(heads(server.state["shared"]), mean, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("selection", ["weight", "gradient"])
+def test_equal_scores_are_drawn(executor, tmp_path, selection):
+    """All cores are zero in round 1: no head may be preferred for its index."""
+    options = ["method=ravan", "method.head_fraction=0.25", f"method.selection={selection}"]
+    inline = executor(*options)
+    bench = inline.bench
+    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    chosen = np.zeros(4)
+    for client in range(4):
+        run_ = new_run(bench, start, 1, client)  # its gradient stays zero
+        bench.method.start(run_, bench.initial)
+        heads = run_.active[: 4 * len(bench.model.specs)].view(-1, 4)
+        assert (heads.sum(1) == 1).all()
+        chosen += heads.sum(0).numpy()
+    assert chosen.min() > 0
+    again = new_run(bench, start, 1, 3)
+    bench.method.start(again, bench.initial)
+    assert torch.equal(again.active, run_.active)
+
+
+@given(st.integers(1, 400), st.integers(1, 1000), st.integers(1, 1000))
+def test_shares_of_a_number_are_exact(count, first, second):
+    """Against integer arithmetic on thousandths."""
+    share = exact_share(count, first / 1000, second / 1000)
+    assert share * 10**6 == count * first * second
+    assert math.ceil(exact_share(5, 0.8, 0.75)) == 3
+
+
+def test_the_clip_leaves_inactive_scalars_alone(executor):
+    inline = executor("method=trishul", "method.scalar_max=0.5", "method.head_fraction=0.5")
+    bench = inline.bench
+    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    run_ = new_run(bench, start, 1, 0)
+    bench.method.start(run_, bench.initial)
+    bench.method.after_step(run_, 1, 4)
+    active = bench.method.active_heads(run_)
+    scales = {k: v for k, v in run_.layout.views(run_.vector).items() if k.endswith(".scale")}
+    assert len(scales) == len(active) > 0
+    for name, scale in scales.items():
+        mask = active[name.removesuffix(".scale")]
+        assert 0 < mask.sum() < len(mask)
+        assert (scale[mask] == 0.5).all() and (scale[~mask] == 1).all()
+
+
+@pytest.mark.parametrize("allocation", ["gradient", "curvature"])
+def test_measured_scores_cannot_give_one_block_all_heads(executor, allocation, caplog):
+    def heads(*words):
+        inline = executor("method=trishul", f"method.allocation={allocation}", *words)
+        site = inline.bench.site
+        blocks = list(site.blocks())
+        survey = {
+            layer.name: torch.tensor([1e9 if layer.block == blocks[0] else 1e-9])
+            for layer in site.layers
+        }
+        found = inline.bench.method.adapters(replace(site, survey=survey))
+        return {layer.block: found[layer.name].heads for layer in site.layers}, site, found
+
+    counts, site, found = heads()
+    layer = site.layers[0]
+    cap = min(layer.d_out, layer.d_in) // found[layer.name].rank
+    total = 4 * len(counts)
+    assert counts[layer.block] == cap < total == sum(counts.values())
+    free, _, _ = heads("adapter.overflow=independent")
+    assert free[layer.block] == total
+    wide, _, _ = heads("adapter.init=random_normal", f"adapter.heads={total}", "adapter.rank=8")
+    assert sum(wide.values()) == total * len(counts)

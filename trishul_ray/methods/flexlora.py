@@ -7,7 +7,8 @@ Resources", NeurIPS 2024, arXiv 2402.11505.
 client of rank r receives ``A = V[:, :r]^T`` and ``B = U[:, :r] S_r / scale``, the singular values
 wholly in B. The global model is G truncated at the largest rank; with ``method.truncate=false``
 the part beyond it stays in the frozen weight, so that nothing is lost between rounds (for tests of
-exactness and for those who can send it).
+exactness and for those who can send it). A component that no client of a round had the rank for is
+forgotten, as published, but not dead: its column of B is zero, its row of A is not, so it trains.
 """
 
 from typing import Literal

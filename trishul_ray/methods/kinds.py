@@ -5,6 +5,7 @@ Not a method itself: what would otherwise stand twice in method files.
 
 import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Literal
 
 from pydantic import Field
@@ -126,6 +127,14 @@ def lora_pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tenso
             yield layer, factor_A, named[f"{layer}.lora_B"]
 
 
+def exact_share(count: int, *shares: float) -> Fraction:
+    """Return ``count`` times the shares, each taken as the decimal number that it is written as.
+
+    In binary 0.8 x 0.75 x 5 is a little more than 3, and its ceiling 4; here it is 3.
+    """
+    return math.prod((Fraction(repr(float(share))) for share in shares), start=Fraction(count))
+
+
 def limit_rank(run: LocalRun, at_most: int | None = None) -> int:
     """Zero and freeze the components beyond this client's rank; returns that rank.
 
@@ -134,7 +143,7 @@ def limit_rank(run: LocalRun, at_most: int | None = None) -> int:
     """
     pairs = list(lora_pairs(run.layout.views(run.vector)))
     full = pairs[0][1].shape[0]
-    rank = max(1, math.floor(run.capacity * full))
+    rank = max(1, math.floor(exact_share(full, run.capacity)))
     rank = rank if at_most is None else min(rank, at_most)
     for _, a, b in pairs:
         run.unsent += a[rank:].numel() + b[:, rank:].numel()

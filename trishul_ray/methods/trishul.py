@@ -15,6 +15,8 @@ and how a plain-gradient prox meets Adam (as written: the prox follows the optim
 threshold λη, on the whole core and not on the local change).
 """
 
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Literal
 
@@ -28,6 +30,8 @@ from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
 from trishul_ray.methods.registry import register
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats
+
+_log = logging.getLogger(__name__)
 
 #: ε of eq. layer_capacity: keeps a score positive where a weight is all zero.
 SCORE_FLOOR = 1e-12
@@ -43,7 +47,8 @@ class TrishulConfig(HeadsConfig):
         "waterfill",
         description="heads per block: water-filling of the squared weight norms, the same "
         "everywhere, or water-filling of what clients measure before round 1: the squared norm of "
-        "the mean gradient, or the empirical Fisher trace",
+        "a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace (both "
+        "capped at the heads that fit orthogonally, unless adapter.overflow=independent)",
     )
     scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
 
@@ -62,7 +67,7 @@ class Trishul(MultiHeadMethod):
         """Prong 3: a total of ``heads`` x blocks, shared out by the blocks' squared norms."""
         blocks = site.blocks()
         total = site.adapter.heads * len(blocks)
-        limits = [caps[block] for block in blocks] if site.adapter.overflow == "cap" else None
+        limits = self._limits(site, caps)
         if self.config.allocation == "uniform":
             heads = uniform(len(blocks), total, limits)
         else:
@@ -71,7 +76,29 @@ class Trishul(MultiHeadMethod):
                 for members in blocks.values()
             ]
             heads = round_to_total(water_fill(scores, total, limits), total, limits)
+            if site.adapter.overflow == "auto" and limits is not None:
+                free = max(round_to_total(water_fill(scores, total), total))
+                if free > max(limits):
+                    _warn_once(
+                        f"method.allocation={self.config.allocation} would give one block {free} "
+                        f"of {total} heads; a block takes at most the {max(limits)} that fit "
+                        "(adapter.overflow=independent lifts the cap)"
+                    )
         return dict(zip(blocks, heads, strict=True))
+
+    def _limits(self, site: Site, caps: dict[str, int]) -> list[int] | None:
+        """Most heads of each block; None for no limit.
+
+        Measured scores of two blocks may differ by any factor, so that one block could get every
+        head of the model. Weight norms do not, and the paper's water-filling has no cap.
+        """
+        overflow = site.adapter.overflow
+        measured = self.config.allocation in ("gradient", "curvature")
+        if overflow == "cap" or (measured and overflow == "auto"):
+            # Bases that need not be orthogonal may exceed the width at the mean number already.
+            least = site.adapter.heads if overflow == "auto" else 0
+            return [max(caps[block], least) for block in site.blocks()]
+        return None
 
     def _score(self, layer: str, site: Site) -> float:
         if self.config.allocation == "waterfill":
@@ -99,9 +126,15 @@ class Trishul(MultiHeadMethod):
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Prong 2: the prox of ``λη||.||_*`` on every active core, then the clip of s."""
         views = run.layout.views(run.vector)
+        active_heads = self.active_heads(run)
         for name, value in views.items():
-            if name.endswith(".scale"):
+            if not name.endswith(".scale"):
+                continue
+            trained = active_heads.get(name.removesuffix(".scale"))
+            if trained is None:
                 value.clamp_(0.0, self.config.scalar_max)
+            else:
+                value[trained] = value[trained].clamp(0.0, self.config.scalar_max)
         if self.config.lam == 0.0:
             return
         # The last prox covers the steps since the one before, so that the total is λη per step.
@@ -137,3 +170,8 @@ class Trishul(MultiHeadMethod):
             # On the wire the cores stand first, in the same order as in the banks.
             yield bank, None if run.active is None else run.active[start:stop]
             start = stop
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
