@@ -137,6 +137,12 @@ class AdapterConfig(Section):
         description="matched: equal parameters on each matrix; published: the paper's ranks, "
         "which are matched for a 768x768 matrix",
     )
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="LoRA's α: the update is α/r B A, with r the full rank also where a client "
+        "trains a lower one; default r, that is B A itself",
+    )
     init: (
         Literal["gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"]
         | None

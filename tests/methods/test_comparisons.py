@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from trishul_ray.adapters.export import export_peft
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.inline import pinned_threads
 from trishul_ray.federation.jobs import TrainJob, to_arrays, to_tensors
-from trishul_ray.federation.local import train_client
+from trishul_ray.federation.local import gradient_mask, train_client
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import frozen_part, global_model, new_run
 from trishul_ray.methods.kinds import exact_share, lora_pairs
@@ -455,11 +457,11 @@ def test_the_clip_leaves_inactive_scalars_alone(executor):
     run_ = new_run(bench, start, 1, 0)
     bench.method.start(run_, bench.initial)
     bench.method.after_step(run_, 1, 4)
-    active = bench.method.active_heads(run_)
-    scales = {k: v for k, v in run_.layout.views(run_.vector).items() if k.endswith(".scale")}
-    assert len(scales) == len(active) > 0
-    for name, scale in scales.items():
-        mask = active[name.removesuffix(".scale")]
+    trained = gradient_mask(run_, bench.method.wire(run_.layout))
+    masks = {k: v.bool() for k, v in run_.layout.views(trained).items() if k.endswith(".scale")}
+    assert masks
+    for name, mask in masks.items():
+        scale = run_.layout.views(run_.vector)[name]
         assert 0 < mask.sum() < len(mask)
         assert (scale[mask] == 0.5).all() and (scale[~mask] == 1).all()
 
@@ -486,3 +488,84 @@ def test_measured_scores_cannot_give_one_block_all_heads(executor, allocation, c
     assert free[layer.block] == total
     wide, _, _ = heads("adapter.init=random_normal", f"adapter.heads={total}", "adapter.rank=8")
     assert sum(wide.values()) == total * len(counts)
+
+
+@pytest.mark.parametrize("name", ["fedit", "ffalora", "fedex", "flora", "flexlora", "hetlora"])
+def test_alpha_scales_the_update(executor, tmp_path, name):
+    """Exactness, folding and export hold at alpha = 3 r, where every factor of alpha / r counts."""
+    own = ["method.truncate=false"] if name == "flexlora" else []
+    one = ["federation.clients=1", "federation.clients_per_round=1"]
+    recording = Recording(executor(f"method={name}", "adapter.alpha=24", "budget=8", *own, *one))
+    server = server_of(recording, tmp_path)
+    server.step()
+    bench = recording.inner.bench
+    if name != "ffalora":
+        assert {adapter.scale for adapter in bench.model.adapters.values()} == {3.0}
+    vector = bench.initial.clone()
+    shared = torch.from_numpy(recording.uploads[0].arrays["shared"])
+    server.method.unpack(bench.model.layout, vector, shared)
+    clients = bench.model.deltas(vector)
+    found = weights_of(recording.inner, server.broadcast())
+    for layer, update in clients.items():
+        adapter = bench.model.adapters[layer]
+        factors = bench.model.layout.views(vector)
+        left = factors[f"{layer}.lora_B"].double()
+        right = factors.get(f"{layer}.lora_A", bench.model.constants(layer).get("lora_A"))
+        torch.testing.assert_close(update, 24 / adapter.rank * left @ right.double())
+        torch.testing.assert_close(found[layer], update, atol=1e-6, rtol=1e-5)
+    trained = global_model(bench, server.broadcast(), 1)
+    if not trained.base:
+        folder = export_peft(bench.model, trained, tmp_path / "adapter", "base")
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for layer, update in found.items():
+            path = f"base_model.model.{layer}"
+            left, right = (tensors[f"{path}.lora_{side}.weight"].double() for side in "BA")
+            torch.testing.assert_close(left @ right, update, atol=1e-6, rtol=1e-5)
+
+
+def test_blocks_are_scored_by_the_weights_asked_for(executor):
+    for scores, count in (("adapted", 2), ("attention", 4), ("all", 6)):
+        inline = executor("method=trishul", f"method.block_scores={scores}")
+        site = inline.bench.site
+        weights = {
+            n: p.double().square().sum()
+            for n, p in inline.bench.model.merge(inline.bench.initial).named_parameters()
+        }
+        assert len(site.scored) == count * len(site.blocks())
+        for layer in site.scored:
+            assert site.squared_norms[layer.name] == pytest.approx(
+                float(weights[layer.name + ".weight"]), rel=1e-9
+            )
+    # A block whose MLP outweighs the others' gets more heads only where all weights score.
+    heavy = site.scored[-1]
+    assert "mlp" in heavy.name
+    norms = dict(site.squared_norms) | {heavy.name: 1e6}
+    found = inline.bench.method.adapters(replace(site, squared_norms=norms))
+    heads = {layer.block: found[layer.name].heads for layer in site.layers}
+    assert max(heads, key=heads.get) == heavy.block
+    plain = executor("method=trishul", "method.block_scores=adapted").bench
+    found = plain.method.adapters(replace(plain.site, squared_norms=norms))
+    assert max(adapter.heads for adapter in found.values()) < max(heads.values())
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_the_prox_on_the_change_shrinks_the_change(executor, share):
+    words = ["method=trishul", "method.prox_on=change", "method.lam=2"]
+    inline = executor(*words, f"method.head_fraction={share}")
+    bench = inline.bench
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    generator = torch.Generator().manual_seed(0)
+    start["shared"] = torch.randn(start["shared"].shape, generator=generator)
+    run_ = new_run(bench, to_arrays(start), 1, 0)
+    bench.method.start(run_, bench.initial)
+    before = run_.vector.clone()
+    mask = gradient_mask(run_, bench.method.wire(run_.layout))
+    step = 0.1 * torch.randn(before.shape, generator=generator)
+    step = step if mask is None else step * mask
+    run_.vector.add_(step)
+    bench.method.after_step(run_, 1, 4)
+    banks = [run_.layout.core_banks(v) for v in (before, step, run_.vector)]
+    for old, change, new in zip(*banks, strict=True):
+        u, s, vt = torch.linalg.svd(change.double())
+        shrunk = u @ torch.diag_embed((s - 2 * 0.01).clamp(min=0)) @ vt
+        torch.testing.assert_close(new.double(), old.double() + shrunk, atol=1e-5, rtol=1e-5)

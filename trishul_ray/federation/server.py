@@ -67,7 +67,7 @@ class Server:
         self.experiment = experiment
         self.executor = executor
         self.checkpoints = checkpoints
-        self.method = build_method(experiment.method)
+        self.method = build_method(experiment.method, experiment.adapter)
         self.attempt = attempt
         self.round = 0
         self.state: Arrays = {}

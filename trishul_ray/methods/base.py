@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.adapters.targets import BlockScores
 
 if TYPE_CHECKING:
     from trishul_ray.sections import AdapterConfig, OptimizerConfig
@@ -50,11 +51,12 @@ class Site:
 
     Attributes:
         layers: the targeted linear layers, in the model's order.
-        squared_norms: ``||W||_F^2`` of each, by layer name.
+        squared_norms: ``||W||_F^2`` of each of them and of ``scored``, by layer name.
         lora_rank: the budget as a LoRA rank per adapted matrix.
         adapter: the experiment's adapter section.
         survey: what clients found out before round 1, averaged (see :meth:`Method.survey`);
             empty where the method asks for nothing, or while only sizes are being checked.
+        scored: the linear layers whose weights score their block: see :meth:`Method.block_scores`.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -62,6 +64,7 @@ class Site:
     lora_rank: int
     adapter: "AdapterConfig"
     survey: State = field(default_factory=dict)
+    scored: tuple[LayerSpec, ...] = ()
 
     def blocks(self) -> dict[str, list[LayerSpec]]:
         """The layers by transformer block, in the model's order."""
@@ -174,9 +177,28 @@ class Method:
     #: averaged by ``federation.weighting`` alone.
     weighs_head: ClassVar[bool] = True
 
+    #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors.
+    lora_alpha: float | None = None
+
     def __init__(self, config: MethodConfig) -> None:
         """Keep the configuration."""
         self.config: Any = config
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """Return the shared fields that this method does not read, by dotted name.
+
+        They cannot change a number of its runs and so are no part of their identity: ``budget``,
+        fields of ``adapter``, or ``adapter`` for all of them. By default none is ignored.
+
+        Args:
+            adapter: the experiment's adapter section.
+        """
+        return frozenset()
+
+    @property
+    def block_scores(self) -> BlockScores:
+        """Which linear weights :attr:`Site.scored` holds; those that are adapted by default."""
+        return "adapted"
 
     # 1. Which adapters.
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:

@@ -15,7 +15,7 @@ figures of round 0 are those of W0, as for every method.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -26,7 +26,11 @@ from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import CONSTANT, Method, MethodConfig, Round, Site, State, SurveyPlan
+from trishul_ray.methods.kinds import rank_fields
 from trishul_ray.methods.registry import register
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 
 class FedSBConfig(MethodConfig):
@@ -59,6 +63,11 @@ class FedSB(Method):
             )
             for layer in site.layers
         }
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """How many heads there are and how bases are drawn: one core, bases by SVD."""
+        unread = ("heads", "init", "sigma", "overflow", "alpha")
+        return rank_fields(adapter) | {f"adapter.{name}" for name in unread}
 
     @property
     def survey_plan(self) -> SurveyPlan:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import LORA_SCALE, ProductMethod, folded, limit_rank
+from trishul_ray.methods.kinds import ProductMethod, folded, limit_rank
 from trishul_ray.methods.registry import register
 
 
@@ -56,7 +56,7 @@ class FlexLoRA(ProductMethod):
             largest = vt[:rank].abs().argmax(dim=1, keepdim=True)
             sign = torch.sign(vt[:rank].gather(1, largest))  # [r, 1]
             a.copy_(sign * vt[:rank])
-            b.copy_(u[:, :rank] * (s[:rank] / LORA_SCALE) * sign.mT)
-            beyond[layer] = update - LORA_SCALE * (b.double() @ a.double())
+            b.copy_(u[:, :rank] * (s[:rank] / self.scale(a)) * sign.mT)
+            beyond[layer] = update - self.scale(a) * (b.double() @ a.double())
         kept = {} if self.config.truncate else folded(state, beyond)
         return {"shared": shared, **kept}

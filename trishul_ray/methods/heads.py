@@ -6,7 +6,7 @@ paper, eqs. exact_agg and server_aggregation).
 """
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -17,8 +17,11 @@ from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State
-from trishul_ray.methods.kinds import exact_share, head_rank
+from trishul_ray.methods.kinds import exact_share, head_rank, rank_fields
 from trishul_ray.spectral.bases import heads_that_fit
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 BasisInit = Literal[
     "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
@@ -80,6 +83,10 @@ class MultiHeadMethod(Method):
             )
             for layer in site.layers
         }
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """LoRA's alpha."""
+        return rank_fields(adapter) | {"adapter.alpha"}
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Cores and the classification head; scalars never travel (the server resets them)."""

@@ -10,9 +10,10 @@ The three prongs of the paper (Algorithm 1):
 3. Heads per transformer block by concave water-filling of ``a_l = ||W_l||_F^2`` (eqs.
    waterfill_opt, waterfill_sol, rounding_floor), the same number on each adapted matrix of it.
 
-The paper leaves open which weights score a block (here: its adapted matrices), s_max (default 10)
-and how a plain-gradient prox meets Adam (as written: the prox follows the optimizer's step with
-threshold λη, on the whole core and not on the local change).
+The paper leaves open which weights score a block (``method.block_scores``; here its adapted
+matrices), s_max (default 10) and how a plain-gradient prox meets Adam (as written: the prox follows
+the optimizer's step with threshold λη, on the whole core and not on the local change, which is
+``method.prox_on=change``).
 """
 
 import functools
@@ -25,6 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan
 from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
 from trishul_ray.methods.registry import register
@@ -50,6 +52,14 @@ class TrishulConfig(HeadsConfig):
         "a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace (both "
         "capped at the heads that fit orthogonally, unless adapter.overflow=independent)",
     )
+    block_scores: BlockScores = Field(
+        "adapted",
+        description="water-filling: whose squared norms score a block: its adapted matrices, the "
+        "linear weights of its attention, or all its linear weights",
+    )
+    prox_on: Literal["core", "change"] = Field(
+        "core", description="what the prox shrinks: the core, or its change since the broadcast"
+    )
     scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
 
 
@@ -71,9 +81,11 @@ class Trishul(MultiHeadMethod):
         if self.config.allocation == "uniform":
             heads = uniform(len(blocks), total, limits)
         else:
+            weights = site.scored if self.config.allocation == "waterfill" else site.layers
             scores = [
-                sum(self._score(layer.name, site) for layer in members) + SCORE_FLOOR
-                for members in blocks.values()
+                sum(self._score(layer.name, site) for layer in weights if layer.block == block)
+                + SCORE_FLOOR
+                for block in blocks
             ]
             heads = round_to_total(water_fill(scores, total, limits), total, limits)
             if site.adapter.overflow == "auto" and limits is not None:
@@ -107,6 +119,12 @@ class Trishul(MultiHeadMethod):
         return 0.0 if measured is None else float(measured)
 
     @property
+    def block_scores(self) -> BlockScores:
+        """Those of the configuration, where weights are scored at all."""
+        chosen: BlockScores = self.config.block_scores
+        return chosen if self.config.allocation == "waterfill" else "adapted"
+
+    @property
     def survey_plan(self) -> SurveyPlan | None:
         """Gradients of 5 clients for the allocations that need them (4 batches, or 32 rows)."""
         if self.config.allocation == "gradient":
@@ -122,6 +140,12 @@ class Trishul(MultiHeadMethod):
         """
         found = [{name: g.square().sum() for name, g in batch.items()} for batch in gradients]
         return {name: torch.stack([f[name] for f in found]).mean().view(1) for name in found[0]}
+
+    def start(self, run: LocalRun, initial: Tensor) -> None:
+        """Remember the broadcast's cores where the prox acts on their change."""
+        super().start(run, initial)
+        if run.training and self.config.prox_on == "change":
+            run.memory["broadcast"] = run.vector.clone()
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Prong 2: the prox of ``λη||.||_*`` on every active core, then the clip of s."""
@@ -143,13 +167,22 @@ class Trishul(MultiHeadMethod):
             return
         threshold = self.config.lam * run.optimizer.lr * since
         stats: list[SvtStats] = []
-        for bank, active in self._banks(run):
+        # What is thresholded is a core minus its origin: zero, or the core that was broadcast.
+        origins = (
+            run.layout.core_banks(run.memory["broadcast"]) if "broadcast" in run.memory else []
+        )
+        for index, (bank, active) in enumerate(self._banks(run)):
             cores = bank if active is None else bank[active]
+            if origins:
+                origin = origins[index] if active is None else origins[index][active]
+                cores = cores - origin
             if step == steps:
                 shrunk, found = svt_with_stats(cores, threshold)
                 stats.append(found)
             else:
                 shrunk = svt(cores, threshold)
+            if origins:
+                shrunk = shrunk + origin
             if active is None:
                 bank.copy_(shrunk)
             else:
