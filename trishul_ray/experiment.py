@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from trishul_ray.methods.base import MethodConfig
-from trishul_ray.methods.registry import method_class, method_names
+from trishul_ray.methods.registry import build_method, method_class, method_names
 from trishul_ray.sections import (
     AdapterConfig,
     DataConfig,
@@ -122,8 +122,19 @@ class Experiment(Section):
         return BUDGET_RANKS[self.budget] if isinstance(self.budget, str) else self.budget
 
     def identity(self) -> dict[str, Any]:
-        """Every field that can change a number, as plain JSON values."""
-        return _identity_of(self)
+        """Return every field that can change a number, as plain JSON values.
+
+        Shared fields that the method does not read are left out; see
+        :meth:`trishul_ray.methods.base.Method.ignored_fields`.
+        """
+        kept = _identity_of(self)
+        for name in build_method(self.method).ignored_fields(self.adapter):
+            section, _, field = name.partition(".")
+            if field:
+                kept.get(section, {}).pop(field, None)
+            else:
+                kept.pop(section, None)
+        return kept
 
     @property
     def id(self) -> str:

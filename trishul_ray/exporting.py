@@ -70,4 +70,6 @@ def last_broadcast(experiment: Experiment) -> tuple[Checkpoint, Arrays]:
     if found is None:
         why = "; ".join(checkpoints.skipped) or "none was written"
         raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
-    return found, broadcast_of(build_method(experiment.method), found.state, found.survey)
+    return found, broadcast_of(
+        build_method(experiment.method, experiment.adapter), found.state, found.survey
+    )

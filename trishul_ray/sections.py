@@ -137,6 +137,12 @@ class AdapterConfig(Section):
         description="matched: equal parameters on each matrix; published: the paper's ranks, "
         "which are matched for a 768x768 matrix",
     )
+    alpha: float | None = Field(
+        None,
+        gt=0,
+        description="LoRA's α: the update is α/r B A, with r the full rank also where a client "
+        "trains a lower one; default r, that is B A itself",
+    )
     init: (
         Literal["gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"]
         | None
@@ -148,7 +154,7 @@ class AdapterConfig(Section):
         "auto",
         description="where heads x rank exceeds the width: auto lets only heads added by an "
         "allocation fall back to bases of their own; independent lets all; cap limits the "
-        "allocation so that none has to",
+        "allocation so that none has to (auto, too, where an allocation is measured)",
     )
     path: Literal["auto", "merged", "factored"] = Field(
         "auto", description="how adapted layers compute; auto takes the cheaper for the shape"

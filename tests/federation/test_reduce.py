@@ -76,6 +76,46 @@ def test_mean_over_those_who_trained(count, seed, weighting, masked):
         np.testing.assert_allclose(mean["shared"][part], expected, rtol=1e-6, atol=1e-7)
 
 
+@settings(deadline=None, max_examples=25)
+@given(count=st.integers(1, 3 * FAN_IN), seed=st.integers(0, 1000))
+def test_plain_means_and_heads_are_not_weighed_by_the_method(count, seed):
+    """A key in ``plain_mean`` counts every client alike, a head goes by the given weight alone."""
+
+    class Weighing(method_class("fedavg")):
+        plain_mean = frozenset({"plain"})
+        weighs_head = False
+
+        def weight(self, upload, layout, weight):
+            return float(upload["shared"].abs().sum())
+
+    layout = Layout.of([("w", (12,)), ("head:v", (8,))])
+    expected = Expected({"shared": 20, "plain": 3, "own": 3}, np.array([12, 8]))
+    reducer = Reducer(Weighing(method_class("fedavg").Config()), layout, "size", expected)
+    rng = np.random.default_rng(seed)
+    uploads = [
+        Upload(
+            u.client,
+            u.rows,
+            u.arrays | {k: rng.normal(size=3).astype(np.float32) for k in ("plain", "own")},
+        )
+        for u in uploads_of(count, seed)
+    ]
+    parts = [partial_sum([uploads[i] for i in group], reducer) for group in groups(range(count))]
+    mean, _ = finish(combine(parts), {"shared": np.zeros(20, np.float32)}, expected)
+
+    def by_weights(key, weights):
+        values = np.stack([u.arrays[key].astype(np.float64) for u in uploads])
+        return np.average(values, axis=0, weights=weights)
+
+    rows = [u.rows for u in uploads]
+    norms = [float(np.abs(u.arrays["shared"]).sum()) for u in uploads]
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(mean["plain"], by_weights("plain", None), **close)
+    np.testing.assert_allclose(mean["own"], by_weights("own", norms), **close)
+    np.testing.assert_allclose(mean["shared"][:12], by_weights("shared", norms)[:12], **close)
+    np.testing.assert_allclose(mean["shared"][12:], by_weights("shared", rows)[12:], **close)
+
+
 def test_groups_are_of_the_cohort_alone():
     assert [len(g) for g in groups(range(FAN_IN))] == [FAN_IN]
     assert [len(g) for g in groups(range(2 * FAN_IN + 3))] == [FAN_IN, FAN_IN, 3]

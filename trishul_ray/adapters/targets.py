@@ -2,11 +2,15 @@
 
 import difflib
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.errors import InputError
+
+#: Which linear weights score a transformer block; see :func:`scored_layers`.
+BlockScores = Literal["adapted", "attention", "all"]
 
 _QUERY_VALUE = ("query", "value")
 _PROJECTIONS = ("q_proj", "v_proj")
@@ -117,6 +121,37 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
             raise InputError(_unknown_target(model, target))
         chosen.update(found)
     return [spec_of(model, name) for name in paths if name in chosen]
+
+
+def scored_layers(
+    model: nn.Module, adapted: Sequence[LayerSpec], scores: BlockScores
+) -> list[LayerSpec]:
+    """Return the linear layers whose weights score the blocks of the adapted ones.
+
+    Args:
+        model: a Hugging Face model (on any device, meta included).
+        adapted: the layers that get an adapter.
+        scores: ``adapted`` for those alone; ``attention`` for every linear layer of the same
+            blocks that lies in a module named for attention (``attention``, ``self_attn``,
+            ``SelfAttention``, ``EncDecAttention``, ...); ``all`` for every linear layer of them.
+
+    Raises:
+        InputError: a block has no layer of that kind.
+    """
+    if scores == "adapted":
+        return list(adapted)
+    blocks = dict.fromkeys(spec.block for spec in adapted)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = [spec_of(model, name) for name in names if block_of(name) in blocks]
+    if scores == "attention":
+        found = [spec for spec in found if "attn" in spec.name.lower().replace("attention", "attn")]
+    for block in blocks:
+        if not any(spec.block == block for spec in found):
+            raise InputError(
+                f"method.block_scores={scores!r}: block {block!r} has no such linear layer; use "
+                "adapted or all"
+            )
+    return found
 
 
 def head_parameters(model: nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.jobs import Arrays, TrainReport, Upload, as_tensors
 from trishul_ray.federation.reduce import Reducer
 from trishul_ray.methods.base import BASE
-from trishul_ray.methods.kinds import lora_pairs
+from trishul_ray.methods.kinds import lora_pairs, lora_scale
 from trishul_ray.spectral.diagnostics import (
     client_matrices,
     diagnose,
@@ -213,17 +213,17 @@ def aggregation_error(
     """
     weights = np.array([float(u.rows) if reducer.weighting == "size" else 1.0 for u in uploads])
     weights /= weights.sum()
-    name = reducer.method.named
+    name, alpha = reducer.method.named, reducer.method.lora_alpha
     clients = [name(reducer.layout, as_tensors(u.arrays)["shared"].double()) for u in uploads]
     found = name(reducer.layout, as_tensors(after)["shared"].double())
     # Sorted: the order of a set of names differs from process to process, and so would the sum.
     pairs = sorted({layer for layer, _, _ in lora_pairs(found)})
     error = exact = 0.0
     for layer in pairs:
-        mean = sum(w * _product(c, layer) for w, c in zip(weights, clients, strict=True))
+        mean = sum(w * _product(c, layer, alpha) for w, c in zip(weights, clients, strict=True))
         moved = torch.from_numpy(after[BASE + layer]).double() if BASE + layer in after else 0.0
         held = torch.from_numpy(before[BASE + layer]).double() if BASE + layer in before else 0.0
-        error += float((_product(found, layer) + moved - held - mean).square().sum())
+        error += float((_product(found, layer, alpha) + moved - held - mean).square().sum())
         exact += float(mean.square().sum())
     if not pairs:
         # Full fine-tuning trains nothing but whole parameters; elsewhere the head is no update.
@@ -235,5 +235,6 @@ def aggregation_error(
     return (error / exact) ** 0.5 if exact else 0.0
 
 
-def _product(named: dict[str, Tensor], layer: str) -> Tensor:
-    return named[f"{layer}.lora_B"] @ named[f"{layer}.lora_A"]
+def _product(named: dict[str, Tensor], layer: str, alpha: float | None) -> Tensor:
+    factor_A = named[f"{layer}.lora_A"]
+    return lora_scale(alpha, factor_A.shape[0]) * (named[f"{layer}.lora_B"] @ factor_A)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trishul_ray.adapters.attach import Trained
 from trishul_ray.federation.jobs import (
     Arrays,
     EvalJob,
@@ -122,10 +123,10 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         loss.backward()
         return loss.detach()
 
-    def probe() -> None:
+    def probe(step: int) -> None:
         model.bind(vector, run.grad, *frozen)
         try:
-            backward(order[0])
+            backward(order[step - 1])
         finally:
             model.unbind()
 
@@ -220,10 +221,15 @@ def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
 
 
 def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalReport:
-    """Sums of loss and correct answers of the global model over one chunk of test rows."""
+    """Sums of loss and correct answers of the global model over one chunk of test rows.
+
+    Round 0 is the pretrained backbone for every method, also for one whose first broadcast is
+    already an update of it (Fed-SB).
+    """
     bench.model.train(False)
     with torch.inference_mode():
-        trained = global_model(bench, broadcast, job.round)
+        untouched = job.round == 0
+        trained = Trained(bench.initial) if untouched else global_model(bench, broadcast, job.round)
         bench.model.bind(trained.vector, None, trained.base, trained.constants)
         try:
             batch = bench.task.prepare_batch(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trishul_ray.adapters.layout import Layout
+from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.federation.jobs import Arrays, Upload, as_tensors
 from trishul_ray.methods.base import Method
 
@@ -41,10 +41,27 @@ class Reducer:
     weighting: str
     expected: Expected
 
+    def given_weight(self, upload: Upload) -> float:
+        """Return what ``federation.weighting`` says of an upload."""
+        return float(upload.rows) if self.weighting == "size" else 1.0
+
     def weight(self, upload: Upload) -> float:
         """w_c: the method's say on what ``federation.weighting`` gives."""
-        given = float(upload.rows) if self.weighting == "size" else 1.0
+        given = self.given_weight(upload)
         return self.method.weight(as_tensors(upload.arrays), self.layout, given)
+
+    def unit_weight(self, upload: Upload, weight: float) -> np.ndarray | float:
+        """Return w_c m_cu of an upload's units: [U] float64, or one number where all are equal.
+
+        Args:
+            upload: a sound one.
+            weight: w_c, by :meth:`weight`.
+        """
+        if self.method.weighs_head:
+            return weight if upload.active is None else weight * upload.active
+        in_head = unit_in_head(self.layout, self.method.wire(self.layout))
+        weights = np.where(in_head, self.given_weight(upload), weight)
+        return weights if upload.active is None else weights * upload.active
 
     def contribution(self, upload: Upload) -> Arrays:
         """What of an upload is averaged."""
@@ -57,7 +74,7 @@ class Partial:
     """The running sum of a group of uploads."""
 
     sums: Arrays  # float64, weighted
-    weight: float  # sum of w_c
+    weights: dict[str, float]  # of each key but "shared": sum of w_c, or how many for a plain mean
     unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
     clients: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
@@ -73,6 +90,15 @@ def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
         else:
             sizes.append(count)
     return np.asarray(sizes, dtype=np.int64)
+
+
+def unit_in_head(layout: Layout, wire: Sequence[str]) -> np.ndarray:
+    """[U] bool, which units are part of the classification head."""
+    flags: list[bool] = []
+    for entry in (layout.entry(name) for name in wire):
+        units = entry.shape[0] if entry.name.endswith(".core") else 1
+        flags += [entry.name.startswith(HEAD_PREFIX)] * units
+    return np.asarray(flags, dtype=bool)
 
 
 def judge(upload: Upload, expected: Expected) -> str | None:
@@ -97,24 +123,28 @@ def judge(upload: Upload, expected: Expected) -> str | None:
 def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
     """Judge and sum one group of uploads, in the order given (ascending client)."""
     sizes = reducer.expected.unit_sizes
-    total = Partial(sums={}, weight=0.0, unit_weight=np.zeros(len(sizes)))
+    total = Partial(sums={}, weights={}, unit_weight=np.zeros(len(sizes)))
     for upload in uploads:
         reason = judge(upload, reducer.expected)
         if reason is not None:
             total.refused[upload.client] = reason
             continue
         weight = reducer.weight(upload)
+        unit_weight = reducer.unit_weight(upload, weight)
         for key, array in reducer.contribution(upload).items():
             term = array.astype(np.float64)
-            term *= weight
-            if key == "shared" and upload.active is not None:
-                term *= np.repeat(upload.active, sizes)
+            if key == "shared":
+                alike = np.ndim(unit_weight) == 0
+                term *= unit_weight if alike else np.repeat(unit_weight, sizes)
+            else:
+                share = 1.0 if key in reducer.method.plain_mean else weight
+                term *= share
+                total.weights[key] = total.weights.get(key, 0.0) + share
             if key in total.sums:
                 total.sums[key] += term
             else:
                 total.sums[key] = term
-        total.weight += weight
-        total.unit_weight += weight if upload.active is None else weight * upload.active
+        total.unit_weight += unit_weight
         total.clients.append(upload.client)
     return total
 
@@ -125,7 +155,8 @@ def combine(partials: Sequence[Partial]) -> Partial:
     for other in rest:
         for key, array in other.sums.items():
             first.sums[key] = first.sums[key] + array if key in first.sums else array
-        first.weight += other.weight
+        for key, weight in other.weights.items():
+            first.weights[key] = first.weights.get(key, 0.0) + weight
         first.unit_weight = first.unit_weight + other.unit_weight
         first.clients += other.clients
         first.refused |= other.refused
@@ -150,7 +181,7 @@ def finish(total: Partial, before: Arrays, expected: Expected) -> tuple[Arrays, 
     for key, sums in total.sums.items():
         if key != "shared":
             dtype = np.float32 if key in expected.lengths else np.float64
-            mean[key] = (sums / total.weight).astype(dtype)
+            mean[key] = (sums / total.weights[key]).astype(dtype)
             continue
         divisor = np.repeat(np.where(trained, total.unit_weight, 1.0), expected.unit_sizes)
         kept = np.repeat(~trained, expected.unit_sizes)

@@ -72,7 +72,7 @@ class Server:
         self.experiment = experiment
         self.executor = executor
         self.checkpoints = checkpoints
-        self.method = build_method(experiment.method)
+        self.method = build_method(experiment.method, experiment.adapter)
         self.attempt = attempt
         self.round = 0
         self.state: Arrays = {}
@@ -243,10 +243,11 @@ class Server:
         reports: list[TrainReport],
         total: Partial,
     ) -> dict[str, Any]:
-        one = self.method.download_parameters(
-            as_tensors(broadcast), len(cohort), self.blueprint.layout
-        )
+        sent = as_tensors(broadcast)
+        one = self.method.download_parameters(sent, len(cohort), self.blueprint.layout)
         down = sum(one - int(r.notes["unsent"]) for r in reports)
+        known = {client for record in self.records for client in record.get("clients", ())}
+        down += len(set(cohort) - known) * self.method.setup_parameters(sent)
         up = sum(int(r.notes["uploaded_parameters"]) for r in reports)
         return {
             "round": number,

@@ -81,6 +81,7 @@ def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int 
         optimizer=settings.optimizer,
         generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
         common=torch_rng(seed, "common", round_number),
+        steps=settings.federation.local_steps,
         training=client is not None,
         capacity=share,
     )

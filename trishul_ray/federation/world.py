@@ -14,6 +14,7 @@ import torch
 
 from trishul_ray.adapters.attach import AdaptedModel, find_layers
 from trishul_ray.adapters.budget import count_parameters
+from trishul_ray.adapters.targets import scored_layers
 from trishul_ray.data.base import PreparedDataset
 from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.encoding import encode
@@ -140,19 +141,21 @@ def check_fits(experiment: Experiment) -> None:
     """
     places = Places.of(experiment)
     model = meta_backbone(experiment.model, hub=places.hub, cache=places.cache)
-    build_method(experiment.method).adapters(build_site(model, experiment))
+    build_method(experiment.method, experiment.adapter).adapters(build_site(model, experiment))
 
 
 def build_site(model: torch.nn.Module, experiment: Experiment) -> Site:
     """Where adapters may go on a backbone (real, or on the meta device: then norms are zero)."""
     layers = tuple(find_layers(model, experiment.adapter.targets))
+    scores = build_method(experiment.method).block_scores
+    scored = tuple(scored_layers(model, layers, scores))
     norms = {}
-    for layer in layers:
+    for layer in dict.fromkeys((*layers, *scored)):
         weight = model.get_submodule(layer.name).weight
         assert isinstance(weight, torch.Tensor)
         on_meta = weight.device.type == "meta"
         norms[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
-    return Site(layers, norms, experiment.lora_rank, experiment.adapter)
+    return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
 
 
 def pick_device(experiment: Experiment) -> torch.device:
@@ -194,7 +197,7 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         cache=places.cache,
     )
     backbone = backbone.to(device)
-    method = build_method(experiment.method)
+    method = build_method(experiment.method, experiment.adapter)
     site = build_site(backbone, experiment)
     model = attach(backbone, experiment, method, site, device)
     test_rows = np.arange(len(dataset.test))

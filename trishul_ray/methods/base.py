@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.adapters.targets import BlockScores
 
 if TYPE_CHECKING:
     from trishul_ray.sections import AdapterConfig, OptimizerConfig
@@ -50,11 +51,12 @@ class Site:
 
     Attributes:
         layers: the targeted linear layers, in the model's order.
-        squared_norms: ``||W||_F^2`` of each, by layer name.
+        squared_norms: ``||W||_F^2`` of each of them and of ``scored``, by layer name.
         lora_rank: the budget as a LoRA rank per adapted matrix.
         adapter: the experiment's adapter section.
         survey: what clients found out before round 1, averaged (see :meth:`Method.survey`);
             empty where the method asks for nothing, or while only sizes are being checked.
+        scored: the linear layers whose weights score their block: see :meth:`Method.block_scores`.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -62,6 +64,7 @@ class Site:
     lora_rank: int
     adapter: "AdapterConfig"
     survey: State = field(default_factory=dict)
+    scored: tuple[LayerSpec, ...] = ()
 
     def blocks(self) -> dict[str, list[LayerSpec]]:
         """The layers by transformer block, in the model's order."""
@@ -102,9 +105,11 @@ class LocalRun:
         optimizer: the experiment's optimizer section.
         generator: the client's own stream for this round.
         common: a stream that is the same for all clients of the round.
+        steps: local steps of the round.
         training: False while a broadcast is only made into the global model, to evaluate it.
         capacity: share of the full budget this client can compute, in (0, 1].
-        gradient: fills ``grad`` with the gradient of one mini-batch at the present vector.
+        gradient: fills ``grad`` with the gradient, at the present vector, of the mini-batch that
+            the given local step (from 1) will read.
         active: [U] bool, which units of the wire this client trains; None means all.
         memory: whatever a hook wants to find again in a later one.
         unsent: numbers that a real deployment would neither send up nor down to this client.
@@ -119,9 +124,10 @@ class LocalRun:
     optimizer: "OptimizerConfig"
     generator: torch.Generator
     common: torch.Generator
+    steps: int = 0
     training: bool = True
     capacity: float = 1.0
-    gradient: Callable[[], None] = lambda: None
+    gradient: Callable[[int], None] = lambda step: None
     active: Tensor | None = None
     memory: State = field(default_factory=dict)
     unsent: int = 0
@@ -163,10 +169,36 @@ class Method:
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
     takes_limits: ClassVar[bool] = False
+    #: Keys of a contribution, other than ``"shared"``, whose mean is the plain one: all accepted
+    #: clients count alike, whatever ``federation.weighting`` and :meth:`weight` say. The sum over
+    #: the cohort is then ``round_.accepted`` times the mean.
+    plain_mean: ClassVar[frozenset[str]] = frozenset()
+    #: Whether :meth:`weight` also weighs the classification head. Where it does not, the head is
+    #: averaged by ``federation.weighting`` alone.
+    weighs_head: ClassVar[bool] = True
+
+    #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors.
+    lora_alpha: float | None = None
 
     def __init__(self, config: MethodConfig) -> None:
         """Keep the configuration."""
         self.config: Any = config
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """Return the shared fields that this method does not read, by dotted name.
+
+        They cannot change a number of its runs and so are no part of their identity: ``budget``,
+        fields of ``adapter``, or ``adapter`` for all of them. By default none is ignored.
+
+        Args:
+            adapter: the experiment's adapter section.
+        """
+        return frozenset()
+
+    @property
+    def block_scores(self) -> BlockScores:
+        """Which linear weights :attr:`Site.scored` holds; those that are adapted by default."""
+        return "adapted"
 
     # 1. Which adapters.
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
@@ -222,7 +254,15 @@ class Method:
         return {"shared": self.pack(layout, initial)}
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
-        """This upload's weight in the mean; ``weight`` is what ``federation.weighting`` says."""
+        """Return this upload's weight in the mean.
+
+        See :attr:`plain_mean` and :attr:`weighs_head` for what is averaged without it.
+
+        Args:
+            upload: what the client sent.
+            layout: names the trainables.
+            weight: what ``federation.weighting`` says.
+        """
         return weight
 
     def contribution(self, upload: State, layout: Layout) -> State:
@@ -234,8 +274,9 @@ class Method:
 
         Args:
             state: the current one.
-            mean: the weighted mean of the contributions, each unit of ``"shared"`` over those who
-                trained it; a unit that nobody trained has its old value there.
+            mean: the weighted mean of the contributions (the plain mean for keys in
+                :attr:`plain_mean`), each unit of ``"shared"`` over those who trained it; a unit
+                that nobody trained has its old value there.
             round_: which round, and who took part.
             layout: names the entries of the shared vector by way of :meth:`wire`.
         """
@@ -250,13 +291,22 @@ class Method:
         """Numbers one client downloads for this broadcast, as a real deployment would send it.
 
         By default all of it but ``base/`` and ``constant/`` keys: the simulation sends those
-        whole to clients that keep nothing, a deployment only what is new in them.
+        whole to clients that keep nothing, a deployment only what is new in them. Frozen tensors
+        that are sent once are counted by :meth:`setup_parameters`.
         """
         return sum(
             value.numel()
             for key, value in broadcast.items()
             if not key.startswith((BASE, CONSTANT, SURVEY))
         )
+
+    def setup_parameters(self, broadcast: State) -> int:
+        """Return the numbers a client downloads once, in the first round it takes part in.
+
+        By default the ``constant/`` keys: frozen tensors that the server computed. Those drawn
+        from the seed cost nothing, since every client draws the same.
+        """
+        return sum(value.numel() for key, value in broadcast.items() if key.startswith(CONSTANT))
 
     # Helpers that follow from :meth:`wire`.
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:

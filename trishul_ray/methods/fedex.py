@@ -15,7 +15,7 @@ from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import BASE, MethodConfig, Round, State
-from trishul_ray.methods.kinds import LORA_SCALE, ProductMethod, folded, lora_pairs
+from trishul_ray.methods.kinds import ProductMethod, folded, lora_pairs
 from trishul_ray.methods.registry import register
 
 
@@ -40,7 +40,7 @@ class FedEx(ProductMethod):
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Fold ``scale (mean(B_c A_c) - B A)`` into what was folded before."""
         residuals = {
-            layer: update - LORA_SCALE * (b.double() @ a.double())
+            layer: update - self.scale(a) * (b.double() @ a.double())
             for layer, a, b, update in self.mean_updates(mean, mean["shared"], layout)
         }
         return {"shared": mean["shared"], **folded(state, residuals)}

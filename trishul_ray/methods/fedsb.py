@@ -9,11 +9,13 @@ mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``; its trunc
 training starts from ``W0 + B R A``, not from W0. Then only R [r, r] is trained, sent and averaged:
 exact.
 The paper states no number of clients or batches for this round; ``method.init_clients`` and
-``method.init_batches`` say it here, and the dense upload is counted once, in round 0.
+``method.init_batches`` say it here, and the dense upload is counted once, in round 0. The bases
+cannot be drawn from the seed: each client downloads them in the first round it takes part in. The
+figures of round 0 are those of W0, as for every method.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -24,7 +26,11 @@ from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import CONSTANT, Method, MethodConfig, Round, Site, State, SurveyPlan
+from trishul_ray.methods.kinds import rank_fields
 from trishul_ray.methods.registry import register
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 
 class FedSBConfig(MethodConfig):
@@ -43,7 +49,7 @@ class FedSB(Method):
     Config = FedSBConfig
     summary = "one core between bases from the SVD of the first gradient; core averaged (exact)"
     reference = "Singhal et al., 2025, arXiv 2502.15436"
-    communication = "r^2 per matrix up and down; d_in d_out once"
+    communication = "r^2 per matrix up and down; d_in d_out up and r (d_in + d_out) down once"
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """One core of the budget's rank; its bases are replaced by the survey's."""
@@ -57,6 +63,11 @@ class FedSB(Method):
             )
             for layer in site.layers
         }
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """How many heads there are and how bases are drawn: one core, bases by SVD."""
+        unread = ("heads", "init", "sigma", "overflow", "alpha")
+        return rank_fields(adapter) | {f"adapter.{name}" for name in unread}
 
     @property
     def survey_plan(self) -> SurveyPlan:

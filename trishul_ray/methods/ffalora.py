@@ -8,12 +8,15 @@ aggregation is exact. Half the parameters of LoRA at equal rank on a square matr
 rank at equal budget (``floor(N / d_out)``).
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.base import Method, MethodConfig, Site
-from trishul_ray.methods.kinds import ffa
+from trishul_ray.methods.kinds import ffa, ignored_by
 from trishul_ray.methods.registry import register
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 
 class FFALoRAConfig(MethodConfig):
@@ -34,3 +37,7 @@ class FFALoRA(Method):
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """LoRA with A frozen on every target."""
         return ffa(site)
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """What LoRA with A frozen does not read."""
+        return ignored_by("ffa", adapter)

@@ -7,7 +7,8 @@ Resources", NeurIPS 2024, arXiv 2402.11505.
 client of rank r receives ``A = V[:, :r]^T`` and ``B = U[:, :r] S_r / scale``, the singular values
 wholly in B. The global model is G truncated at the largest rank; with ``method.truncate=false``
 the part beyond it stays in the frozen weight, so that nothing is lost between rounds (for tests of
-exactness and for those who can send it).
+exactness and for those who can send it). A component that no client of a round had the rank for is
+forgotten, as published, but not dead: its column of B is zero, its row of A is not, so it trains.
 """
 
 from typing import Literal
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import LORA_SCALE, ProductMethod, folded, limit_rank
+from trishul_ray.methods.kinds import ProductMethod, folded, limit_rank
 from trishul_ray.methods.registry import register
 
 
@@ -55,7 +56,7 @@ class FlexLoRA(ProductMethod):
             largest = vt[:rank].abs().argmax(dim=1, keepdim=True)
             sign = torch.sign(vt[:rank].gather(1, largest))  # [r, 1]
             a.copy_(sign * vt[:rank])
-            b.copy_(u[:, :rank] * (s[:rank] / LORA_SCALE) * sign.mT)
-            beyond[layer] = update - LORA_SCALE * (b.double() @ a.double())
+            b.copy_(u[:, :rank] * (s[:rank] / self.scale(a)) * sign.mT)
+            beyond[layer] = update - self.scale(a) * (b.double() @ a.double())
         kept = {} if self.config.truncate else folded(state, beyond)
         return {"shared": shared, **kept}

@@ -4,11 +4,14 @@ McMahan et al., AISTATS 2017, arXiv 1602.05629, applied to the whole pretrained 
 reference of the paper's tables, at the cost of the whole model up and down each round.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.base import Method, MethodConfig, Site
 from trishul_ray.methods.registry import register
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 
 class FullFTConfig(MethodConfig):
@@ -30,3 +33,7 @@ class FullFT(Method):
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """None: the backbone's own weights are what is trained."""
         return {}
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """Every field of adapters."""
+        return frozenset({"budget", "adapter"})

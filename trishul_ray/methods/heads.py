@@ -6,7 +6,7 @@ paper, eqs. exact_agg and server_aggregation).
 """
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -17,8 +17,11 @@ from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State
-from trishul_ray.methods.kinds import head_rank
+from trishul_ray.methods.kinds import exact_share, head_rank, rank_fields
 from trishul_ray.spectral.bases import heads_that_fit
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 BasisInit = Literal[
     "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
@@ -37,7 +40,7 @@ class HeadsConfig(MethodConfig):
     selection: Literal["random", "weight", "gradient"] = Field(
         "random",
         description="which heads a limited client trains, chosen anew each round: drawn, those of "
-        "largest norm, or those of largest gradient on one mini-batch",
+        "largest norm, or those of largest gradient on one mini-batch; ties are drawn",
     )
 
 
@@ -81,6 +84,10 @@ class MultiHeadMethod(Method):
             for layer in site.layers
         }
 
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """LoRA's alpha."""
+        return rank_fields(adapter) | {"adapter.alpha"}
+
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Cores and the classification head; scalars never travel (the server resets them)."""
         return tuple(e.name for e in layout.entries if not e.name.endswith(".scale"))
@@ -88,14 +95,18 @@ class MultiHeadMethod(Method):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Cores from the broadcast, scalars at 1, and this round's active heads."""
         super().start(run, initial)
-        share = self.config.head_fraction * run.capacity
-        if run.training and share < 1.0:
-            run.active = self._choose(run, share)
+        if run.training and min(self.config.head_fraction, run.capacity) < 1.0:
+            run.active = self._choose(run)
 
-    def _choose(self, run: LocalRun, share: float) -> Tensor:
-        """[U] bool: on each layer the ``ceil(share h)`` heads of the largest score."""
+    def _choose(self, run: LocalRun) -> Tensor:
+        """[U] bool: on each layer the ``ceil(share h)`` heads of the largest score.
+
+        Heads of equal score (all cores are zero in round 1) are drawn from the client's stream:
+        otherwise the first heads would be trained in round 1, have the largest norms from there
+        on, and be the only ones ever trained.
+        """
         if self.config.selection == "gradient":
-            run.gradient()
+            run.gradient(1)
         source = run.grad if self.config.selection == "gradient" else run.vector
         views = run.layout.views(source)
         # Units follow the wire: the heads of each core in turn, then one unit per other tensor.
@@ -110,11 +121,26 @@ class MultiHeadMethod(Method):
             else:
                 score = views[entry.name].flatten(1).norm(dim=1).cpu()
             chosen = torch.zeros(heads, dtype=torch.bool)
-            # Stable: equal scores (all cores are zero in round 1) fall to the first heads.
             order = score.argsort(descending=True, stable=True)
-            chosen[order[: math.ceil(share * heads)]] = True
+            if self.config.selection != "random":
+                drawn = torch.randperm(heads, generator=run.generator)
+                order = drawn[score[drawn].argsort(descending=True, stable=True)]
+            count = math.ceil(exact_share(heads, self.config.head_fraction, run.capacity))
+            chosen[order[:count]] = True
             flags.append(chosen)
         return torch.cat(flags)
+
+    def active_heads(self, run: LocalRun) -> dict[str, Tensor]:
+        """Return [h] bool, the heads this client trains, by layer; empty where it trains all."""
+        found: dict[str, Tensor] = {}
+        if run.active is None:
+            return found
+        start = 0
+        # Cores stand first on the wire, each with one unit for a head.
+        for entry in (e for e in run.layout.entries if e.name.endswith(".core")):
+            found[entry.name.removesuffix(".core")] = run.active[start : start + entry.shape[0]]
+            start += entry.shape[0]
+        return found
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
         """The products s_i H_i (eq. uploaded_core) and the classification head."""

@@ -4,13 +4,23 @@ Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 2024, arXiv 2401.06432.
 
 A client of rank r_c takes the first r_c columns of B and rows of A, trains them, and uploads them
-padded with zeros to r_max. The server averages the padded factors with weights
+padded with zeros. The server averages the padded factors with weights
 ``p_c = ||B_c A_c||_F / sum ||B A||_F`` (root of the sum of squares over layers; equal weights while
-all are zero); inexact. Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of
+all are zero); inexact. The classification head is no low-rank factor: ``federation.weighting``
+alone weighs it.
+
+The cohort's factors are padded to the largest rank among them; of the components beyond it the
+paper says nothing. With ``method.unsent=keep`` they keep the server's values. ``zero`` pads to
+r_max whoever takes part: a round without a client of full rank then zeroes a row of A and its
+column of B, whose gradients are zero from there on (each is a product with the other), so that the
+rank of the global model only ever falls.
+
+Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of
 the rank, and a lower rank for good once the tail has shrunk) is a switch, off by default since the
 comparison in the paper speaks of truncation alone.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -18,8 +28,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, MethodConfig, State
-from trishul_ray.methods.kinds import LoRAMethod, limit_rank, lora_pairs
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
+from trishul_ray.methods.kinds import LoRAMethod, exact_share, limit_rank, lora_pairs
 from trishul_ray.methods.registry import register
 
 
@@ -31,6 +41,11 @@ class HetLoRAConfig(MethodConfig):
     gamma: float = Field(0.95, gt=0, lt=1, description="γ: where the rank's tail begins")
     penalty: float = Field(0.01, ge=0, description="weight of the tail's norm in the loss")
     min_rank: int = Field(1, ge=1, description="a client's rank never falls below this")
+    unsent: Literal["keep", "zero"] = Field(
+        "keep",
+        description="components beyond every rank of the cohort: keep the server's value, or "
+        "average the zeros of the padding, after which they never train again",
+    )
 
 
 @register("hetlora")
@@ -42,6 +57,7 @@ class HetLoRA(LoRAMethod):
     reference = "Cho et al., EMNLP 2024, arXiv 2401.06432"
     communication = "r_c (d_in + d_out) per matrix up and down"
     takes_limits = True
+    weighs_head = False
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """The first r_c components of the broadcast; the rest is zero and stays so."""
@@ -51,10 +67,15 @@ class HetLoRA(LoRAMethod):
         run.memory["rank"] = torch.tensor([float(rank)])
         run.memory["tail"] = torch.stack(self._tails(run, run.vector)).sum()
 
+    def _pruned(self, rank: int) -> int:
+        """Return where the tail of ``rank`` begins: ``floor(gamma rank)``, at least min_rank."""
+        least: int = self.config.min_rank
+        return max(least, math.floor(exact_share(rank, self.config.gamma)))
+
     def _tails(self, run: LocalRun, vector: Tensor) -> list[Tensor]:
         """``||B[:, tail]||_F ||A[tail, :]||_F`` of every layer, tail = gamma r_c .. r_c."""
         stop = int(run.memory["rank"])
-        first = max(self.config.min_rank, int(self.config.gamma * stop))
+        first = self._pruned(stop)
         pairs = lora_pairs(run.layout.views(vector))
         return [b[:, first:stop].norm() * a[first:stop].norm() for _, a, b in pairs]
 
@@ -74,7 +95,7 @@ class HetLoRA(LoRAMethod):
         rank = int(run.memory["rank"])
         state: State = {}
         if self.config.prune:
-            smaller = max(self.config.min_rank, int(self.config.gamma * rank))
+            smaller = self._pruned(rank)
             shrunk = torch.stack(self._tails(run, run.vector)).sum() < run.memory["tail"]
             state["rank"] = torch.tensor([float(smaller if shrunk else rank)])
         run.notes["metrics"] = {"rank": float(rank)}
@@ -91,3 +112,15 @@ class HetLoRA(LoRAMethod):
             for _, a, b in lora_pairs(self.named(layout, upload["shared"]))
         ]
         return float(max(sum(squares), 1e-60) ** 0.5)
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """The mean of the padded factors; by default what nobody sent stays as it was."""
+        shared = mean["shared"].clone()
+        if self.config.unsent == "keep":
+            old = self.named(layout, state["shared"])
+            for layer, a, b in lora_pairs(self.named(layout, shared)):
+                # A weighted sum with positive weights: all zero where all uploads are.
+                unsent = (a == 0).all(dim=1) & (b == 0).all(dim=0)  # [r]
+                a[unsent] = old[f"{layer}.lora_A"][unsent]
+                b[:, unsent] = old[f"{layer}.lora_B"][:, unsent]
+        return {"shared": shared}

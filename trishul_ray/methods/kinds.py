@@ -5,7 +5,8 @@ Not a method itself: what would otherwise stand twice in method files.
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -17,13 +18,43 @@ from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import BASE, LocalRun, Method, MethodConfig, Site, State
 
-#: LoRA's alpha / r: alpha = r everywhere, so that the update is B A itself.
-LORA_SCALE = 1.0
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 #: Where ``B_c A_c`` stands beside an upload.
 PRODUCT = "product/"
 
 Kind = Literal["lora", "ffa", "multihead"]
+
+#: Fields of the adapter section that only multi-head adapters read, and those that also the
+#: multi-head adapter of :func:`multihead` leaves unread.
+_HEADS_ONLY = frozenset(f"adapter.{name}" for name in ("heads", "init", "sigma", "overflow"))
+_UNREAD: dict[Kind, frozenset[str]] = {
+    "lora": _HEADS_ONLY | {"adapter.matching"},
+    "ffa": _HEADS_ONLY,
+    "multihead": frozenset({"adapter.overflow", "adapter.alpha"}),
+}
+
+
+def rank_fields(adapter: "AdapterConfig") -> frozenset[str]:
+    """Return the fields that decide a rank and are not read where ``adapter.rank`` is set."""
+    return frozenset({"budget", "adapter.matching"} if adapter.rank else ())
+
+
+def ignored_by(kind: Kind, adapter: "AdapterConfig") -> frozenset[str]:
+    """Return the shared fields that adapters of a kind do not read, by dotted name."""
+    return _UNREAD[kind] | rank_fields(adapter)
+
+
+def lora_scale(alpha: float | None, rank: int) -> float:
+    """Return what multiplies B A: alpha / r, with alpha = r by default.
+
+    Args:
+        alpha: ``adapter.alpha``.
+        rank: r, the full rank. A client that trains r_c components keeps this scale, so that its
+            product is a part of the global one: its own alpha_c is alpha r_c / r.
+    """
+    return 1.0 if alpha is None else alpha / rank
 
 
 def lora_rank(site: Site) -> int:
@@ -33,19 +64,21 @@ def lora_rank(site: Site) -> int:
 
 def lora(site: Site) -> dict[str, LayerAdapter]:
     """A trained pair B A on every target."""
-    return {layer.name: LoRA(rank=lora_rank(site), scale=LORA_SCALE) for layer in site.layers}
+    rank = lora_rank(site)
+    scale = lora_scale(site.adapter.alpha, rank)
+    return {layer.name: LoRA(rank=rank, scale=scale) for layer in site.layers}
 
 
 def ffa(site: Site) -> dict[str, LayerAdapter]:
     """LoRA with A frozen, of the rank that costs the same."""
-    matching = site.adapter.matching
-    return {
-        layer.name: LoRA(
-            rank=site.adapter.rank or ffa_rank(layer, site.lora_rank, matching),
-            scale=LORA_SCALE,
-            train_A=False,
-        )
+    options = site.adapter
+    ranks = {
+        layer.name: options.rank or ffa_rank(layer, site.lora_rank, options.matching)
         for layer in site.layers
+    }
+    return {
+        name: LoRA(rank=rank, scale=lora_scale(options.alpha, rank), train_A=False)
+        for name, rank in ranks.items()
     }
 
 
@@ -88,13 +121,25 @@ class AnyAdapterMethod(Method):
         """The chosen kind, sized by the budget."""
         return of_kind(self.config.adapter, site)
 
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """What adapters of the chosen kind do not read."""
+        return ignored_by(self.config.adapter, adapter)
+
 
 class LoRAMethod(Method):
-    """A method that trains a LoRA pair on every target; the scale alpha / r is 1."""
+    """A method that trains a LoRA pair on every target."""
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """LoRA of the budget's rank."""
         return lora(site)
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """What LoRA does not read."""
+        return ignored_by("lora", adapter)
+
+    def scale(self, factor_A: Tensor) -> float:
+        """Return alpha / r of a pair whose A is [r, d_in]."""
+        return lora_scale(self.lora_alpha, factor_A.shape[0])
 
 
 class ProductMethod(LoRAMethod):
@@ -115,7 +160,7 @@ class ProductMethod(LoRAMethod):
             layout: names its entries.
         """
         for layer, a, b in lora_pairs(self.named(layout, shared)):
-            yield layer, a, b, LORA_SCALE * mean[PRODUCT + layer]
+            yield layer, a, b, self.scale(a) * mean[PRODUCT + layer]
 
 
 def lora_pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -126,6 +171,14 @@ def lora_pairs(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tenso
             yield layer, factor_A, named[f"{layer}.lora_B"]
 
 
+def exact_share(count: int, *shares: float) -> Fraction:
+    """Return ``count`` times the shares, each taken as the decimal number that it is written as.
+
+    In binary 0.8 x 0.75 x 5 is a little more than 3, and its ceiling 4; here it is 3.
+    """
+    return math.prod((Fraction(repr(float(share))) for share in shares), start=Fraction(count))
+
+
 def limit_rank(run: LocalRun, at_most: int | None = None) -> int:
     """Zero and freeze the components beyond this client's rank; returns that rank.
 
@@ -134,7 +187,7 @@ def limit_rank(run: LocalRun, at_most: int | None = None) -> int:
     """
     pairs = list(lora_pairs(run.layout.views(run.vector)))
     full = pairs[0][1].shape[0]
-    rank = max(1, math.floor(run.capacity * full))
+    rank = max(1, math.floor(exact_share(full, run.capacity)))
     rank = rank if at_most is None else min(rank, at_most)
     for _, a, b in pairs:
         run.unsent += a[rank:].numel() + b[:, rank:].numel()

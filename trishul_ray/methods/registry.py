@@ -4,9 +4,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trishul_ray.methods.base import Method, MethodConfig
+
+if TYPE_CHECKING:
+    from trishul_ray.sections import AdapterConfig
 
 _REGISTRY: dict[str, type[Method]] = {}
 _M = TypeVar("_M", bound=type[Method])
@@ -43,6 +46,14 @@ def method_class(name: str) -> type[Method]:
     return _REGISTRY[name]
 
 
-def build_method(config: MethodConfig) -> Method:
-    """The method a configuration asks for."""
-    return method_class(config.name)(config)
+def build_method(config: MethodConfig, adapter: "AdapterConfig | None" = None) -> Method:
+    """The method a configuration asks for.
+
+    Args:
+        config: its own section.
+        adapter: the experiment's adapter section; needed where the method is to be run.
+    """
+    method = method_class(config.name)(config)
+    if adapter is not None:
+        method.lora_alpha = adapter.alpha
+    return method

@@ -1,0 +1,97 @@
+"""The shared fields a method does not read: no part of its identity, and without effect."""
+
+import itertools
+
+import pytest
+import torch
+
+from trishul_ray.adapters.attach import AdaptedModel
+from trishul_ray.errors import InputError
+from trishul_ray.federation.world import build_site
+from trishul_ray.loading import load_experiment
+from trishul_ray.methods.registry import build_method, method_class, method_names
+from trishul_ray.models.backbones import meta_backbone
+
+#: Another value for each field that a method may ignore.
+OTHER = {
+    "budget": "3",
+    "adapter.targets": "[q_proj]",
+    "adapter.heads": "2",
+    "adapter.rank": "2",
+    "adapter.alpha": "3.5",
+    "adapter.matching": "published",
+    "adapter.init": "rv_random_normal",
+    "adapter.sigma": "0.3",
+    "adapter.overflow": "independent",
+    "adapter.path": "factored",
+}
+BASE = ["model=vit-digits", "model.init=random", "tracking.mlflow=false", "optimizer.lr=0.01"]
+#: What a field needs beside it to have an effect: its init, heads that do not fit, and for
+#: ``matching`` a matrix that is not square.
+NEEDS = {
+    "adapter.matching": ["adapter.targets=[fc1]"],
+    "adapter.sigma": ["adapter.init=rv_random_normal"],
+    "adapter.overflow": ["adapter.heads=3", "adapter.rank=30", "adapter.init=gram_schmidt"],
+}
+CASES = [
+    (name, kind, rank)
+    for name in method_names()
+    for kind, rank in itertools.product(
+        ("lora", "ffa", "multihead")
+        if "adapter" in method_class(name).Config.model_fields
+        else "-",
+        ((), ("adapter.rank=4",)),
+    )
+]
+
+
+def built(words):
+    """What the fields make of a backbone: the adapters, how they compute, and what they start as;
+    or None where they are refused."""
+    experiment = load_experiment(None, words)
+    model = meta_backbone(experiment.model, hub=None, cache=None).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    method = build_method(experiment.method, experiment.adapter)
+    try:
+        adapters = method.adapters(build_site(model, experiment))
+        adapted = AdaptedModel(
+            model, adapters, seed=1, train_head=True, train_all=method.train_all,
+            path=experiment.adapter.path,
+        )  # fmt: skip
+    except InputError:
+        return experiment, None
+    path = experiment.adapter.path if adapters else None
+    return experiment, (adapters, path, adapted.layout.fingerprint(), adapted.initial().tolist())
+
+
+@pytest.mark.parametrize(("name", "kind", "rank"), CASES)
+def test_an_ignored_field_changes_nothing_and_the_others_are_in_the_identity(name, kind, rank):
+    words = [*BASE, f"method={name}", *rank]
+    if kind != "-":
+        words.append(f"method.adapter={kind}")
+    experiment, _ = built(words)
+    ignored = build_method(experiment.method).ignored_fields(experiment.adapter)
+    unknown = ignored - {"adapter", *OTHER}
+    assert not unknown, f"name another value of {unknown}"
+    for field, value in OTHER.items():
+        before = [*words, *NEEDS.get(field, [])]
+        one, first = built(before)
+        two, second = built([*before, f"{field}={value}"])
+        # With another field set, more or less may be read.
+        unread = build_method(one.method).ignored_fields(one.adapter)
+        if field in unread or field.partition(".")[0] in unread:
+            assert one.id == two.id, field
+            assert first == second, field
+        else:
+            assert one.id != two.id, field
+            assert first != second, f"{field} is read by {name} and changes nothing"
+
+
+def test_full_fine_tuning_has_one_id_for_every_budget():
+    ids = {
+        load_experiment(None, [*BASE, "method=fullft", *words]).id
+        for words in ([], ["budget=8"], ["adapter.heads=2", "adapter.init=constant"])
+    }
+    assert len(ids) == 1
