@@ -157,7 +157,9 @@ class AdapterConfig(Section):
         "allocation so that none has to (auto, too, where an allocation is measured)",
     )
     path: Literal["auto", "merged", "factored"] = Field(
-        "auto", description="how adapted layers compute; auto takes the cheaper for the shape"
+        "auto",
+        description="how adapted layers compute; auto takes the cheaper for the shape; in bf16 "
+        "forwards that train are always factored",
     )
 
 

@@ -99,6 +99,33 @@ def test_exact_means_exact(executor, tmp_path, name, weighting):
         assert min(errors) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "lr"), [("fedex", "0.003"), ("flora", "0.0002"), ("flexlora", "0.003")]
+)
+def test_bfloat16_keeps_what_is_folded(executor, tmp_path, name, lr):
+    """The layers' outputs move by ``x base^T`` from those without it, as in FedEx beside FedIT."""
+    options = [*EXACT[name], f"optimizer.lr={lr}", "federation.rounds=1"]
+    inline = executor(f"method={name}", "model.precision=bf16", *options)
+    trained = global_model(inline.bench, run(inline, tmp_path).broadcast(), 2)
+    model, gains, kept = inline.bench.model, [], []
+    generator = torch.Generator().manual_seed(0)
+    for layer, base in list(trained.base.items())[:4]:
+        d_in = base.shape[1]
+        x = torch.randn(2**19 // d_in, d_in, generator=generator).bfloat16()
+        moved = x.double() @ base.double().T
+        outputs = []
+        for frozen in (trained.base, {}):
+            model.bind(trained.vector, torch.zeros_like(trained.vector), frozen)
+            adapted = model.model.get_submodule(layer)
+            outputs.append(adapted(x).detach().double())
+            if frozen:
+                kept.append(base.norm() / adapted.weight.float().norm())
+        gains.append(float(((outputs[0] - outputs[1]) * moved).sum() / moved.square().sum()))
+        model.unbind()
+    assert max(kept) < 1e-2  # so small that most of it lies below half a step of the weight
+    assert np.mean(gains) == pytest.approx(1, abs=0.05)
+
+
 def same_run(executor, tmp_path, first, second):
     results = [run(executor(*options), tmp_path) for options in (first, second)]
     assert state_digest({"shared": results[0].state["shared"]}) == state_digest(

@@ -227,7 +227,7 @@ def test_tied_weights_are_trained_and_exported_as_one(family, precision, tmp_pat
     export_merged(adapted, Trained(vector), tmp_path / "out")
     stored = load(tmp_path / "out", kind, None, tmp_path)
     for name, value in adapted.head(vector).items():
-        assert torch.equal(stored.get_parameter(name), value.to(precision).float())
+        assert torch.equal(stored.get_parameter(name), value)  # float32, whatever the precision
     adapted.bind(vector)
     torch.testing.assert_close(
         stored(**given).logits, adapted.forward(**given).logits.float(), rtol=0.1, atol=0.05

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from trishul_ray.adapters.base import LOW_PRECISION, LayerAdapter, Path
+from trishul_ray.adapters.low_precision import add_linear, rest_product, split
 
 
 class AdaptedLinear(nn.Module):
@@ -20,12 +21,14 @@ class AdaptedLinear(nn.Module):
         #: In the weight's dtype, for the forward: cast once (the same tensors in float32).
         self.working = {k: v.to(linear.weight.dtype) for k, v in constants.items()}
         self.exact, self.swapped = constants, False
-        #: A bound state that does not train is merged once for all its forwards.
-        self.mergeable = path != "factored" and linear.weight.dtype not in LOW_PRECISION
+        self.low = linear.weight.dtype in LOW_PRECISION
         self.params: dict[str, Tensor] | None = None
+        #: The whole weight of a bound state that does not train, formed at its first forward.
         self.merged: Tensor | None = None
         #: The frozen weight for the bound state, where a method has moved it.
         self.moved: Tensor | None = None
+        #: In low precision, what ``merged``, or else ``moved``, lacks of the weight it stands for.
+        self.rest: Tensor | None = None
 
     def bind(
         self,
@@ -37,13 +40,14 @@ class AdaptedLinear(nn.Module):
 
         Args:
             params: trainables.
-            base: [d_out, d_in], added to the frozen weight while bound.
+            base: [d_out, d_in] float32, added to the frozen weight while bound. In low precision
+                the sum is kept as two tensors, so that a small base is not rounded away.
             constants: instead of the layer's own frozen bases, while bound.
         """
         self.params, self.merged = params, None
-        self.moved = None
+        self.moved, self.rest = None, None
         if base is not None:
-            self.moved = (self.weight.detach().float() + base).to(self.weight.dtype)
+            self.moved, self.rest = self._kept(self.weight.detach().float() + base)
         used = self.constants if constants is None else constants
         self.exact = used
         if constants is not None or self.swapped:
@@ -55,8 +59,31 @@ class AdaptedLinear(nn.Module):
         if self.params is None:
             return nn.functional.linear(x, self.weight, self.bias)
         frozen = self.weight if self.moved is None else self.moved
-        if self.mergeable and not any(p.requires_grad for p in self.params.values()):
+        if self._merges(self.params):
             if self.merged is None:
-                self.merged = self.adapter.merged_weight(frozen, self.exact, self.params)
-            return nn.functional.linear(x, self.merged, self.bias)
-        return self.adapter.forward(x, frozen, self.bias, self.working, self.params, self.path)
+                if self.rest is not None:
+                    frozen = frozen.float() + self.rest.float()
+                whole = self.adapter.merged_weight(frozen, self.exact, self.params)
+                self.merged, self.rest = self._kept(whole)
+            if self.rest is None:
+                return nn.functional.linear(x, self.merged, self.bias)
+            x2 = x.reshape(-1, self.in_features)
+            y = add_linear(rest_product(x2, self.rest), x2, self.merged, self.bias)  # [n, d_out]
+            return y.view(*x.shape[:-1], self.out_features)
+        return self.adapter.forward(
+            x, frozen, self.bias, self.working, self.params, self.path, self.rest
+        )
+
+    def _kept(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``weight`` in the layer's dtype, and in low precision what that lacks of it."""
+        dtype = self.weight.dtype
+        return split(weight, dtype) if self.low else (weight.to(dtype), None)
+
+    def _merges(self, params: dict[str, Tensor]) -> bool:
+        """Whether the bound state is merged once for all its forwards.
+
+        In low precision a merged weight takes two products, which pays where the method has moved
+        the frozen weight, since that takes two by itself.
+        """
+        trains = any(p.requires_grad for p in params.values())
+        return not trains and self.path != "factored" and (not self.low or self.rest is not None)

@@ -167,7 +167,8 @@ class AdaptedModel:
         Args:
             vector: [P] float32 on the model's device.
             grad: [P] float32 on the same device, or None.
-            base: by layer, [d_out, d_in] added to the frozen weight while bound.
+            base: by layer, [d_out, d_in] added to the frozen weight while bound; kept to at least
+                16 significant bits whatever the weight's dtype.
             constants: by layer, frozen tensors to use instead of its own while bound.
 
         Raises:
@@ -267,14 +268,24 @@ class AdaptedModel:
         vector: Tensor,
         base: Mapping[str, Tensor] | None = None,
         constants: Mapping[str, dict[str, Tensor]] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> nn.Module:
         """A plain copy of the model with updates and head written into its weights.
 
         Sums are taken in float64 and cast once; a zero update leaves a weight bitwise as it is.
-        This model stays adapted and as it was. Arguments as in :meth:`deltas`.
+        This model stays adapted and as it was.
+
+        Args:
+            vector: as in :meth:`deltas`.
+            base: likewise.
+            constants: likewise.
+            dtype: of the copy; the model's own by default, in which bfloat16 rounds away updates
+                below 2^-9 of a weight.
         """
         with self._plain():
             merged = copy.deepcopy(self._model)
+        if dtype is not None:
+            merged = merged.to(dtype)
         for name, delta in self.deltas(vector, base, constants).items():
             weight = merged.get_parameter(name + ".weight")
             weight.copy_((weight.double() + delta.to(weight.device)).to(weight.dtype))
@@ -284,9 +295,8 @@ class AdaptedModel:
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
-        bound = {name: layer.params for name, layer in self._layers.items()}
         leaves = self._whole.leaves
-        self.unbind()
+        self._whole.unbind()  # the layers, out of the model, stay bound
         for name, linear in self._linears.items():
             self._model.set_submodule(name, linear)
         try:
@@ -294,5 +304,4 @@ class AdaptedModel:
         finally:
             for name, layer in self._layers.items():
                 self._model.set_submodule(name, layer)
-                layer.bind(bound[name])
             self._whole.bind(leaves)

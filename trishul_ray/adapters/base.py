@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 #: Which route an adapted layer takes: through one merged weight, through the thin factors, or
-#: whichever needs fewer multiplications for the shapes at hand. The results are equal.
+#: whichever needs fewer multiplications for the shapes at hand. The results are equal; to keep them
+#: so, a forward in low precision takes the thin factors always.
 Path = Literal["auto", "merged", "factored"]
 
-#: Weights of these types are not merged on ``auto``: adding the update would round it away.
+#: Weights of these types are not merged while they train: adding the update would round it away.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -71,10 +72,21 @@ class LayerAdapter(ABC):
         constants: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
         path: Path = "auto",
+        rest: Tensor | None = None,
     ) -> Tensor:
         """The adapted layer: x [..., d_in] -> [..., d_out].
 
-        Gradients flow to ``x`` and ``params``, never to ``weight`` or ``bias``.
+        Gradients flow to ``x`` and ``params``, never to ``weight``, ``bias`` or ``rest``.
+
+        Args:
+            x: [..., d_in] in the weight's dtype.
+            weight: [d_out, d_in], frozen.
+            bias: [d_out] or None.
+            constants: frozen tensors by name.
+            params: trainables by suffix.
+            path: which route to take.
+            rest: [d_out, d_in], in low precision alone: what the frozen weight has beyond
+                ``weight`` (see :func:`trishul_ray.adapters.low_precision.split`).
         """
 
     @abstractmethod

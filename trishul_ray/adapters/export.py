@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trishul_ray.adapters.attach import AdaptedModel, Trained, head_parameters
+from trishul_ray.adapters.base import LOW_PRECISION
 from trishul_ray.adapters.targets import head_module
 from trishul_ray.errors import InputError
 
@@ -97,6 +98,9 @@ def export_peft(
 def export_merged(adapted: AdaptedModel, trained: Trained, directory: Path | str) -> Path:
     """Write the whole model with the updates in its weights, by ``save_pretrained``.
 
+    A model in bfloat16 or float16 is written in float32, which holds its weights exactly and
+    updates that its own dtype would round away.
+
     Args:
         adapted: the model with its adapters; a Hugging Face model.
         trained: the trained state.
@@ -108,7 +112,10 @@ def export_merged(adapted: AdaptedModel, trained: Trained, directory: Path | str
     Raises:
         InputError: the folder is not empty, or the model has no ``save_pretrained``.
     """
-    merged = adapted.merge(trained.vector, trained.base, trained.constants)
+    low = any(p.dtype in LOW_PRECISION for p in adapted.model.parameters())
+    merged = adapted.merge(
+        trained.vector, trained.base, trained.constants, torch.float32 if low else None
+    )
     save = getattr(merged, "save_pretrained", None)
     if save is None:
         raise InputError(f"export: {type(adapted.model).__name__} has no save_pretrained")

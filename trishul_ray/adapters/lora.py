@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trishul_ray.adapters.base import LOW_PRECISION, LayerAdapter, LayerSpec, Path
+from trishul_ray.adapters.low_precision import add_linear, rest_product
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 
@@ -84,20 +85,24 @@ class LoRA(LayerAdapter):
         constants: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
         path: Path = "auto",
+        rest: Tensor | None = None,
     ) -> Tensor:
         """The adapted layer: x [..., d_in] -> [..., d_out], in the weight's dtype."""
         factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
         factor_B = params["lora_B"]
         d_out, d_in = weight.shape
-        merged = path == "merged" or (
-            path == "auto"
-            and weight.dtype not in LOW_PRECISION
-            and merging_pays(
-                x.numel() // d_in,
-                d_out,
-                d_in,
-                self.rank,
-                backward=torch.is_grad_enabled() and factor_B.requires_grad,
+        low = weight.dtype in LOW_PRECISION
+        merged = not low and (
+            path == "merged"
+            or (
+                path == "auto"
+                and merging_pays(
+                    x.numel() // d_in,
+                    d_out,
+                    d_in,
+                    self.rank,
+                    backward=torch.is_grad_enabled() and factor_B.requires_grad,
+                )
             )
         )
         if merged:
@@ -107,6 +112,11 @@ class LoRA(LayerAdapter):
         thin = x2 @ factor_A.t()  # [n, r]
         if self.scale != 1.0:
             thin = thin * self.scale
+        if low:
+            update = rest_product(x2, rest)  # [n, d_out]
+            up = factor_B.t()  # [r, d_out]
+            update = thin @ up if update is None else update.addmm_(thin, up)
+            return add_linear(update, x2, weight, bias).view(*x.shape[:-1], d_out)
         # In place: nothing needs the plain layer's output, and a copy costs as much as the product.
         y = functional.linear(x2, weight, bias)  # [n, d_out]
         return y.addmm_(thin, factor_B.t()).view(*x.shape[:-1], d_out)

@@ -111,6 +111,7 @@ class MultiHead(LayerAdapter):
         constants: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
         path: Path = "auto",
+        rest: Tensor | None = None,
     ) -> Tensor:
         """The adapted layer: x [..., d_in] -> [..., d_out], in the weight's dtype.
 
@@ -136,7 +137,7 @@ class MultiHead(LayerAdapter):
         basis_B, basis_A = constants["basis_B"], constants["basis_A"]
         if basis_B.dtype != weight.dtype:
             basis_B, basis_A = basis_B.to(weight.dtype), basis_A.to(weight.dtype)
-        return multihead_linear(x, weight, bias, basis_B, basis_A, product, routes)
+        return multihead_linear(x, weight, bias, basis_B, basis_A, product, routes, rest)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from trishul_ray.adapters.base import Path
+from trishul_ray.adapters.base import LOW_PRECISION, Path
+from trishul_ray.adapters.low_precision import add_linear, rest_product
 
 
 @lru_cache(maxsize=4096)
@@ -41,7 +42,7 @@ def choose_routes(
     precision the forward is always factored.
     """
     if path != "auto":
-        return path == "merged", path == "merged"
+        return path == "merged" and not low_precision, path == "merged"
     total, small = heads * rank, min(d_out, d_in)
     merge = total * d_out * d_in + small * total * rank  # W + B (P A); dX = dY W_eff is then free
     thin = n * total * (d_out + d_in)  # X A^T and the way back up
@@ -112,6 +113,7 @@ class _MultiHeadLinear(torch.autograd.Function):
         basis_A: Tensor,
         product: Tensor,
         routes: tuple[bool, bool],
+        rest: Tensor | None,
     ) -> Tensor:
         merged_forward, merged_core = routes
         ctx.routes, ctx.product_dtype = routes, product.dtype
@@ -122,12 +124,19 @@ class _MultiHeadLinear(torch.autograd.Function):
         else:
             used = weight
             product = product.to(weight.dtype)
-            y = functional.linear(x, used, bias).view(-1, weight.shape[0])
-            thin_x = x.reshape(-1, weight.shape[1]) @ basis_A.t()  # V = X A^T, [n, R]
-            if len(y) < weight.shape[0]:
-                y.addmm_(_per_head(thin_x, product.transpose(1, 2)), basis_B.t())
+            x2 = x.reshape(-1, weight.shape[1])
+            thin_x = x2 @ basis_A.t()  # V = X A^T, [n, R]
+            if len(x2) < weight.shape[0]:
+                thin, up = _per_head(thin_x, product.transpose(1, 2)), basis_B.t()
             else:
-                y.addmm_(thin_x, mix_output(basis_B, product))
+                thin, up = thin_x, mix_output(basis_B, product)  # [n, R], [R, d_out]
+            if weight.dtype in LOW_PRECISION:
+                update = rest_product(x2, rest)  # [n, d_out]
+                update = thin @ up if update is None else update.addmm_(thin, up)
+                y = add_linear(update, x2, used, bias)
+            else:
+                y = functional.linear(x, used, bias).view(-1, weight.shape[0])
+                y.addmm_(thin, up)
             y = y.view(*x.shape[:-1], weight.shape[0])
         ctx.save_for_backward(x, used, basis_B, basis_A, product, None if merged_core else thin_x)
         return y
@@ -167,7 +176,7 @@ class _MultiHeadLinear(torch.autograd.Function):
             )
         if core is not None:
             core = core.to(ctx.product_dtype)
-        return dx, None, None, None, None, core, None
+        return dx, None, None, None, None, core, None, None
 
 
 def _project(gradient: Tensor, basis_B: Tensor, basis_A: Tensor, heads: int) -> Tensor:
@@ -189,6 +198,7 @@ def multihead_linear(
     basis_A: Tensor,
     product: Tensor,
     routes: tuple[bool, bool],
+    rest: Tensor | None = None,
 ) -> Tensor:
     """``x (W + B blockdiag(P) A)^T + bias``, differentiable in ``x`` and ``product`` alone.
 
@@ -200,9 +210,13 @@ def multihead_linear(
         basis_A: [h r, d_in].
         product: [h, r, r], any dtype; its gradient comes in it.
         routes: from :func:`choose_routes`.
+        rest: [d_out, d_in], what the frozen weight has beyond ``weight`` in low precision, where
+            the forward is factored; or None.
 
     Returns:
         [..., d_out].
     """
-    out = _MultiHeadLinear.apply(x, weight, bias, basis_B, basis_A, product, routes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    out = _MultiHeadLinear.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        x, weight, bias, basis_B, basis_A, product, routes, rest
+    )
     return cast(Tensor, out)

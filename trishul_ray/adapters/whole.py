@@ -9,6 +9,11 @@ from torch import Tensor, nn
 class WholeParameters:
     """Lets a model compute with other tensors in the place of some of its own parameters.
 
+    A model in bfloat16 sees each tensor rounded to bfloat16 at every forward, as in mixed-precision
+    training: a step below 2^-9 of a parameter is not seen at once, but the float32 tensor keeps it,
+    and it is seen when such steps have added up. Nothing is lost from step to step or round to
+    round.
+
     Args:
         model: where they stand; a parameter may stand in several places (tied embeddings).
         names: which ones.

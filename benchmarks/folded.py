@@ -1,0 +1,253 @@
+"""What bfloat16 keeps of the updates that a method folds into the frozen weight, and at what cost.
+
+    python benchmarks/folded.py [PART ...] [options]
+
+Parts (all by default):
+
+    kept   FedEx-LoRA and FedIT on digits at several learning rates: how much of the folded update
+           is in the weight, rounded once to bfloat16 and in two terms; and their losses
+    cost   a local step of LoRA on ViT-B's blocks with a folded update, beside one without
+
+Digits are embedded; nothing is downloaded. The cost is in CPU time of the one thread that runs,
+since that does not depend on what else the machine does. Results go to benchmarks/results/.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_console
+from torch import Tensor
+from transformers import ViTConfig, ViTForImageClassification
+
+from trishul_ray.adapters import adapted_linear, lora, low_precision
+from trishul_ray.adapters.attach import AdaptedModel, find_layers
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.federation.checkpoint import CheckpointStore
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.server import Server
+from trishul_ray.federation.workbench import global_model
+from trishul_ray.federation.world import prepare_run
+from trishul_ray.loading import load_experiment
+from trishul_ray.storage import Store
+
+ALL = ("kept", "cost")
+WIDTH = 768
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    options = _arguments()
+    parts = [part for part in ALL if part in (options.parts or ALL)]
+    said = {k: v for k, v in vars(options).items() if k != "out"}
+    report = Report("folded", said | {"parts": " ".join(parts)}, wide_console())
+    torch.set_num_threads(1)
+    if "kept" in parts:
+        report.add(kept(options))
+        report.write(options.out)
+    if "cost" in parts:
+        report.add(cost(options))
+        report.write(options.out)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = told_by(__doc__)
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=" ".join(ALL))
+    add("--rates", type=float, nargs="+", default=[1e-3, 3e-3], help="learning rates")
+    add("--rounds", type=int, default=2)
+    add("--local-steps", type=int, default=5)
+    add("--blocks", type=int, default=2, help="blocks of ViT-B/16 in the timed step")
+    add("--batch", type=int, default=2, help="images in the timed step")
+    add("--steps", type=int, default=5, help="timed steps")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(ALL):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(ALL)}")
+    return options
+
+
+@contextmanager
+def rounded_once() -> Iterator[None]:
+    """Give a moved weight as one rounded tensor, without the rest of it."""
+
+    def split(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        high = weight.to(dtype)
+        return high, torch.zeros_like(high)
+
+    adapted_linear.split = split
+    try:
+        yield
+    finally:
+        adapted_linear.split = low_precision.split
+
+
+def kept(options: argparse.Namespace) -> Section:
+    """FedIT, FedEx rounded once, and FedEx, at every rate."""
+    rows, data = [], {}
+    for lr in options.rates:
+        fedit, _ = _run(options, "fedit", "bf16", lr)
+        with rounded_once():
+            before, _ = _run(options, "fedex", "bf16", lr)
+        after, errors = _run(options, "fedex", "bf16", lr)
+        wide, _ = _run(options, "fedex", "fp32", lr)
+        size, once, twice = (statistics.fmean(column) for column in zip(*errors, strict=True))
+        rows.append(
+            [f"{lr:g}", f"{size:.1e}", f"{once:.1%}", f"{twice:.2%}"]
+            + [f"{loss:.5f}, {right:.2%}" for loss, right in (fedit, before, after, wide)]
+        )
+        data[str(lr)] = {
+            "relative_size": size,
+            "error_rounded_once": once,
+            "error_two_terms": twice,
+            "fedit": fedit,
+            "fedex_rounded_once": before,
+            "fedex": after,
+            "fedex_fp32": wide,
+        }
+    worst = max(found["error_two_terms"] for found in data.values())
+    return Section(
+        f"FedEx-LoRA's folded update on digits, bf16, {options.rounds} rounds of 3 clients x "
+        f"{options.local_steps} steps",
+        [
+            *("lr", "folded / weight", "wrong, rounded once", "wrong, two terms", "FedIT"),
+            *("FedEx, rounded once", "FedEx", "FedEx, fp32"),
+        ],
+        rows,
+        [
+            "wrong: ‖what the weight moved by − what was folded‖ / ‖what was folded‖, Frobenius, "
+            "mean over layers, after the last round",
+            "FedIT and FedEx: test loss and accuracy, one seed; 360 test images",
+            "FedEx, rounded once: only the rounding of the weight is as it was; the order in which "
+            "outputs are summed is today's",
+        ],
+        [Goal("folded update, relative error", worst, 1e-2)],
+        data,
+    )
+
+
+def _run(
+    options: argparse.Namespace, method: str, precision: str, lr: float
+) -> tuple[tuple[float, float], list[tuple[float, float, float]]]:
+    """Loss and accuracy; by layer: folded / weight, its error rounded once, and as it is kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = load_experiment(
+            None,
+            [
+                f"method={method}",
+                f"model.precision={precision}",
+                f"optimizer.lr={lr}",
+                "federation.clients=20",
+                "federation.clients_per_round=3",
+                f"federation.rounds={options.rounds}",
+                f"federation.local_steps={options.local_steps}",
+                "resources.backend=inline",
+                "resources.threads=1",
+                "tracking.mlflow=false",
+                f"storage.runs={folder}",
+            ],
+        )
+        executor = InlineExecutor(experiment, prepare_run(experiment))
+        checkpoints = CheckpointStore(Store.open(folder), experiment.id)
+        server = Server(experiment, executor, checkpoints, "benchmark")
+        while not server.finished:
+            server.step()
+        last = next(record for record in reversed(server.records) if "accuracy" in record)
+        bench = executor.bench
+        trained = global_model(bench, server.broadcast(), options.rounds)
+        errors = []
+        for name, base in trained.base.items():
+            weight = bench.model.model.get_submodule(name).weight.detach()
+            if weight.dtype == torch.float32:
+                continue
+            moved = weight.float() + base
+            parts = low_precision.split(moved, weight.dtype)
+            found = (parts[0].double(), parts[0].double() + parts[1].double())
+            exact = base.double()
+            once, twice = (
+                float((part - weight.double() - exact).norm() / exact.norm()) for part in found
+            )
+            errors.append((float(exact.norm() / weight.double().norm()), once, twice))
+    return (float(last["loss"]), float(last["accuracy"])), errors
+
+
+def cost(options: argparse.Namespace) -> Section:
+    """A step (forward, backward) with a folded update and one without, by turns."""
+    rows, data, goals = [], {}, []
+    kinds = {"float32, in the order of bf16": torch.float32}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        kinds["bf16"] = torch.bfloat16
+    for label, dtype in kinds.items():
+        with as_low_precision(dtype):
+            found = _steps(dtype, options)
+        plain, folded = Times.of(found[False]), Times.of(found[True])
+        ratio = folded.median / plain.median
+        rows.append(
+            [label, plain.show(1e3, 0), folded.show(1e3, 0), f"{ratio:.3f}"],
+        )
+        data[label] = {"plain": found[False], "folded": found[True]}
+        goals.append(Goal(f"step with a folded update / without, {label}", ratio, 1.05))
+    return Section(
+        f"A LoRA step (rank 32 on q and v) of {options.blocks} blocks of ViT-B/16, "
+        f"{options.batch} images",
+        ["arithmetic", "without ms", "with a folded update ms", "ratio"],
+        rows,
+        [
+            "CPU time of the one thread, medians (min-max), by turns; forward and backward, no "
+            "data and no optimizer, which would only lower the ratio",
+            "float32: the products of bf16 in the same order, a stand-in for a machine that "
+            "multiplies bf16 natively; a CPU that does not is not timed in bf16",
+        ],
+        goals,
+        data,
+    )
+
+
+@contextmanager
+def as_low_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Let layers in ``dtype`` take the route of low precision."""
+    kinds = (dtype,)
+    before = lora.LOW_PRECISION
+    adapted_linear.LOW_PRECISION = lora.LOW_PRECISION = kinds
+    try:
+        yield
+    finally:
+        adapted_linear.LOW_PRECISION = lora.LOW_PRECISION = before
+
+
+def _steps(dtype: torch.dtype, options: argparse.Namespace) -> dict[bool, list[float]]:
+    config = ViTConfig(num_hidden_layers=options.blocks, num_labels=100)
+    model = ViTForImageClassification(config).to(dtype)
+    adapters = {spec.name: LoRA(32) for spec in find_layers(model)}
+    adapted = AdaptedModel(model, adapters, seed=0, train_head=True)
+    vector = adapted.initial()
+    grad = torch.zeros_like(vector)
+    base = {name: 1e-4 * torch.randn(WIDTH, WIDTH) for name in adapters}
+    pixels = torch.randn(options.batch, 3, 224, 224).to(dtype)
+
+    def step() -> None:
+        adapted.forward(pixel_values=pixels).logits.float().square().mean().backward()
+
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(options.steps + 1):
+        for folded in (False, True) if number % 2 else (True, False):
+            adapted.bind(vector, grad, base if folded else None)
+            seconds = _seconds(step)
+            if number:
+                found[folded].append(seconds)
+    return found
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    began = time.process_time()  # the backward has a thread of its own
+    step()
+    return time.process_time() - began
+
+
+if __name__ == "__main__":
+    main()

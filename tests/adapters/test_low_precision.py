@@ -1,0 +1,184 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trishul_ray.adapters.adapted_linear import AdaptedLinear
+from trishul_ray.adapters.attach import Trained
+from trishul_ray.adapters.base import LayerSpec
+from trishul_ray.adapters.export import export_merged
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.low_precision import split
+from trishul_ray.adapters.multihead import MultiHead
+
+LOW = torch.bfloat16
+KINDS = {
+    "lora": LoRA(rank=4, scale=0.5),
+    "frozen-A": LoRA(rank=4, train_A=False),
+    "multihead": MultiHead(heads=2, rank=6),
+}
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(-12, 0), st.integers(-20, 2), st.integers(0, 10**6))
+def test_two_parts_hold_a_sum_to_twice_the_digits(weight_scale, update_scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = 2.0**weight_scale * torch.randn(9, 7, generator=generator)
+    weight = weight.to(LOW).float()  # as a backbone in bfloat16 has it
+    update = 2.0 ** (weight_scale + update_scale) * torch.randn(9, 7, generator=generator)
+    whole = weight.double() + update.double()
+    high, rest = split((weight + update).double(), LOW)
+    assert high.dtype == rest.dtype == LOW
+    error = (high.double() + rest.double() - (weight + update).double()).abs()
+    assert (error <= 2.0**-17 * whole.abs() + 1e-12).all()
+    # Relative to the update itself, however small it is (beside the float32 sum it is folded in).
+    assert error.norm() <= 2.0**-8 * update.norm()
+
+
+def regressed(x, y, bias):
+    """The matrix that a layer applied, by least squares over its tokens: float64 [d_out, d_in]."""
+    x, y = x.detach().double().flatten(0, -2), y.detach().double().flatten(0, -2)
+    return torch.linalg.lstsq(x, y - bias.detach().double()).solution.T
+
+
+def gain(found, wanted):
+    """How much of the update ``wanted`` is in ``found``: 1 if all, 0 if it was rounded away."""
+    return float((found * wanted).sum() / wanted.square().sum())
+
+
+def layer_of(adapter, path="auto", width=32):
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(width, width)
+    spec = LayerSpec("layer", "layer", width, width)
+    with torch.no_grad():
+        linear.weight.copy_(0.2 * torch.randn(width, width, generator=generator))
+        linear.bias.copy_(torch.randn(width, generator=generator))
+    linear = linear.to(LOW).requires_grad_(False)
+    layer = AdaptedLinear(linear, adapter, adapter.constants(spec, 1), path)
+    params = {
+        name: torch.randn(value.shape, generator=generator)
+        for name, value in adapter.initial(spec, 1).items()
+    }
+    size = adapter.delta(layer.constants, params).norm()
+    last = next(name for name in ("lora_B", "core") if name in params)
+    # As large as what is folded: a thousandth of the weight.
+    params[last] *= 1e-3 * linear.weight.double().norm() / size
+    base = 0.2e-3 * torch.randn(width, width, generator=generator)
+    return layer, params, base
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_updates_reach_the_output(kind, path, trains):
+    """An update of a thousandth of the weight, folded or the adapter's own. With its sum rounded to
+    bfloat16, or added to a rounded output, half of it and more is lost."""
+    layer, params, base = layer_of(KINDS[kind], path)
+    own = layer.adapter.delta(layer.constants, params)
+    x = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(2)).to(LOW)
+    bound = {k: v.clone().requires_grad_(trains) for k, v in params.items()}
+    for folded, update in ((None, own), (base, own + base.double())):
+        layer.bind(bound, folded)
+        y = layer(x)
+        assert y.dtype == LOW
+        found = regressed(x, y, layer.bias) - layer.weight.double()
+        assert gain(found, update) == pytest.approx(1, abs=0.03)
+        if folded is not None:
+            assert gain(found - own, base.double()) == pytest.approx(1, abs=0.03)
+            assert (found - update).norm() < 0.15 * update.norm()  # the outputs' own rounding
+
+
+@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_moved_layer(kind, path):
+    """Of trainables and of the input, against float64, for an update as large as the weight."""
+    layer, params, base = layer_of(KINDS[kind], path)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 50, 32, generator=generator).to(LOW).requires_grad_()
+    dy = torch.randn(3, 50, 32, generator=generator).to(LOW)
+    base = 1e3 * base
+    bound = {k: v.clone().requires_grad_() for k, v in params.items()}
+    layer.bind(bound, base)
+    (layer(x) * dy).sum().backward()
+    leaves = {k: v.double().requires_grad_() for k, v in params.items()}
+    frozen = {k: v.double() for k, v in layer.constants.items()}
+    if "core" in leaves:
+        blocks = torch.block_diag(*(leaves["scale"][:, None, None] * leaves["core"]))
+        delta = frozen["basis_B"] @ blocks @ frozen["basis_A"]
+    else:
+        factor_A = leaves["lora_A"] if "lora_A" in leaves else frozen["lora_A"]
+        delta = layer.adapter.scale * leaves["lora_B"] @ factor_A
+    exact = x.detach().double().requires_grad_()
+    weight = layer.weight.double() + base.double() + delta
+    y = nn.functional.linear(exact, weight, layer.bias.double())
+    (y * dy.double()).sum().backward()
+    pairs = {"x": (x.grad, exact.grad)}
+    pairs |= {name: (bound[name].grad, leaf.grad) for name, leaf in leaves.items()}
+    for name, (got, wanted) in pairs.items():
+        assert (got.double() - wanted).norm() < 1e-2 * wanted.norm(), name
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_bound_model_computes_with_its_folded_updates(make, trains):
+    """Through the whole model: every layer's input and output, as its forward met them."""
+    bench = make("vit", "mixed", dtype=LOW)
+    generator = torch.Generator().manual_seed(4)
+    base = {
+        name: 1e-3 * bench.model.get_submodule(name).weight.float()
+        * torch.randn(24, 24, generator=generator)
+        for name, _, _ in bench.adapted.states(bench.adapted.initial())
+    }  # fmt: skip
+    seen = {}
+    for name in base:
+        layer = bench.model.get_submodule(name)
+        layer.register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0], y)}))
+    state = bench.adapted.initial()
+    bench.adapted.bind(state, torch.zeros_like(state) if trains else None, base)
+    pixels = torch.randn(2000, 3, 8, 8, generator=generator).to(LOW)
+    bench.adapted.forward(pixel_values=pixels)
+    gains = []
+    for name, wanted in base.items():
+        layer = bench.model.get_submodule(name)
+        # The first token is the same for every image, so its rounding does not average out.
+        x, y = (tensor.detach()[:, 1:].double() for tensor in seen[name])
+        plain = nn.functional.linear(x, layer.weight.double(), layer.bias.double())
+        gains.append(gain(y - plain, x @ wanted.double().T))
+    # A few channels do not average a rounding out either, hence a mean over layers.
+    assert sum(gains) / len(gains) == pytest.approx(1, abs=0.05)
+    assert min(gains) > 0.8 and max(gains) < 1.2
+
+
+def test_float32_weights_are_moved_as_they_always_were(make):
+    bench = make("vit", "lora")
+    base = {spec.name: torch.randn(24, 24) for spec in bench.adapted.specs}
+    state = bench.adapted.initial()
+    bench.adapted.bind(state, torch.zeros_like(state), base)
+    for name, update in base.items():
+        layer = bench.model.get_submodule(name)
+        assert torch.equal(layer.moved, layer.weight + update)
+        assert layer.rest is None
+
+
+def test_merging_leaves_a_folded_update_bound(make):
+    bench = make("vit", "lora")
+    state = bench.random_state()
+    base = {spec.name: torch.ones(24, 24) for spec in bench.adapted.specs}
+    bench.adapted.bind(state, None, base)
+    expected = bench.adapted.forward(**bench.inputs).logits
+    bench.adapted.merge(state, base)
+    assert torch.equal(bench.adapted.forward(**bench.inputs).logits, expected)
+
+
+def test_a_merged_export_holds_updates_that_bfloat16_would_lose(make, tmp_path):
+    bench = make("vit", "lora", dtype=LOW)
+    state = bench.adapted.initial()
+    weights = {s.name: bench.twin.get_parameter(s.name + ".weight") for s in bench.adapted.specs}
+    base = {name: 1e-3 * weight.float().flip(0) for name, weight in weights.items()}
+    folder = export_merged(bench.adapted, Trained(state, base), tmp_path / "model")
+    loaded = type(bench.twin).from_pretrained(folder)
+    for name, weight in weights.items():
+        held = loaded.get_parameter(name + ".weight").double() - weight.double()
+        assert (held - base[name].double()).norm() < 1e-3 * base[name].norm(), name
+    head = loaded.get_parameter("classifier.weight")
+    assert torch.equal(head, bench.twin.get_parameter("classifier.weight").float())
