@@ -49,11 +49,16 @@ def _with_learning_rate(experiment: Experiment, user: dict[str, Any]) -> Experim
     """Fill in the learning rate that the user left open, and say where it is from."""
     if "lr" in (user.get("optimizer") or {}):
         return experiment
+    method = experiment.method.name
     found = default_learning_rate(
         experiment.data.name,
-        experiment.method.name,
+        method,
         experiment.lora_rank,
         experiment.partition.kind == "iid",
+        rates_like=method_class(method).rates_like,
+        partition=experiment.partition.kind,
+        optimizer=experiment.optimizer.name,
+        model=experiment.model.name,
     )
     if found is None:
         return experiment

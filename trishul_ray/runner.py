@@ -40,6 +40,7 @@ from trishul_ray.federation.world import (
     prepare_rows,
     prepare_run,
 )
+from trishul_ray.learning_rates import GENERAL
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.models.registry import local_folder
 from trishul_ray.models.shared import folder_source
@@ -79,6 +80,7 @@ def run_experiment(
         if summary is not None:
             _check_sources(experiment, summary, progress)
             return Outcome(summary, home, True, _command_of(experiment))
+        progress.note(learning_rate_line(experiment))
         # Before anything is removed or written: wrong input loses and leaves nothing.
         check_fits(experiment)
         _command_of(experiment)
@@ -90,6 +92,13 @@ def run_experiment(
         attempt = _attempt(home)
         home.write("config.yaml", config_yaml(experiment))
         return _run(experiment, prepared, home, attempt, progress)
+
+
+def learning_rate_line(experiment: Experiment) -> str:
+    """Return which learning rate a run takes and why; a warning if nobody chose it."""
+    options = experiment.optimizer
+    warning = "warning: " if options.lr_source == GENERAL else ""
+    return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
 
 
 def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:

@@ -5,7 +5,9 @@ Fields marked by :func:`free` cannot change a run's numbers and are no part of i
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trishul_ray.learning_rates import GENERAL, HAND
 
 #: Short names of the paper's backbones. They stand for the hub's name before anything is hashed.
 SHORT_MODEL_NAMES = {
@@ -162,11 +164,18 @@ class OptimizerConfig(Section):
     lr: float = Field(
         5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
     )
-    lr_source: str = free("set by hand, or the general default", "where the learning rate is from")
+    lr_source: str = free(GENERAL, "where the learning rate is from")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum")
     weight_decay: float = Field(0.0, ge=0, description="L2 (SGD) or decoupled (Adam) decay")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_source(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and "lr" in fields and "lr_source" not in fields:
+            return fields | {"lr_source": HAND}
+        return fields
 
 
 class FederationConfig(Section):

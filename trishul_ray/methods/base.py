@@ -163,6 +163,10 @@ class Method:
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
     takes_limits: ClassVar[bool] = False
+    #: The method whose default learning rates this one takes where
+    #: ``presets/learning_rates.yaml`` has no row of its own; a subclass inherits it. None: the
+    #: general default, with a warning.
+    rates_like: ClassVar[str | None] = None
 
     def __init__(self, config: MethodConfig) -> None:
         """Keep the configuration."""

@@ -36,6 +36,7 @@ class Scaffold(LoRAMethod):
     summary = "LoRA averaged as FedIT, local steps corrected by control variates"
     reference = "Karimireddy et al., ICML 2020, arXiv 1910.06378"
     communication = "2 r (d_in + d_out) per matrix up and down"
+    rates_like = "fedit"
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Where the round began, and how far the cohort's direction is from this client's."""

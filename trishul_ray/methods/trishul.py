@@ -56,6 +56,7 @@ class Trishul(MultiHeadMethod):
     summary = "multi-head cores, nuclear-norm prox on the client, water-filled heads"
     reference = "TRISHUL, Algorithm 1"
     communication = "sum over matrices of h_l r^2 up and down"
+    rates_like = "ravan"
     default_init = "gram_schmidt"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
