@@ -194,7 +194,9 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     test_rows = np.arange(len(dataset.test))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
-        rng = numpy_rng(experiment.seed, "evaluation-subset")
+        # By the raw rows, not by the seed: all seeds, methods and backbones are measured alike.
+        rows = prepared.sources.get("rows", dataset.fingerprint)
+        rng = numpy_rng(0, "evaluation-subset", rows)
         test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
     return Workbench(
         settings=experiment,
