@@ -267,7 +267,7 @@ def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress
 def central_twin(experiment: Experiment) -> Experiment:
     """The same adapter, steps and rounds with all the data in one place."""
     alone = experiment.federation.model_copy(
-        update={"clients": 1, "clients_per_round": 1, "compute": "full"}
+        update={"clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None}
     )
     whole = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     return experiment.model_copy(

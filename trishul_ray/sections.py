@@ -169,6 +169,18 @@ class OptimizerConfig(Section):
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum")
     weight_decay: float = Field(0.0, ge=0, description="L2 (SGD) or decoupled (Adam) decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how η falls towards zero; a prox's threshold λη falls with it"
+    )
+    schedule_over: Literal["run", "round"] = Field(
+        "run", description="over all local steps of the run, or over those of each round anew"
+    )
+    warmup: float = Field(
+        0.0, ge=0, lt=1, description="share of the schedule's steps in which η rises linearly"
+    )
+    clip_norm: float | None = Field(
+        None, gt=0, description="largest norm of a client's gradient; a larger one is scaled down"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -189,10 +201,15 @@ class FederationConfig(Section):
     weighting: Literal["uniform", "size"] = Field(
         "uniform", description="aggregation weight of a client: equal, or its number of rows"
     )
-    compute: Literal["full", "uniform", "bell", "skewed-right"] = Field(
+    compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
         description="how much of the budget clients can train: all of it, or shares of 1/4 to 1 "
         "drawn once per client",
+    )
+    compute_shares: tuple[float, float, float, float] | None = Field(
+        None,
+        description="compute=custom: proportions of clients that train 1/4, 1/2, 3/4 and all of "
+        "the budget; they sum to 1",
     )
     clients_per_actor: Annotated[int, Field(ge=1)] | Literal["auto"] = free(
         "auto", "1: one actor per client; auto: as many actors as slices are free"
@@ -201,13 +218,34 @@ class FederationConfig(Section):
         0.5, gt=0, le=1, description="least share of the cohort whose uploads must be sound"
     )
 
+    @field_validator("compute_shares")
+    @classmethod
+    def _are_proportions(cls, shares: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if shares is not None and (min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
+            raise ValueError(f"{list(shares)} must be four proportions, 0 or more, that sum to 1")
+        return shares
+
+    @model_validator(mode="after")
+    def _shares_are_custom(self) -> "FederationConfig":
+        if (self.compute == "custom") != (self.compute_shares is not None):
+            raise ValueError(
+                f"federation.compute={self.compute!r} and federation.compute_shares="
+                f"{self.compute_shares}: the shares are set with compute=custom, and only then"
+            )
+        return self
+
 
 class EvaluationConfig(Section):
     """What is measured and how often."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last is always done")
     batch_size: int = Field(64, ge=1, description="examples per evaluation batch")
-    limit: int | None = Field(None, ge=1, description="a fixed seeded subset of the test rows")
+    limit: int | None = Field(
+        None,
+        ge=1,
+        description="measure on a subset of the test rows, drawn by the data: the same for every "
+        "seed, method and backbone",
+    )
     diagnostics_every: int = Field(
         1, ge=0, description="rounds between spectral diagnostics; 0: never"
     )

@@ -4,9 +4,10 @@ Karimireddy et al.: "SCAFFOLD: Stochastic Controlled Averaging for Federated Lea
 arXiv 1910.06378, on all trainables of the adapter, as the TRISHUL paper uses it.
 
 The server keeps c, each client c_i, all zero at first. A client steps along ``g - c_i + c``; after
-K steps its new variate is, by option II, ``c_i+ = c_i - c + (x - y) / (K eta)``, which for plain
-SGD equals the mean of its K raw gradients. Under Adam (x - y) / (K eta) is no gradient, so there
-the mean raw gradient is taken itself. The client uploads its trainables and ``c_i+ - c_i``; the
+K steps its new variate is, by option II, ``c_i+ = c_i - c + (x - y) / (K eta)``, or with a schedule
+divided by the sum of its K rates, which for plain SGD equals the mean of its K raw gradients. Under
+Adam (x - y) / (K eta) is no gradient, and neither is it with clipping, so there the mean raw
+gradient is taken itself. The client uploads its trainables and ``c_i+ - c_i``; the
 server averages the former (as FedIT: inexact) and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, over all
 N registered clients. Traffic is twice LoRA's in both directions.
 """
@@ -58,8 +59,8 @@ class Scaffold(LoRAMethod):
         """The trainables and the change of this client's variate, which it keeps."""
         memory, options = run.memory, run.optimizer
         plain = options.name == "sgd" and options.momentum == options.weight_decay == 0
-        if plain:
-            moved = (memory["start"] - run.vector) / (steps * options.lr)
+        if plain and options.clip_norm is None:
+            moved = (memory["start"] - run.vector) / run.summed_rate(steps, steps)
             control = moved - memory["correction"]
         else:
             control = memory["gradients"] / steps

@@ -109,7 +109,7 @@ class Trishul(MultiHeadMethod):
         since = step % self.config.prox_every or self.config.prox_every
         if step % self.config.prox_every and step != steps:
             return
-        threshold = self.config.lam * run.optimizer.lr * since
+        threshold = self.config.lam * run.summed_rate(step, since)
         stats: list[SvtStats] = []
         for bank, active in self._banks(run):
             cores = bank if active is None else bank[active]
