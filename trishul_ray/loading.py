@@ -161,7 +161,8 @@ def _other_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str):
         return False
-    return SHORT_MODEL_NAMES.get(name.lower(), name) != base.get("model", {}).get("name")
+    of_preset: str | None = base.get("model", {}).get("name")
+    return SHORT_MODEL_NAMES.get(name.lower(), name) != of_preset
 
 
 def _explain(error: ValidationError, fields: dict[str, Any]) -> str:

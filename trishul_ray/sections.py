@@ -3,9 +3,10 @@
 Fields marked by :func:`free` cannot change a run's numbers and are no part of its identity.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trishul_ray.learning_rates import GENERAL, HAND
 
@@ -22,6 +23,25 @@ def free(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
+def _usable_path(text: str) -> str:
+    """Refuse what no file system takes for a path; a name or URI passes the same test."""
+    parts = text.encode(errors="surrogateescape").split(b"/")
+    if not text.strip() or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
+        shown = repr(text if len(text) <= 40 else text[:37] + "...")
+        raise ValueError(
+            f"{shown} cannot be a name or path: not empty, no NUL, at most 255 bytes a part"
+        )
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text!r}: there is no such user") from None
+    return text
+
+
+#: A name or a path that the file system can be asked for.
+PathText = Annotated[str, AfterValidator(_usable_path)]
+
+
 class Section(BaseModel):
     """A frozen group of fields; an unknown field is refused."""
 
@@ -31,8 +51,8 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Which dataset the clients hold."""
 
-    name: str = Field("digits", description="dataset: see `trishul datasets`")
-    path: str | None = Field(
+    name: PathText = Field("digits", description="dataset: see `trishul datasets`")
+    path: PathText | None = Field(
         None, description="your own data (dataset images, table or hub): folder, file or hub name"
     )
     columns: dict[str, str] = Field(
@@ -96,7 +116,7 @@ class TaskConfig(Section):
 class ModelConfig(Section):
     """The frozen backbone."""
 
-    name: str = Field(
+    name: PathText = Field(
         "google/vit-base-patch16-224-in21k",
         description="a built-in, a hub or mirror name owner/model, a local folder, or short: "
         + ", ".join(SHORT_MODEL_NAMES),
@@ -280,7 +300,7 @@ class TrackingConfig(Section):
 class StorageConfig(Section):
     """Places. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
 
-    runs: str = free("runs", "where runs/<id>/ go: a folder or a filesystem URI")
-    cache: str | None = free(None, "prepared data and backbones; default $TRISHUL_CACHE")
-    hub: str | None = free(None, "a local mirror with the hub's layout; default $TRISHUL_HUB")
+    runs: PathText = free("runs", "where runs/<id>/ go: a folder or a filesystem URI")
+    cache: PathText | None = free(None, "prepared data and backbones; default $TRISHUL_CACHE")
+    hub: PathText | None = free(None, "a local mirror with the hub's layout; default $TRISHUL_HUB")
     keep_checkpoints: int = free(2, "newest checkpoints kept", ge=1)

@@ -130,11 +130,24 @@ def check_fits(experiment: Experiment) -> None:
     """Refuse a budget that the backbone cannot carry, without loading its weights.
 
     Raises:
-        InputError: heads x rank exceed a layer's width, a target is unknown, ...
+        InputError: a rank or heads x rank exceed a layer's width, a target is unknown, ...
     """
     places = Places.of(experiment)
     model = meta_backbone(experiment.model, hub=places.hub, cache=places.cache)
-    build_method(experiment.method).adapters(build_site(model, experiment))
+    site = build_site(model, experiment)
+    adapters = build_method(experiment.method).adapters(site)
+    for layer in site.layers:
+        rank = getattr(adapters.get(layer.name), "rank", 0)
+        width = min(layer.d_out, layer.d_in)
+        if rank > width:
+            options = experiment.adapter
+            given = f"adapter.rank={options.rank}"
+            if options.rank is None:
+                given = f"budget={experiment.budget}"
+            raise InputError(
+                f"{given} gives {experiment.method.name} a rank of {rank} on {layer.name} "
+                f"({layer.d_out}x{layer.d_in}), which must be at most its width {width}: take less"
+            )
 
 
 def build_site(model: torch.nn.Module, experiment: Experiment) -> Site:
