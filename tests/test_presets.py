@@ -1,12 +1,16 @@
 """The presets: the paper's protocol by dataset, and prompts that its backbones can be given."""
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from trishul_ray.data.catalog import PUBLIC
 from trishul_ray.data.info import DatasetInfo
+from trishul_ray.federation.world import build_site
 from trishul_ray.loading import load_experiment
+from trishul_ray.methods.registry import build_method
+from trishul_ray.models.backbones import meta_backbone
 from trishul_ray.tasks.registry import build_task
 
 VIT, T5, LLAMA = (
@@ -104,3 +108,47 @@ def test_words_of_a_preset_stand_for_the_classes_in_their_order():
 def test_a_familys_learning_rate_serves_its_tasks():
     made = load_experiment(None, ["dataset=glue/rte", "method=ravan"])
     assert (made.optimizer.lr, made.optimizer.lr_source) == (5e-5, "RAVAN Table 8")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "trishul", "ravan"),
+    [
+        # The headline row of the paper's table of initializations; RAVAN's own is random normal.
+        ("cifar100", "gram_schmidt", "random_normal"),
+        ("svhn", "gram_schmidt", "random_normal"),
+        ("20newsgroups", "random_normal", "random_normal"),
+        ("mrqa", "random_normal", "random_normal"),
+        *((f"glue/{task}", "random_normal", "random_normal") for task in GLUE),
+    ],
+)
+@pytest.mark.parametrize("budget", ["lower", "higher"])
+def test_bases_and_ranks_are_those_of_the_papers_tables(dataset, trishul, ravan, budget):
+    """On the paper's backbone (shapes alone): its initialization, and its ranks in each table."""
+    ranks = {"lower": (110, 64, 221), "higher": (156, 128, 313)}[budget]
+    names = {"trishul": ranks[0], "ravan": ranks[0], "ffalora": ranks[1], "fedsb": ranks[2]}
+    for name, rank in names.items():
+        words = [f"dataset={dataset}", f"method={name}", f"budget={budget}"]
+        adapters = adapters_of(load_experiment(None, words))
+        assert {adapter.rank for adapter in adapters} == {rank}
+        if name in ("trishul", "ravan"):
+            assert {a.init for a in adapters} == {trishul if name == "trishul" else ravan}
+
+
+@functools.cache
+def shapes_of(config):
+    return meta_backbone(config, hub=None, cache=Path("none"))
+
+
+def adapters_of(experiment):
+    site = build_site(shapes_of(experiment.model), experiment)
+    return list(build_method(experiment.method).adapters(site).values())
+
+
+def test_the_ranks_of_a_preset_belong_to_its_backbone():
+    assert load_experiment(None, ["dataset=glue/rte"]).adapter.matching == "published"
+    same = ["dataset=glue/rte", "model=llama-3.2-1b"]
+    assert load_experiment(None, same).adapter.matching == "published"
+    other = ["dataset=glue/rte", "model=llama-tiny"]
+    assert load_experiment(None, other).adapter.matching == "matched"
+    asked = load_experiment(None, [*other, "adapter.matching=published"])
+    assert asked.adapter.matching == "published"

@@ -21,6 +21,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.learning_rates import default_learning_rate
 from trishul_ray.methods.base import MethodConfig
 from trishul_ray.methods.registry import method_class, method_names
+from trishul_ray.sections import SHORT_MODEL_NAMES
 
 _SHORT = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
 
@@ -49,11 +50,16 @@ def _with_learning_rate(experiment: Experiment, user: dict[str, Any]) -> Experim
     """Fill in the learning rate that the user left open, and say where it is from."""
     if "lr" in (user.get("optimizer") or {}):
         return experiment
+    method = experiment.method.name
     found = default_learning_rate(
         experiment.data.name,
-        experiment.method.name,
+        method,
         experiment.lora_rank,
         experiment.partition.kind == "iid",
+        rates_like=method_class(method).rates_like,
+        partition=experiment.partition.kind,
+        optimizer=experiment.optimizer.name,
+        model=experiment.model.name,
     )
     if found is None:
         return experiment
@@ -121,9 +127,11 @@ def _put(fields: dict[str, Any], dotted: str, value: Any, text: str) -> None:
 def _preset(dataset: Any) -> dict[str, Any]:
     if not isinstance(dataset, str):
         return {}
+    # Looked up among the files, never joined to a path: the name is the user's.
+    files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
     # "glue/rte" lies in glue-rte.yaml.
-    file = resources.files("trishul_ray") / "presets" / f"{dataset.replace('/', '-')}.yaml"
-    if not file.is_file():
+    file = files.get(f"{dataset.replace('/', '-')}.yaml")
+    if file is None or dataset == "learning_rates":
         return {}
     loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert isinstance(loaded, dict)
@@ -140,7 +148,21 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         name = over["method"].get("name") if isinstance(over["method"], dict) else None
         if name and name != base.get("method", {}).get("name", name):
             merged["method"] = over["method"]
+    if isinstance(base.get("adapter"), dict) and _other_model(base, over):
+        # A preset's ranks are those the paper took on the preset's backbone.
+        asked = over.get("adapter")
+        if not (isinstance(asked, dict) and "matching" in asked):
+            merged["adapter"] = {k: v for k, v in merged["adapter"].items() if k != "matching"}
     return merged
+
+
+def _other_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
+    model = over.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    if not isinstance(name, str):
+        return False
+    of_preset: str | None = base.get("model", {}).get("name")
+    return SHORT_MODEL_NAMES.get(name.lower(), name) != of_preset
 
 
 def _explain(error: ValidationError, fields: dict[str, Any]) -> str:

@@ -42,6 +42,7 @@ from trishul_ray.federation.world import (
     prepare_rows,
     prepare_run,
 )
+from trishul_ray.learning_rates import GENERAL
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.models.registry import local_folder
 from trishul_ray.models.shared import folder_source
@@ -81,6 +82,7 @@ def run_experiment(
         if summary is not None:
             _check_sources(experiment, summary, progress)
             return Outcome(summary, home, True, _command_of(experiment))
+        progress.note(learning_rate_line(experiment))
         # Before anything is removed or written: wrong input loses and leaves nothing.
         check_fits(experiment)
         _command_of(experiment)
@@ -92,6 +94,13 @@ def run_experiment(
         attempt = _attempt(home)
         home.write("config.yaml", config_yaml(experiment))
         return _run(experiment, prepared, home, attempt, progress)
+
+
+def learning_rate_line(experiment: Experiment) -> str:
+    """Return which learning rate a run takes and why; a warning if nobody chose it."""
+    options = experiment.optimizer
+    warning = "warning: " if options.lr_source == GENERAL else ""
+    return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
 
 
 def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
@@ -287,7 +296,7 @@ def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress
 def central_twin(experiment: Experiment) -> Experiment:
     """The same adapter, steps and rounds with all the data in one place."""
     alone = experiment.federation.model_copy(
-        update={"clients": 1, "clients_per_round": 1, "compute": "full"}
+        update={"clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None}
     )
     whole = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     return experiment.model_copy(

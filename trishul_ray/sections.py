@@ -3,9 +3,12 @@
 Fields marked by :func:`free` cannot change a run's numbers and are no part of its identity.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trishul_ray.learning_rates import GENERAL, HAND
 
 #: Short names of the paper's backbones. They stand for the hub's name before anything is hashed.
 SHORT_MODEL_NAMES = {
@@ -20,6 +23,25 @@ def free(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
+def _usable_path(text: str) -> str:
+    """Refuse what no file system takes for a path; a name or URI passes the same test."""
+    parts = text.encode(errors="surrogateescape").split(b"/")
+    if not text.strip() or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
+        shown = repr(text if len(text) <= 40 else text[:37] + "...")
+        raise ValueError(
+            f"{shown} cannot be a name or path: not empty, no NUL, at most 255 bytes a part"
+        )
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text!r}: there is no such user") from None
+    return text
+
+
+#: A name or a path that the file system can be asked for.
+PathText = Annotated[str, AfterValidator(_usable_path)]
+
+
 class Section(BaseModel):
     """A frozen group of fields; an unknown field is refused."""
 
@@ -29,8 +51,8 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Which dataset the clients hold."""
 
-    name: str = Field("digits", description="dataset: see `trishul datasets`")
-    path: str | None = Field(
+    name: PathText = Field("digits", description="dataset: see `trishul datasets`")
+    path: PathText | None = Field(
         None, description="your own data (dataset images, table or hub): folder, file or hub name"
     )
     columns: dict[str, str] = Field(
@@ -94,7 +116,7 @@ class TaskConfig(Section):
 class ModelConfig(Section):
     """The frozen backbone."""
 
-    name: str = Field(
+    name: PathText = Field(
         "google/vit-base-patch16-224-in21k",
         description="a built-in, a hub or mirror name owner/model, a local folder, or short: "
         + ", ".join(SHORT_MODEL_NAMES),
@@ -170,11 +192,30 @@ class OptimizerConfig(Section):
     lr: float = Field(
         5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
     )
-    lr_source: str = free("set by hand, or the general default", "where the learning rate is from")
+    lr_source: str = free(GENERAL, "where the learning rate is from")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum")
     weight_decay: float = Field(0.0, ge=0, description="L2 (SGD) or decoupled (Adam) decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how η falls towards zero; a prox's threshold λη falls with it"
+    )
+    schedule_over: Literal["run", "round"] = Field(
+        "run", description="over all local steps of the run, or over those of each round anew"
+    )
+    warmup: float = Field(
+        0.0, ge=0, lt=1, description="share of the schedule's steps in which η rises linearly"
+    )
+    clip_norm: float | None = Field(
+        None, gt=0, description="largest norm of a client's gradient; a larger one is scaled down"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_source(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and "lr" in fields and "lr_source" not in fields:
+            return fields | {"lr_source": HAND}
+        return fields
 
 
 class FederationConfig(Section):
@@ -188,10 +229,15 @@ class FederationConfig(Section):
     weighting: Literal["uniform", "size"] = Field(
         "uniform", description="aggregation weight of a client: equal, or its number of rows"
     )
-    compute: Literal["full", "uniform", "bell", "skewed-right"] = Field(
+    compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
         description="how much of the budget clients can train: all of it, or shares of 1/4 to 1 "
         "drawn once per client",
+    )
+    compute_shares: tuple[float, float, float, float] | None = Field(
+        None,
+        description="compute=custom: proportions of clients that train 1/4, 1/2, 3/4 and all of "
+        "the budget; they sum to 1",
     )
     clients_per_actor: Annotated[int, Field(ge=1)] | Literal["auto"] = free(
         "auto", "1: one actor per client; auto: as many actors as slices are free"
@@ -200,13 +246,34 @@ class FederationConfig(Section):
         0.5, gt=0, le=1, description="least share of the cohort whose uploads must be sound"
     )
 
+    @field_validator("compute_shares")
+    @classmethod
+    def _are_proportions(cls, shares: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if shares is not None and (min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
+            raise ValueError(f"{list(shares)} must be four proportions, 0 or more, that sum to 1")
+        return shares
+
+    @model_validator(mode="after")
+    def _shares_are_custom(self) -> "FederationConfig":
+        if (self.compute == "custom") != (self.compute_shares is not None):
+            raise ValueError(
+                f"federation.compute={self.compute!r} and federation.compute_shares="
+                f"{self.compute_shares}: the shares are set with compute=custom, and only then"
+            )
+        return self
+
 
 class EvaluationConfig(Section):
     """What is measured and how often."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last is always done")
     batch_size: int = Field(64, ge=1, description="examples per evaluation batch")
-    limit: int | None = Field(None, ge=1, description="a fixed seeded subset of the test rows")
+    limit: int | None = Field(
+        None,
+        ge=1,
+        description="measure on a subset of the test rows, drawn by the data: the same for every "
+        "seed, method and backbone",
+    )
     diagnostics_every: int = Field(
         1, ge=0, description="rounds between spectral diagnostics; 0: never"
     )
@@ -241,7 +308,7 @@ class TrackingConfig(Section):
 class StorageConfig(Section):
     """Places. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
 
-    runs: str = free("runs", "where runs/<id>/ go: a folder or a filesystem URI")
-    cache: str | None = free(None, "prepared data and backbones; default $TRISHUL_CACHE")
-    hub: str | None = free(None, "a local mirror with the hub's layout; default $TRISHUL_HUB")
+    runs: PathText = free("runs", "where runs/<id>/ go: a folder or a filesystem URI")
+    cache: PathText | None = free(None, "prepared data and backbones; default $TRISHUL_CACHE")
+    hub: PathText | None = free(None, "a local mirror with the hub's layout; default $TRISHUL_HUB")
     keep_checkpoints: int = free(2, "newest checkpoints kept", ge=1)

@@ -10,6 +10,7 @@ import pytest
 
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.server import Server
+from trishul_ray.loading import load_experiment
 from trishul_ray.methods import registry
 from trishul_ray.storage import Store
 
@@ -47,8 +48,16 @@ def test_it_is_short(example):
 
 def test_it_runs_and_without_momentum_it_is_fedavg(example, executor, tmp_path):
     assert "fedavgm" in registry.method_names()
-    with_momentum = run(executor("method=fedavgm"), tmp_path / "a")
-    without = run(executor("method=fedavgm", "method.beta=0"), tmp_path / "b")
-    fedavg = run(executor("method=fedavg"), tmp_path / "c")
+    # SGD is continuous: Adam makes a whole step of a gradient's last bit.
+    sgd = "optimizer.name=sgd"
+    with_momentum = run(executor("method=fedavgm", sgd), tmp_path / "a")
+    without = run(executor("method=fedavgm", "method.beta=0", sgd), tmp_path / "b")
+    fedavg = run(executor("method=fedavg", sgd), tmp_path / "c")
     np.testing.assert_allclose(without.state["shared"], fedavg.state["shared"], atol=1e-6)
     assert state_digest(with_momentum.state) != state_digest(without.state)
+
+
+def test_it_takes_the_rate_of_the_method_it_is_compared_with(example):
+    rate = load_experiment(None, ["method=fedavgm"]).optimizer
+    assert rate.lr == load_experiment(None, ["method=fedit"]).optimizer.lr
+    assert "borrowed from fedit, for fedavgm" in rate.lr_source

@@ -5,6 +5,10 @@ A client's share is drawn once and holds for the whole run. Levels are those of 
 are read off in its spirit and named, so that a report can say them.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from trishul_ray.rng import numpy_rng
 
 #: Shares of the full budget.
@@ -19,7 +23,15 @@ PROFILES = {
 }
 
 
-def capacity(profile: str, seed: int, client: int) -> float:
-    """The share of the budget that ``client`` can train, one of ``LEVELS``."""
-    draw = numpy_rng(seed, "capacity", client).choice(len(LEVELS), p=PROFILES[profile])
+def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:
+    """Return the share of the budget that ``client`` can train, one of ``LEVELS``.
+
+    Args:
+        profile: ``federation.compute``.
+        seed: the experiment's.
+        client: which.
+        shares: the probability of each level; None takes those of the profile.
+    """
+    wanted = np.asarray(PROFILES[profile] if shares is None else shares, dtype=np.float64)
+    draw = numpy_rng(seed, "capacity", client).choice(len(LEVELS), p=wanted / wanted.sum())
     return LEVELS[int(draw)]

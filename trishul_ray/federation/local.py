@@ -152,6 +152,10 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
                 method.before_step(run)
                 if mask is not None:
                     run.grad.mul_(mask)
+                if settings.optimizer.clip_norm is not None:
+                    # Of what the optimizer sees: the method's correction made, inactive heads out.
+                    torch.nn.utils.clip_grad_norm_([vector], settings.optimizer.clip_norm)
+                optimizer.param_groups[0]["lr"] = run.rates[step - 1]
                 with torch.no_grad():
                     optimizer.step()
                     if held is not None and mask is not None:

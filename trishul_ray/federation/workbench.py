@@ -13,6 +13,7 @@ from torch import Tensor
 from trishul_ray.adapters.attach import AdaptedModel, Trained
 from trishul_ray.federation.capacity import capacity
 from trishul_ray.federation.jobs import Arrays, to_tensors
+from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State
 from trishul_ray.rng import torch_rng
 from trishul_ray.tasks.base import Task
@@ -71,7 +72,12 @@ def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int 
     """A run of ``client`` (None: of the global model, for evaluation), before its start."""
     settings, device = bench.settings, bench.device
     seed, vector = settings.seed, torch.empty_like(bench.initial)
-    share = 1.0 if client is None else capacity(settings.federation.compute, seed, client)
+    fed = settings.federation
+    share: float = 1.0
+    rates: tuple[float, ...] = ()
+    if client is not None:
+        share = capacity(fed.compute, seed, client, fed.compute_shares)
+        rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
     return LocalRun(
         layout=bench.model.layout,
         vector=vector,
@@ -79,6 +85,7 @@ def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int 
         broadcast={k: v.to(device) for k, v in to_tensors(broadcast).items()},
         client_state={},
         optimizer=settings.optimizer,
+        rates=rates,
         generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
         common=torch_rng(seed, "common", round_number),
         steps=settings.federation.local_steps,

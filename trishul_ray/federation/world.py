@@ -137,11 +137,24 @@ def check_fits(experiment: Experiment) -> None:
     """Refuse a budget that the backbone cannot carry, without loading its weights.
 
     Raises:
-        InputError: heads x rank exceed a layer's width, a target is unknown, ...
+        InputError: a rank or heads x rank exceed a layer's width, a target is unknown, ...
     """
     places = Places.of(experiment)
     model = meta_backbone(experiment.model, hub=places.hub, cache=places.cache)
-    build_method(experiment.method, experiment.adapter).adapters(build_site(model, experiment))
+    site = build_site(model, experiment)
+    adapters = build_method(experiment.method, experiment.adapter).adapters(site)
+    for layer in site.layers:
+        rank = getattr(adapters.get(layer.name), "rank", 0)
+        width = min(layer.d_out, layer.d_in)
+        if rank > width:
+            options = experiment.adapter
+            given = f"adapter.rank={options.rank}"
+            if options.rank is None:
+                given = f"budget={experiment.budget}"
+            raise InputError(
+                f"{given} gives {experiment.method.name} a rank of {rank} on {layer.name} "
+                f"({layer.d_out}x{layer.d_in}), which must be at most its width {width}: take less"
+            )
 
 
 def build_site(model: torch.nn.Module, experiment: Experiment) -> Site:
@@ -203,7 +216,9 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     test_rows = np.arange(len(dataset.test))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
-        rng = numpy_rng(experiment.seed, "evaluation-subset")
+        # By the raw rows, not by the seed: all seeds, methods and backbones are measured alike.
+        rows = prepared.sources.get("rows", dataset.fingerprint)
+        rng = numpy_rng(0, "evaluation-subset", rows)
         test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
     return Workbench(
         settings=experiment,

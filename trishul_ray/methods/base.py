@@ -13,6 +13,7 @@ Legend: P trainables of a client, W entries of the shared part on the wire, U un
 aggregation (one head's core, or one whole tensor).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,6 +107,8 @@ class LocalRun:
         generator: the client's own stream for this round.
         common: a stream that is the same for all clients of the round.
         steps: local steps of the round.
+        rates: η of each local step of this round (``optimizer.schedule``); step k's is
+            ``rates[k - 1]``. Empty: ``optimizer.lr`` in all.
         training: False while a broadcast is only made into the global model, to evaluate it.
         capacity: share of the full budget this client can compute, in (0, 1].
         gradient: fills ``grad`` with the gradient, at the present vector, of the mini-batch that
@@ -125,6 +128,7 @@ class LocalRun:
     generator: torch.Generator
     common: torch.Generator
     steps: int = 0
+    rates: tuple[float, ...] = ()
     training: bool = True
     capacity: float = 1.0
     gradient: Callable[[int], None] = lambda step: None
@@ -132,6 +136,10 @@ class LocalRun:
     memory: State = field(default_factory=dict)
     unsent: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
+
+    def summed_rate(self, step: int, since: int) -> float:
+        """Return the sum of η over the ``since`` local steps that end with ``step`` (from 1)."""
+        return math.fsum(self.rates[step - since : step] or [self.optimizer.lr] * since)
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,10 @@ class Method:
 
     #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors.
     lora_alpha: float | None = None
+    #: The method whose default learning rates this one takes where
+    #: ``presets/learning_rates.yaml`` has no row of its own; a subclass inherits it. None: the
+    #: general default, with a warning.
+    rates_like: ClassVar[str | None] = None
 
     def __init__(self, config: MethodConfig) -> None:
         """Keep the configuration."""

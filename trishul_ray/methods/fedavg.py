@@ -25,3 +25,4 @@ class FedAvg(AnyAdapterMethod):
     summary = "the mean of locally trained adapters, of any kind"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "the adapter's parameters up and down"
+    rates_like = "fedit"

@@ -36,6 +36,7 @@ class FedEx(ProductMethod):
     summary = "LoRA; A and B averaged, the residual folded into the frozen weight (exact)"
     reference = "Singhal et al., ACL 2025, arXiv 2410.09432"
     communication = "r (d_in + d_out) up; down also d_in d_out, or (m + 1) r (d_in + d_out)"
+    rates_like = "fedex"
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Fold ``scale (mean(B_c A_c) - B A)`` into what was folded before."""

@@ -29,3 +29,4 @@ class FedIT(LoRAMethod):
     summary = "LoRA on every client; A and B averaged separately (inexact)"
     reference = "Zhang et al., ICASSP 2024, arXiv 2305.05644"
     communication = "r (d_in + d_out) per matrix up and down"
+    rates_like = "fedit"

@@ -30,6 +30,7 @@ class FedProx(AnyAdapterMethod):
     summary = "FedAvg with a quadratic pull towards the broadcast on the client"
     reference = "Li et al., MLSys 2020, arXiv 1812.06127"
     communication = "the adapter's parameters up and down"
+    rates_like = "fedit"
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Remember where the round began."""

@@ -50,6 +50,7 @@ class FedSB(Method):
     summary = "one core between bases from the SVD of the first gradient; core averaged (exact)"
     reference = "Singhal et al., 2025, arXiv 2502.15436"
     communication = "r^2 per matrix up and down; d_in d_out up and r (d_in + d_out) down once"
+    rates_like = "fedsb"
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """One core of the budget's rank; its bases are replaced by the survey's."""

@@ -33,6 +33,7 @@ class FFALoRA(Method):
     summary = "LoRA with a common frozen A; B averaged (exact)"
     reference = "Sun et al., ICLR 2024, arXiv 2403.12313"
     communication = "r d_out per matrix up and down"
+    rates_like = "ffalora"
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """LoRA with A frozen on every target."""

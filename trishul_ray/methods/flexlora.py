@@ -38,6 +38,7 @@ class FlexLoRA(ProductMethod):
     summary = "LoRA of client-specific rank; products averaged at full size, SVD to each rank"
     reference = "Bai et al., NeurIPS 2024, arXiv 2402.11505"
     communication = "r_c (d_in + d_out) per matrix up and down"
+    rates_like = "fedit"
     takes_limits = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:

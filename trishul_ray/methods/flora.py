@@ -36,6 +36,7 @@ class FLoRA(ProductMethod):
     summary = "LoRA of any ranks, stacked and merged into the frozen weight each round (exact)"
     reference = "Wang et al., NeurIPS 2024, arXiv 2409.05976"
     communication = "r (d_in + d_out) per matrix up; the cohort's stack down"
+    rates_like = "fedit"
     takes_limits = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:

@@ -28,6 +28,7 @@ class FullFT(Method):
     summary = "FedAvg on all weights of the backbone"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "all parameters up and down"
+    rates_like = "fullft"
     train_all = True
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:

@@ -31,4 +31,5 @@ class Ravan(MultiHeadMethod):
     summary = "multi-head cores between frozen bases; exact head-wise averaging"
     reference = "Raje et al., NeurIPS 2025, arXiv 2506.05568"
     communication = "h r^2 per matrix up and down"
+    rates_like = "ravan"
     default_init = "random_normal"

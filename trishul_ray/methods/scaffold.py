@@ -6,8 +6,9 @@ arXiv 1910.06378, on all trainables of the adapter, as the TRISHUL paper uses it
 The server keeps c, each client c_i, all zero at first. A client steps along ``g - c_i + c``; what
 its variate is after K steps is ``method.option``:
 
-- ``II``: ``c_i+ = c_i - c + (x - y) / (K eta)``, as published. Under plain SGD this is the mean of
-  its K raw gradients, but for what float32 loses in ``x - y``; under Adam it is no gradient.
+- ``II``: ``c_i+ = c_i - c + (x - y) / (K eta)``, as published; with a learning-rate schedule the
+  sum of the K rates stands for ``K eta``. Under plain SGD this is the mean of the K raw gradients,
+  but for what float32 loses in ``x - y``; under Adam or with clipping it is no gradient.
 - ``auto``: the mean of the K raw gradients itself, whatever the optimizer.
 - ``I``: the mean gradient at x of the round's K mini-batches, read once more before the first step.
 
@@ -50,6 +51,7 @@ class Scaffold(LoRAMethod):
     reference = "Karimireddy et al., ICML 2020, arXiv 1910.06378"
     communication = "2 r (d_in + d_out) per matrix up and down"
     plain_mean = frozenset({"control"})
+    rates_like = "fedit"
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Where the round began, and how far the cohort's direction is from this client's."""
@@ -78,7 +80,7 @@ class Scaffold(LoRAMethod):
         """The trainables and the change of this client's variate, which it keeps."""
         memory = run.memory
         if self.config.option == "II":
-            moved = (memory["start"].double() - run.vector) / (steps * run.optimizer.lr)
+            moved = (memory["start"].double() - run.vector) / run.summed_rate(steps, steps)
             control = (moved - memory["correction"]).float()
         else:
             control = memory["gradients"] / steps

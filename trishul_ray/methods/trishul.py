@@ -72,6 +72,7 @@ class Trishul(MultiHeadMethod):
     summary = "multi-head cores, nuclear-norm prox on the client, water-filled heads"
     reference = "TRISHUL, Algorithm 1"
     communication = "sum over matrices of h_l r^2 up and down"
+    rates_like = "ravan"
     default_init = "gram_schmidt"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
@@ -166,7 +167,7 @@ class Trishul(MultiHeadMethod):
         since = step % self.config.prox_every or self.config.prox_every
         if step % self.config.prox_every and step != steps:
             return
-        threshold = self.config.lam * run.optimizer.lr * since
+        threshold = self.config.lam * run.summed_rate(step, since)
         stats: list[SvtStats] = []
         # What is thresholded is a core minus its origin: zero, or the core that was broadcast.
         origins = (

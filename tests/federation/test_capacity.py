@@ -1,0 +1,65 @@
+"""Shares of the budget: named profiles, and one's own proportions."""
+
+import numpy as np
+import pytest
+
+from trishul_ray.errors import InputError
+from trishul_ray.federation.capacity import LEVELS, PROFILES, capacity
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.workbench import new_run
+from trishul_ray.federation.world import prepare_run
+from trishul_ray.loading import load_experiment
+from trishul_ray.runner import central_twin
+
+CUSTOM = ["federation.compute=custom", "federation.compute_shares=[0, 0.5, 0.5, 0]"]
+
+
+def proportions(profile, shares=None, clients=3000):
+    drawn = [capacity(profile, 0, client, shares) for client in range(clients)]
+    return [drawn.count(level) / clients for level in LEVELS]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_profiles_are_drawn_in_their_proportions(profile):
+    np.testing.assert_allclose(proportions(profile), PROFILES[profile], atol=0.03)
+
+
+def test_ones_own_proportions_are_drawn():
+    shares = (0.1, 0.2, 0.3, 0.4)
+    np.testing.assert_allclose(proportions("custom", shares), shares, atol=0.03)
+    # The same draw as a named profile of these proportions.
+    assert all(
+        capacity("custom", 3, c, PROFILES["bell"]) == capacity("bell", 3, c) for c in range(200)
+    )
+
+
+def test_clients_of_a_run_have_them(cache):
+    experiment = load_experiment(None, ["model.init=random", *CUSTOM, f"storage.cache={cache}"])
+    bench = InlineExecutor(experiment, prepare_run(experiment)).bench
+    shared = bench.method.initial_state(bench.model.layout, bench.initial, {})["shared"].numpy()
+    found = {new_run(bench, {"shared": shared}, 1, client).capacity for client in range(10)}
+    assert found == {0.5, 0.75}
+    assert new_run(bench, {"shared": shared}, 1, None).capacity == 1.0
+
+
+def test_the_central_twin_is_of_full_capacity():
+    twin = central_twin(load_experiment(None, CUSTOM))
+    assert twin.federation.compute == "full" and twin.federation.compute_shares is None
+    assert load_experiment(None, CUSTOM).id != load_experiment().id
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["federation.compute=custom"], "set with compute=custom, and only then"),
+        (["federation.compute_shares=[1, 0, 0, 0]"], "set with compute=custom, and only then"),
+        ([CUSTOM[0], "federation.compute_shares=[1, 1, 0, 0]"], "that sum to 1"),
+        ([CUSTOM[0], "federation.compute_shares=[1.5, -0.5, 0, 0]"], "0 or more"),
+        ([CUSTOM[0], "federation.compute_shares=[1, 0]"], "federation.compute_shares"),
+        (["method=fedit", *CUSTOM], "federation.compute='custom' needs a method"),
+    ],
+)
+def test_nonsense_is_one_line(overrides, says):
+    with pytest.raises(InputError) as caught:
+        load_experiment(None, overrides)
+    assert says in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,192 @@
+"""Learning rates by local step, gradient clipping, and what follows them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trishul_ray.errors import InputError
+from trishul_ray.federation.checkpoint import state_digest
+from trishul_ray.federation.drive import InlineDriver
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.jobs import TrainJob
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.schedule import learning_rates
+from trishul_ray.federation.world import prepare_run
+from trishul_ray.loading import load_experiment
+from trishul_ray.sections import OptimizerConfig
+
+SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
+
+
+def rates_of(settings, rounds, steps):
+    """[rounds, steps] float64."""
+    return np.array([learning_rates(settings, r, rounds, steps) for r in range(1, rounds + 1)])
+
+
+@given(SPANS, st.floats(1e-6, 1.0))
+def test_constant_is_the_rate_itself(span, lr):
+    assert (rates_of(OptimizerConfig(lr=lr), *span) == lr).all()
+
+
+@given(SPANS, st.floats(0, 0.95), st.sampled_from(["linear", "cosine"]))
+def test_a_run_falls_as_torch_schedulers_do(span, warmup, name):
+    """The same closed form by torch's own schedulers, stepped once per local step."""
+    rounds, steps = span
+    total = rounds * steps
+    settings = OptimizerConfig(lr=0.5, schedule=name, warmup=warmup)
+    found = rates_of(settings, rounds, steps).ravel()
+    rise = math.ceil(warmup * total)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    fall = total - rise
+    if name == "linear":
+        after = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=fall)
+    else:
+        after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(1, fall))
+    expected = [0.5 * (t + 1) / rise for t in range(rise)]
+    for _ in range(fall):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        after.step()
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    assert (found > 0).all()
+
+
+def test_over_a_round_each_begins_anew():
+    settings = OptimizerConfig(lr=1.0, schedule="linear", schedule_over="round", warmup=0.5)
+    found = rates_of(settings, 3, 4)
+    np.testing.assert_allclose(found, [[0.5, 1.0, 1.0, 0.5]] * 3)
+
+
+SHORT = [
+    "model.init=random",
+    "federation.clients=3",
+    "federation.clients_per_round=2",
+    "federation.rounds=2",
+    "federation.local_steps=3",
+    "federation.batch_size=4",
+    "evaluation.limit=16",
+    "tracking.mlflow=false",
+    "resources.backend=inline",
+]
+
+
+@pytest.fixture(scope="module")
+def short(cache):
+    """``short("method=ravan", ...)`` -> a small experiment."""
+
+    def make(*overrides):
+        return load_experiment(None, [*SHORT, f"storage.cache={cache}", *overrides])
+
+    return make
+
+
+def round_of(experiment, number):
+    executor = InlineExecutor(experiment, prepare_run(experiment))
+    bench = executor.bench
+    broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    upload, report = train_client(
+        bench, {k: v.numpy() for k, v in broadcast.items()}, TrainJob(number, 0)
+    )
+    return bench, upload.arrays["shared"], report
+
+
+def test_a_step_moves_by_its_own_rate(short):
+    """Adam's first step is η times a sign, so one local step shows the round's rate."""
+    words = ["method=ffalora", "optimizer.schedule=linear", "optimizer.lr=0.01"]
+    experiment = short(*words, "federation.local_steps=1", "federation.rounds=4")
+    moved = []
+    for number in (1, 2, 4):
+        bench, shared, _ = round_of(experiment, number)
+        start = bench.method.pack(bench.model.layout, bench.initial).numpy()
+        moved.append(np.abs(shared - start).max())
+    np.testing.assert_allclose(moved, [0.01, 0.0075, 0.0025], rtol=1e-3)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_threshold_follows_the_rate(short, every):
+    experiment = short(
+        "method.lam=0.5",
+        f"method.prox_every={every}",
+        "optimizer.lr=0.01",
+        "optimizer.schedule=linear",
+        "federation.local_steps=4",
+    )
+    _, _, report = round_of(experiment, 2)
+    rates = learning_rates(experiment.optimizer, 2, 2, 4)
+    expected = 0.5 * sum(rates[-every:])
+    assert report.notes["spectra"]["threshold"][0] == pytest.approx(expected, rel=1e-12)
+    assert expected < 0.5 * 0.01 * every
+
+
+def test_scaffolds_variate_is_the_mean_gradient_under_a_schedule(short):
+    """By option II and a schedule: the mean of raw gradients, each with its step's rate."""
+    words = ["method=scaffold", "optimizer.name=sgd", "optimizer.lr=0.01", "optimizer.warmup=0.9"]
+    experiment = short(*words)
+    executor = InlineExecutor(experiment, prepare_run(experiment))
+    bench, seen = executor.bench, []
+    broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    inner = bench.method.before_step
+    bench.method.before_step = lambda run: (seen.append(run.grad.double().clone()), inner(run))
+    upload, _ = train_client(bench, {k: v.numpy() for k, v in broadcast.items()}, TrainJob(1, 0))
+    rates = learning_rates(experiment.optimizer, 1, 2, 3)
+    assert len(set(rates)) == 3
+    mean = sum(rate * grad for rate, grad in zip(rates, seen, strict=True)) / sum(rates)
+    np.testing.assert_allclose(upload.arrays["control"], mean.numpy(), rtol=1e-2, atol=1e-4)
+
+
+def test_a_gradient_is_clipped_to_the_norm(short):
+    words = ["method=ffalora", "optimizer.name=sgd", "optimizer.lr=1", "federation.local_steps=1"]
+
+    def moved(*overrides):
+        bench, shared, _ = round_of(short(*words, *overrides), 1)
+        return shared - bench.method.pack(bench.model.layout, bench.initial).numpy()
+
+    free, clipped = moved(), moved("optimizer.clip_norm=0.001")
+    assert np.linalg.norm(free) > 0.01
+    assert np.linalg.norm(clipped) == pytest.approx(0.001, rel=1e-3)
+    np.testing.assert_allclose(clipped, free * (0.001 / np.linalg.norm(free)), atol=1e-7)
+    assert (moved("optimizer.clip_norm=1000") == free).all()
+
+
+def test_a_resumed_run_has_the_same_bytes(short, tmp_path, drive_to_end):
+    words = ["optimizer.schedule=cosine", "optimizer.warmup=0.2", "optimizer.clip_norm=0.5"]
+    digests = []
+    for name, stopped in (("whole", False), ("parts", True)):
+        experiment = short(*words, f"storage.runs={tmp_path / name}")
+        if stopped:
+            first = InlineDriver(experiment, prepare_run(experiment), "a")
+            first.begin()
+            first.step()
+        final = drive_to_end(InlineDriver(experiment, prepare_run(experiment), "a"))
+        digests.append(final.digest)
+    assert digests[0] == digests[1]
+    plain = short(f"storage.runs={tmp_path / 'plain'}")
+    other = drive_to_end(InlineDriver(plain, prepare_run(plain), "a"))
+    assert other.digest != digests[0]
+    assert state_digest({"a": np.zeros(1)}) != other.digest
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optimizer.schedule=step", "should be 'constant', 'linear' or 'cosine'"),
+        ("optimizer.warmup=1", "optimizer.warmup=1: input should be less than 1"),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm=0: input should be greater than 0"),
+        ("optimizer.schedule_over=epoch", "should be 'run' or 'round'"),
+    ],
+)
+def test_nonsense_is_one_line(override, says):
+    with pytest.raises(InputError) as caught:
+        load_experiment(None, [override])
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["schedule=linear", "warmup=0.1", "clip_norm=1", "schedule_over=round"]
+)
+def test_each_is_part_of_the_identity(word):
+    assert load_experiment(None, [f"optimizer.{word}"]).id != load_experiment().id

@@ -1,0 +1,172 @@
+"""Every command of the README and of --help: parsed, and as far as it goes offline, carried out.
+
+A run is resolved, fitted to its backbone's real shapes (no weights), and prepared on a few rows of
+the dataset it names. A new command is found where it is written; none is listed here.
+"""
+
+import io
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+from PIL import Image
+from transformers import ViTConfig
+
+from trishul_ray import cli
+from trishul_ray.data.catalog import PUBLIC
+from trishul_ray.data.layouts import ImageLayout, QaLayout
+from trishul_ray.federation.world import Places, check_fits, prepare_run
+from trishul_ray.models.backbones import usual_architecture
+from trishul_ray.models.pretrain import builtin_named
+from trishul_ray.models.registry import load_model_config
+from trishul_ray.rng import numpy_rng
+
+ROOT = Path(__file__).parents[1]
+APP = typer.main.get_command(cli.app)
+#: A built-in model of each family stands in where rows are tokenized: tokenizers are on the hub.
+TINY = {
+    "image-classification": "vit-digits",
+    "sequence-classification": "bert-tiny",
+    "seq2seq-lm": "t5-tiny",
+    "causal-lm": "llama-tiny",
+}
+#: Enough for the largest number of clients and of classes.
+ROWS = {"train": 400, "test": 100}
+
+
+def written():
+    """``(where, words)`` of every command ``trishul ...``, environment settings left out."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL):
+        found += [("README", line) for line in block.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
+    found += [("README", line) for line in re.findall(r"`([^`]*trishul [^`]+)`", prose)]
+    for command in APP.commands.values():
+        texts = [command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]
+        found += [("--help", line) for line in re.findall(r"`(trishul [^`]+)`", "\n".join(texts))]
+    for where, line in found:
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words[:1] == ["trishul"]:
+            # An ellipsis stands for words of the reader's own.
+            yield where, tuple(word for word in words[1:] if word != "...")
+
+
+COMMANDS = sorted(set(written()))
+
+
+def test_the_commands_are_found():
+    """What the documents are known to name: if a format changes, this fails and not nothing."""
+    found = [words for _, words in COMMANDS]
+    assert {words[0] for words in found} >= {"run", "export", "datasets", "pretrain", "doctor"}
+    assert ("run", "dataset=glue/rte") in found
+    assert ("datasets", "digits", "--partition", "dirichlet:0.1", "federation.clients=10") in found
+    assert len(found) > 20
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), COMMANDS, ids=lambda v: v if isinstance(v, str) else " ".join(v)
+)
+def test_it_does_what_it_says(where, words, places, called):
+    if words[0] in ("methods", "models", "datasets"):
+        code, _, error = called(*words)
+        assert code == 0, error
+        return
+    command = APP.commands[words[0]]
+    context = command.make_context(words[0], list(words[1:]))
+    if words[0] == "pretrain":
+        builtin_named(context.params["name"], context.params["dataset"])
+    if words[0] == "run":
+        check_run(cli._load(context.params["arguments"]))
+
+
+def check_run(experiment):
+    check_fits(experiment)
+    at = Places.of(experiment)
+    shape = load_model_config(experiment.model, hub=at.hub, cache=at.cache)
+    model = experiment.model.model_copy(
+        update={"name": TINY[usual_architecture(shape)], "init": "random"}
+    )
+    # Byte-level tokens are longer than words: short texts, short rows.
+    prepared = prepare_run(experiment.model_copy(update={"model": model}))
+    assert len(prepared.dataset.train) > 0
+    for client in range(experiment.federation.clients):
+        assert len(prepared.shards.shard(client)) > 0
+
+
+@pytest.fixture
+def places(hub, cache, monkeypatch):
+    """The folder with the reader's own files, and the mirror; nothing is written there."""
+    monkeypatch.chdir(hub.parent / "here")
+    monkeypatch.setenv("TRISHUL_HUB", str(hub))
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A mirror with a few rows of every public dataset, and what the README calls one's own."""
+    root = tmp_path_factory.mktemp("documented")
+    folder, here = root / "hub", root / "here"
+    for source in PUBLIC:
+        for split in source.sizes:
+            write_split(folder, source, split)
+    ViTConfig(
+        hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=256,
+        image_size=32, patch_size=4,
+    ).save_pretrained(folder / "trishul" / "vit-cifar10-128x6")  # fmt: skip
+    own = {"review": texts(60), "stars": [str(n % 3) for n in range(60)]}
+    write(folder / "owner" / "name" / "config" / "train-00000-of-00001.parquet", own)
+    here.mkdir()
+    (here / "my.yaml").write_text("dataset: digits\n")
+    (here / "cifar.yaml").write_text("dataset: cifar100\n")
+    rows = [f"{text},{n % 2},{n % 7}" for n, text in enumerate(texts(84))]
+    (here / "notes.csv").write_text("\n".join(["body,topic,hospital", *rows]))
+    for n in range(60):
+        file = here / "photos" / ("cat", "dog")[n % 2] / f"{n}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), n, np.uint8)).save(file)
+    return folder
+
+
+def texts(rows):
+    return [f"text {n}" for n in range(rows)]
+
+
+def write(file, columns):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), file)
+
+
+def write_split(folder, source, split):
+    """A few rows of a public dataset, in the columns its layout reads."""
+    layout, rows = source.layout, ROWS["train" if split == "train" else "test"]
+    numbers = range(rows)
+    if isinstance(layout, ImageLayout):
+        sink = io.BytesIO()
+        Image.fromarray(numpy_rng(0, split).integers(0, 256, (32, 32, 3), np.uint8)).save(
+            sink, "PNG"
+        )
+        picture = {"bytes": sink.getvalue(), "path": None}
+        columns = {
+            layout.image: [picture] * rows,
+            layout.label: [n % layout.classes for n in numbers],
+        }
+    elif isinstance(layout, QaLayout):
+        columns = {
+            "subset": [layout.subsets[n % len(layout.subsets)] for n in numbers],
+            "question": texts(rows),
+            "context": texts(rows),
+            "answers": [["text"]] * rows,
+        }
+    else:
+        columns = {name: texts(rows) for name in layout.fields}
+        columns["label"] = [n % len(layout.classes) for n in numbers]
+    where = source.repo.layouts[0].format(split=split).replace("*", "00000-of-00001")
+    write(folder / source.repo.repo / where, columns)
