@@ -21,6 +21,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.contract import changed_sources
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.drive import Driver, open_driver
 from trishul_ray.federation.result import (
     config_yaml,
@@ -152,7 +153,8 @@ def _run(
         progress.phase("writing results")
         home.write("metrics.parquet", metrics_parquet(final.records))
         with tempfile.TemporaryDirectory() as scratch:
-            write_artifacts(experiment, prepared, final, Path(scratch))
+            with deterministic(experiment):
+                write_artifacts(experiment, prepared, final, Path(scratch))
             home.upload_folder(Path(scratch))
             wall = time.perf_counter() - began
             summary = summarize(experiment, final, wall_seconds=wall, run_id=tracker.run_id)
