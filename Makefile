@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine:
 #   make demo    set up, run one federated run on embedded data, say where to look
-#   make test    set up, run the tests
+#   make test    set up, run the tests (make test-kernels: those that compute, on other kernels)
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
@@ -16,11 +16,12 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test test-kernels check format clean
 
 help:
 	@echo "make demo    set up, then one federated run on embedded data"
 	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
+	@echo "make test-kernels  the tests of what computes, with the kernels of an old processor"
 	@echo "make check   set up, then lint, format and types"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make setup   only the environment, in $(VENV)        (PYTHON=..., TORCH_INDEX=...)"
@@ -46,6 +47,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Other kernels sum in another order: what passes on both rests on no processor's last bits.
+OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+
+test-kernels: setup
+	$(OTHER_KERNELS) $(BIN)/python -m pytest -m "not slow and not chaos and not gpu" \
+	  $(addprefix tests/,spectral adapters methods models tasks) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,7 +4,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import statistics
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trishul_ray.federation.result import hardware, versions
+from trishul_ray.federation.result import hardware, processor, versions
 
 #: Results land beside the scripts, so that they are part of the repository.
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -122,18 +121,9 @@ def hardware_slug() -> str:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     else:
-        name = f"{_processor()} {os.cpu_count()}cpu"
+        name = f"{processor()} {os.cpu_count()}cpu"
     name = re.sub(r"\((r|tm)\)|processor|\bcpu @.*?hz", "", name, flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 class Report:
@@ -177,7 +167,7 @@ class Report:
             "seconds": round(took, 1),
             "busy": self.busy,
             "load_per_cpu_before": round(self.load, 2),
-            "hardware": hardware() | {"processor": _processor()},
+            "hardware": hardware(),
             "versions": versions(),
             "config": self.config,
             "sections": [

@@ -21,13 +21,12 @@ import os
 import tempfile
 from pathlib import Path
 
+import torch
 from _backends import NICENESS, backends
 from _clients import Federation
 from _limit import PARTS, Steps, time_steps
 from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
 from _setups import Setup, has_real_data, large, small
-
-from trishul_ray.federation.inline import pinned_threads
 
 ALL = ("backend", "small", "large", "clients")
 
@@ -45,7 +44,8 @@ def main() -> None:
     report = Report("round", said | {"parts": " ".join(parts)}, wide_console())
     os.environ.setdefault(NICENESS, "0")  # before any Ray starts
     shared = [f"resources.threads={options.threads}", f"model.precision={options.precision}"]
-    with tempfile.TemporaryDirectory() as folder, pinned_threads(options.threads):
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if "backend" in parts:
             report.add(backends(small(scratch, options.data, _rounds(options, shared))))

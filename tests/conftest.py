@@ -40,6 +40,35 @@ def cache(tmp_path_factory):
     return Path(given) if given else tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session")
+def vit_folder(tmp_path_factory):
+    """``vit_folder(width=768)`` -> a folder to name as ``model.name`` for digits; no weights."""
+    from transformers import ViTConfig
+
+    def make(width=32, layers=2, dropout=0.0):
+        folder = tmp_path_factory.mktemp("vit")
+        ViTConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=8,
+            patch_size=4,
+            num_channels=1,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        ).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dropout_backbone(vit_folder):
+    """The folder of a small ViT whose dropout is not zero."""
+    return vit_folder(dropout=0.2)
+
+
 @pytest.fixture
 def small(cache, tmp_path):
     """``small("method=ravan", ...)`` -> an experiment whose runs lie in this test's folder."""

@@ -14,6 +14,9 @@ import typer
 from rich.console import Console
 
 from trishul_ray.errors import InputError, RunError
+from trishul_ray.federation.determinism import set_environment
+
+set_environment()
 
 app = typer.Typer(
     name="trishul",

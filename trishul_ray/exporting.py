@@ -9,6 +9,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.contract import changed_sources
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.jobs import Arrays, survey_in
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.standing import open_checkpoints
@@ -45,12 +46,14 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
     experiment = build_experiment(fields)
     if experiment.id != name:
         raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
-    found, broadcast = last_broadcast(experiment)
-    bench = build_workbench(experiment, prepare_run(experiment))
-    if changed := changed_sources(found.sources, bench.sources):
-        raise RunError(f"run {name} was made with other {changed} than are there now")
-    adapt_to(bench, survey_in(broadcast))
-    trained = global_model(bench, broadcast, found.round)
+    prepared = prepare_run(experiment)
+    with deterministic(experiment):
+        found, broadcast = last_broadcast(experiment)
+        bench = build_workbench(experiment, prepared)
+        if changed := changed_sources(found.sources, bench.sources):
+            raise RunError(f"run {name} was made with other {changed} than are there now")
+        adapt_to(bench, survey_in(broadcast))
+        trained = global_model(bench, broadcast, found.round)
     if merged:
         with quiet_transformers():
             export_merged(bench.model, trained, directory)

@@ -22,6 +22,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.contract import changed_sources
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.drive import Driver, open_driver
 from trishul_ray.federation.result import (
     config_yaml,
@@ -167,7 +168,8 @@ def _run(
         progress.phase("writing results")
         home.write("metrics.parquet", metrics_parquet(final.records))
         with tempfile.TemporaryDirectory() as scratch:
-            write_artifacts(experiment, prepared, final, Path(scratch), note=coverage.sentence)
+            with deterministic(experiment):
+                write_artifacts(experiment, prepared, final, Path(scratch), note=coverage.sentence)
             home.upload_folder(Path(scratch))
             wall = time.perf_counter() - began
             summary = summarize(

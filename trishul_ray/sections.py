@@ -127,8 +127,10 @@ class ModelConfig(Section):
     train_head: bool = Field(
         True, description="train and average the classification head beside the adapter"
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of the frozen backbone; adapters and optimizer stay fp32"
+    precision: Literal["fp32", "tf32", "bf16"] = Field(
+        "fp32",
+        description="of the frozen backbone; adapters and optimizer stay fp32. tf32: fp32 whose "
+        "matrix products use TensorFloat-32 on a GPU (on a CPU the same as fp32)",
     )
     dropout: bool = Field(False, description="keep the backbone's dropout while training")
     gradient_checkpointing: bool = Field(

@@ -30,6 +30,22 @@ class Guest:
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
+@pytest.mark.parametrize("actors", [1, 2])
+def test_dropout_before_heads_are_chosen_does_not_depend_on_the_actors(
+    small, inline_result, assert_same, drive_to_end, dropout_backbone, actors
+):
+    experiment = small(
+        f"model.name={dropout_backbone}",
+        "model.dropout=true",
+        "budget=2",
+        "method.selection=gradient",
+        "method.head_fraction=0.5",
+        f"resources.actors={actors}",
+    )
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        assert_same(drive_to_end(driver), inline_result(experiment))
+
+
 @pytest.mark.parametrize(
     ("overrides", "actors"),
     [

@@ -3,7 +3,7 @@
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.federation.resources import Slices, plan_slices, slices_of_bundles
+from trishul_ray.federation.resources import Slices, crowding, plan_slices, slices_of_bundles
 from trishul_ray.loading import load_experiment
 
 CPUS = {"CPU": 4.0}
@@ -57,6 +57,14 @@ def test_a_trials_bundles_give_its_slices_back(overrides):
     experiment = make(*overrides)
     slices = plan_slices(experiment, BOX | {"GPU": 6.0})
     assert slices_of_bundles(experiment, [{}, *slices.bundles()]) == slices
+
+
+def test_more_threads_than_cores_are_told_in_one_line():
+    assert crowding(1, 2, 2) is None and crowding(4, 1, 4.0) is None
+    assert crowding(1, 3, 2).startswith("resources.threads=3 asks for 3 threads on 2 cores: ")
+    assert crowding(4, 2, 6.0).startswith(
+        "4 actors x resources.threads=2 asks for 8 threads on 6 cores: "
+    )
 
 
 def test_other_bundles_are_filled_with_the_experiments_slices():

@@ -11,7 +11,7 @@ from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.contract import Outcome
-from trishul_ray.federation.inline import pinned_threads
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.jobs import TrainJob, to_tensors
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.reduce import judge
@@ -132,7 +132,7 @@ def test_one_client_is_central_training(name, executor, tmp_path):
     server, broadcast = first_broadcast(inline, tmp_path)
     for number in (1, 2):
         state = server.client_states.get(0, {})
-        with pinned_threads(1):
+        with deterministic(inline.experiment):
             upload, _ = train_client(inline.bench, broadcast, TrainJob(number, 0, state))
         vector = inline.bench.initial.clone()
         server.method.unpack(
@@ -176,6 +176,65 @@ def test_the_order_of_work_changes_nothing(name, executor, tmp_path):
         state_digest(run(Shuffled(inline, 1), tmp_path, "one").state),
         state_digest(run(Shuffled(inline, 2), tmp_path, "two").state),
     }
+    assert len(digests) == 1
+
+
+def with_dropout(name, backbone):
+    """Options that let a method compute on clients all that it can, with dropout on."""
+    options = [f"method={name}", f"model.name={backbone}", "model.dropout=true", "budget=2"]
+    if "selection" in method_class(name).Config.model_fields:
+        options += ["method.selection=gradient", "method.head_fraction=0.5"]
+    return options
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backbone, tmp_path):
+    """Neither the job before nor torch's global stream decides what a client computes."""
+    inline = executor(*with_dropout(name, dropout_backbone))
+    torch.manual_seed(1)
+    plain = run(inline, tmp_path, "plain")
+    for seed in (2, 3):
+        inline.bench.model.train(True)  # as a job that was interrupted may leave it
+        torch.manual_seed(seed)
+        again = run(Shuffled(inline, seed), tmp_path, f"again{seed}")
+        assert state_digest(again.state) == state_digest(plain.state)
+        assert [r.get("loss") for r in again.records] == [r.get("loss") for r in plain.records]
+
+
+def test_dropout_is_on_where_it_is_asked_for(executor, dropout_backbone, tmp_path):
+    options = with_dropout("fedit", dropout_backbone)
+    options[2:3] = ["model.dropout=false"]
+    plain = run(executor(*options), tmp_path, "plain")
+    dropped = run(executor(*with_dropout("fedit", dropout_backbone)), tmp_path, "dropped")
+    assert plain.records[0]["loss"] == dropped.records[0]["loss"], "evaluation knows no dropout"
+    assert plain.records[1]["train_loss"] != dropped.records[1]["train_loss"]
+
+
+@pytest.fixture(scope="module")
+def wide_backbone(vit_folder):
+    """One block of the paper's width: there, sums depend on the number of threads."""
+    return vit_folder(width=768, layers=1)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ambient_threads_change_nothing(name, executor, wide_backbone, tmp_path):
+    """The number of threads of whoever calls the server is not that of the run."""
+    inline = executor(
+        f"method={name}",
+        f"model.name={wide_backbone}",
+        "federation.rounds=1",
+        "federation.local_steps=1",
+        "evaluation.limit=8",
+    )
+    before, digests = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            server = run(inline, tmp_path, f"with{threads}")
+            digests.add(state_digest(server.state | server.broadcast()))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
     assert len(digests) == 1
 
 

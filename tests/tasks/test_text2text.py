@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tolerances import between, forward
 
 from trishul_ray.errors import InputError
 from trishul_ray.models.bytelevel import EOS, FIRST_BYTE, PAD, VOCABULARY
@@ -62,14 +63,18 @@ def test_the_loss_falls_and_answers_are_generated(
             one = {k: v[row : row + 1] for k, v in columns.items()}
             alone = task.predict(model, task.prepare_batch(one, "cpu", torch.float32))
             size = alone.logits.shape[1]
-            torch.testing.assert_close(alone.logits[0], found.logits[row, :size], rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                alone.logits[0], found.logits[row, :size], rtol=0, atol=forward(2, 64, found.logits)
+            )
             assert alone.texts[0] == found.texts[row]
         plain = model.forward(**task.inputs(batch)).logits
     assert torch.equal(found.logits, plain)  # the encoder's one pass serves both
     assert found.texts == ["good", "good", "bad", "bad", "good", "bad"]
     merged = task.merge([task.evaluate(found, batch)])
     assert merged["accuracy"] == 1.0
-    assert merged["loss"] == pytest.approx(float(task.loss(plain, batch)), rel=1e-6)
+    # log sum exp over the vocabulary less one logit, at each token; the mean keeps the bound.
+    allowed = between(VOCABULARY) + between(4, plain.abs().max())
+    assert merged["loss"] == pytest.approx(float(task.loss(plain, batch)), rel=0, abs=allowed)
 
 
 def test_a_checkpoints_own_generation_settings_have_no_say(

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from trishul_ray.doctor.base import GIB, Check
+from trishul_ray.federation.resources import usable_cores
 from trishul_ray.version import __version__
 
 
@@ -72,8 +73,7 @@ def devices() -> Check:
 
 def cpus() -> Check:
     """Cores, and thread settings that do not fit them."""
-    affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = usable_cores()
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAY_NUM_CPUS")
     given = {name: os.environ[name] for name in names if name in os.environ}
     detail = f"{cores} cores" + "".join(f", {name}={value}" for name, value in given.items())

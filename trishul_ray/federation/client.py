@@ -6,10 +6,12 @@ is needed, in the actors' own processes.
 """
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from trishul_ray.federation.determinism import deterministic, set_environment
 from trishul_ray.federation.resources import Slices
 from trishul_ray.federation.surroundings import Surroundings
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from trishul_ray.federation.reduce import Partial, Reducer
     from trishul_ray.federation.workbench import Workbench
     from trishul_ray.federation.world import Prepared
+
+set_environment()
 
 
 def cap_device_memory(share: float) -> None:
@@ -57,15 +61,15 @@ class ClientActor:
         gpu_share: float,
         surroundings: Surroundings,
     ) -> None:
-        """Pin the threads, cap the memory; what can fail comes with the first call."""
-        import torch
-
+        """Pin threads and kernels, cap the memory; what can fail comes with the first call."""
         from trishul_ray.experiment import Experiment
 
         surroundings.enter()
         self.settings = Experiment.model_validate(experiment)
         self.prepared = prepared
-        torch.set_num_threads(self.settings.resources.threads)
+        # Never left: these are the settings of this process for as long as it lives.
+        self._kernels = ExitStack()
+        self._kernels.enter_context(deterministic(self.settings))
         cap_device_memory(gpu_share)
         self.pid = os.getpid()
         self._bench: Workbench | None = None

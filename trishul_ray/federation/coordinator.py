@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from trishul_ray.federation.client import start_clients
+from trishul_ray.federation.determinism import set_environment
 from trishul_ray.federation.resources import Slices
 from trishul_ray.federation.surroundings import Surroundings
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from trishul_ray.federation.pool import ActorPool
     from trishul_ray.federation.server import Server
     from trishul_ray.federation.standing import Final, Progressed
+
+set_environment()
 
 
 @ray.remote
@@ -56,16 +59,12 @@ class Coordinator:
                 if self.pool is None
                 else []
             )
-            import torch
-
             from trishul_ray.experiment import Experiment
             from trishul_ray.federation.pool import ActorPool
             from trishul_ray.federation.server import Server
             from trishul_ray.federation.standing import open_checkpoints
 
             settings = Experiment.model_validate(self.experiment)
-            # Sums of the server, too, depend on the number of threads.
-            torch.set_num_threads(settings.resources.threads)
             self.pool = self.pool or ActorPool(started)
             checkpoints = open_checkpoints(settings)
             self._server = Server(settings, self.pool, checkpoints, self.attempt)

@@ -15,9 +15,9 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import beside_driver, room_for, slices_here
 from trishul_ray.federation.coordinator import Coordinator
-from trishul_ray.federation.inline import InlineExecutor, pinned_threads
+from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.pool import cause_of
-from trishul_ray.federation.resources import Slices
+from trishul_ray.federation.resources import Slices, crowding, usable_cores
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.standing import (
     Final,
@@ -57,7 +57,6 @@ class InlineDriver:
     def __init__(self, experiment: Experiment, prepared: Prepared, attempt: str) -> None:
         """Build the workbench and find the newest checkpoint."""
         executor = InlineExecutor(experiment, prepared)
-        self.threads = experiment.resources.threads
         self.server = Server(experiment, executor, open_checkpoints(experiment), attempt)
 
     def begin(self) -> Progressed:
@@ -67,8 +66,7 @@ class InlineDriver:
     def step(self) -> Progressed:
         """See :class:`Driver`."""
         try:
-            with pinned_threads(self.threads):
-                return progress_of(self.server)
+            return progress_of(self.server)
         except FloatingPointError as error:
             raise RunError(str(error)) from error
 
@@ -190,10 +188,17 @@ def open_driver(
     Raises:
         InputError: the resources asked for are not to be had.
     """
+    tell = tell or (lambda line: None)
+    threads = experiment.resources.threads
     if experiment.resources.backend == "inline":
+        if line := crowding(1, threads, usable_cores()):
+            tell(line)
         yield InlineDriver(experiment, prepared, attempt)
         return
-    driver = RayDriver(experiment, prepared, attempt, slices_here(experiment), tell)
+    slices = slices_here(experiment)
+    if line := crowding(slices.actors, threads, ray.cluster_resources().get("CPU", 0.0)):
+        tell(line)
+    driver = RayDriver(experiment, prepared, attempt, slices, tell)
     try:
         yield driver
     finally:

@@ -1,12 +1,10 @@
 """The inline backend: the same run in one process, for debugging and as the yardstick."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
-import torch
+from collections.abc import Sequence
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.contract import Blueprint, Outcome
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.jobs import (
     Arrays,
     Job,
@@ -26,36 +24,25 @@ from trishul_ray.federation.world import (
 )
 
 
-@contextmanager
-def pinned_threads(count: int) -> Iterator[None]:
-    """Fix torch's CPU threads inside the block: their number changes float sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class InlineExecutor:
     """Runs every job here, one after the other."""
 
     def __init__(self, experiment: Experiment, prepared: Prepared) -> None:
         """Build the one workbench."""
-        self.threads = experiment.resources.threads
-        with pinned_threads(self.threads):
+        self.experiment = experiment
+        with deterministic(experiment):
             self.bench: Workbench = build_workbench(experiment, prepared)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """The blueprint of the workbench."""
-        with pinned_threads(self.threads):
+        with deterministic(self.experiment):
             adapt_to(self.bench, survey)
-        return blueprint_of(self.bench)
+            return blueprint_of(self.bench)
 
     def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
         """Run the jobs in the order given."""
         outcome = Outcome([], [], [])
-        with pinned_threads(self.threads):
+        with deterministic(self.experiment):
             adapt_to(self.bench, survey_in(broadcast))
             for job in jobs:
                 if isinstance(job, SurveyJob):

@@ -9,6 +9,7 @@ Legend: P trainables of a client, U units of aggregation, S local steps, b batch
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,12 +99,40 @@ def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
     return count - int(sizes[~run.active].sum())
 
 
+@contextmanager
+def _client_stream(bench: Workbench, purpose: str, *indices: int) -> Iterator[None]:
+    """Let a client compute in its own mode and, for dropout, its own random stream.
+
+    Dropout draws from torch's global stream: inside, that is a stream of this client's; after,
+    it is as it was, and the model is back in evaluation mode.
+
+    Args:
+        bench: whose model computes.
+        purpose: names the stream, with ``indices`` (round and client).
+        indices: see :func:`~trishul_ray.rng.torch_rng`.
+    """
+    settings = bench.settings
+    devices = [bench.device] if bench.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(torch_rng(settings.seed, purpose, *indices).initial_seed())
+        bench.model.train(settings.model.dropout)
+        try:
+            yield
+        finally:
+            bench.model.train(False)
+
+
 def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
     """One client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
     Raises:
         FloatingPointError: the training loss is not finite; the message names client and step.
     """
+    with _client_stream(bench, "dropout", job.round, job.client):
+        return _train(bench, broadcast, job)
+
+
+def _train(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
     began = time.perf_counter()
     settings, method, model = bench.settings, bench.method, bench.model
     fed, seed = settings.federation, settings.seed
@@ -139,30 +168,24 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     vector.grad = run.grad
     optimizer = make_optimizer(settings.optimizer, vector)
     losses = torch.empty(fed.local_steps, dtype=torch.float64)
-    devices = [bench.device] if bench.device.type == "cuda" else []
-    # Dropout draws from torch's global stream: lend it a stream of this client's for the round.
-    with torch.random.fork_rng(devices=devices, enabled=settings.model.dropout):
-        if settings.model.dropout:
-            torch.manual_seed(torch_rng(seed, "dropout", job.round, job.client).initial_seed())
-        model.train(settings.model.dropout)
-        model.bind(vector, run.grad, *frozen)
-        try:
-            for step in range(1, fed.local_steps + 1):
-                losses[step - 1] = backward(order[step - 1])
-                method.before_step(run)
-                if mask is not None:
-                    run.grad.mul_(mask)
-                if settings.optimizer.clip_norm is not None:
-                    # Of what the optimizer sees: the method's correction made, inactive heads out.
-                    torch.nn.utils.clip_grad_norm_([vector], settings.optimizer.clip_norm)
-                optimizer.param_groups[0]["lr"] = run.rates[step - 1]
-                with torch.no_grad():
-                    optimizer.step()
-                    if held is not None and mask is not None:
-                        vector.mul_(mask).add_(held)
-                    method.after_step(run, step, fed.local_steps)
-        finally:
-            model.unbind()
+    model.bind(vector, run.grad, *frozen)
+    try:
+        for step in range(1, fed.local_steps + 1):
+            losses[step - 1] = backward(order[step - 1])
+            method.before_step(run)
+            if mask is not None:
+                run.grad.mul_(mask)
+            if settings.optimizer.clip_norm is not None:
+                # Of what the optimizer sees: the method's correction made, inactive heads out.
+                torch.nn.utils.clip_grad_norm_([vector], settings.optimizer.clip_norm)
+            optimizer.param_groups[0]["lr"] = run.rates[step - 1]
+            with torch.no_grad():
+                optimizer.step()
+                if held is not None and mask is not None:
+                    vector.mul_(mask).add_(held)
+                method.after_step(run, step, fed.local_steps)
+    finally:
+        model.unbind()
     if not torch.isfinite(losses).all():
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
         raise FloatingPointError(
@@ -218,7 +241,8 @@ def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
     for weight in weights.values():
         weight.requires_grad_(True)
     try:
-        return to_arrays(bench.method.survey(gradients()))
+        with _client_stream(bench, "survey-dropout", job.client):
+            return to_arrays(bench.method.survey(gradients()))
     finally:
         for weight in weights.values():
             weight.requires_grad_(False)

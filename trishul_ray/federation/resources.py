@@ -8,6 +8,7 @@ into the bundles of its ``PlacementGroupFactory``::
 Nothing here opens a placement group.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,6 +85,29 @@ def plan_slices(
             f"{cpus_total:g} CPU, {gpus_total:g} GPU"
         )
     return Slices(actors, cpus, gpus)
+
+
+def usable_cores() -> int:
+    """The cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def crowding(processes: int, threads: int, cores: float) -> str | None:
+    """One line where a run asks for more threads than there are cores; None where it does not.
+
+    Args:
+        processes: how many compute at the same time (client actors; 1 inline).
+        threads: ``resources.threads``, of each.
+        cores: what they share.
+    """
+    if processes * threads <= cores:
+        return None
+    actors = f"{processes} actors x " if processes > 1 else ""
+    return (
+        f"{actors}resources.threads={threads} asks for {processes * threads} threads on "
+        f"{cores:g} cores: they take turns, so rounds take longer; the numbers stay the same"
+    )
 
 
 def slices_of_bundles(experiment: "Experiment", bundles: Sequence[Mapping[str, float]]) -> Slices:

@@ -4,7 +4,9 @@ import io
 import json
 import os
 import platform
+import re
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +22,15 @@ from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.version import NUMERICS, __version__
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
+
+#: Variables by which a user limits the instructions that torch and its libraries may use.
+_KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +53,44 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpus,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
+        "kernels": kernels(),
     }
+
+
+def processor() -> str:
+    """The processor's model name."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def kernels() -> dict[str, Any]:
+    """What decides, beside the processor, which kernels this process computes with.
+
+    Returns:
+        ``blas`` and ``libraries`` as torch was built with them; ``environment``: the variables
+        that limit instruction sets, where they are set; ``cuda`` where there is a GPU: version of
+        CUDA and of cuDNN, compute capability, cuBLAS workspace.
+    """
+    built = torch.__config__.show()
+    blas = re.search(r"BLAS_INFO=(\w+)", built)
+    found: dict[str, Any] = {
+        "blas": blas.group(1) if blas else "unknown",
+        "libraries": re.findall(r"(?m)^ *- (.*(?:Math Kernel Library|MKL-DNN).*?)$", built),
+        "environment": {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = {
+            "version": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        }
+    return found
 
 
 def config_yaml(experiment: Experiment) -> bytes:

@@ -17,6 +17,7 @@ from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
 from trishul_ray.federation.contract import Executor, Outcome, changed_sources
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.diagnostics import (
     MOST_CLIENTS,
     aggregation_error,
@@ -89,7 +90,8 @@ class Server:
             self._ask(self.method.survey_plan)
         self.blueprint = executor.describe(self._survey_for_workers())
         if found is None:
-            self.state = self._initial_state()
+            with deterministic(experiment):
+                self.state = self._initial_state()
         elif changed := changed_sources(found.sources, self.blueprint.sources):
             raise RunError(
                 f"run {experiment.id} began with other {changed} than are there now: put back "
@@ -136,7 +138,8 @@ class Server:
 
     def broadcast(self) -> Arrays:
         """What goes to every worker for the next round."""
-        return broadcast_of(self.method, self.state, self.survey)
+        with deterministic(self.experiment):
+            return broadcast_of(self.method, self.state, self.survey)
 
     def complete_records(self) -> list[dict[str, Any]]:
         """Records that no later step will add to."""
@@ -162,6 +165,10 @@ class Server:
         Raises:
             RunError: too few sound uploads.
         """
+        with deterministic(self.experiment):
+            return self._step()
+
+    def _step(self) -> list[dict[str, Any]]:
         began = time.perf_counter()
         fed = self.experiment.federation
         broadcast = self.broadcast()
