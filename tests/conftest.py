@@ -169,6 +169,10 @@ class Command:
         self.errors.append(rest or "")
         return self.process.returncode, out, "".join(self.errors)
 
+    def processes(self):
+        """What lives of it now."""
+        return marked(self.mark)
+
     def left_behind(self, seconds=15):
         """What still lives of it after a grace period, as text."""
         end = time.monotonic() + seconds

@@ -318,15 +318,13 @@ def test_a_storage_that_refuses_is_not_tried_again(tmp_path, error):
     assert calls == ["create_dir"]
 
 
-def test_a_missing_bucket_is_wrong_input(s3_bucket):
+def test_a_missing_bucket_is_found_and_said_plainly(s3_bucket):
     store = Store.open(s3_bucket("runs", bucket="no-such-bucket"), retry_seconds=60)
-    with pytest.raises(InputError, match=r"storage\.runs='s3://no-such.*does not exist") as refused:
-        store.check_bucket()
-    assert "allow_bucket_creation" not in str(refused.value)
+    assert store.missing_bucket() == "no-such-bucket"
     with pytest.raises(StorageRefusedError, match="the bucket does not exist") as refused:
         store.write("a.txt", b"")
     assert "allow_bucket_creation" not in str(refused.value)
-    Store.open(s3_bucket("runs")).check_bucket()
+    assert Store.open(s3_bucket("runs")).missing_bucket() is None
 
 
 def test_an_object_store_that_went_away_is_told_so(monkeypatch):
@@ -334,7 +332,7 @@ def test_an_object_store_that_went_away_is_told_so(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     options = "endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
     with pytest.raises(StorageError, match=r"cannot look into s3://bucket/runs.*tried once"):
-        Store.open(f"s3://bucket/runs?{options}").check_bucket()
+        Store.open(f"s3://bucket/runs?{options}").missing_bucket()
 
 
 def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):

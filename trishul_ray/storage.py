@@ -78,28 +78,22 @@ class Store:
 
     def place(self, name: str) -> str:
         """How a person would write the file or folder ``name`` inside this one."""
-        path, mark, options = self.uri.partition("?")
-        return f"{path}/{name}{mark}{options}"
+        return place(self.uri, name)
 
-    def check_bucket(self) -> None:
-        """Raise if this folder is on an object store, in a bucket that does not exist.
+    def missing_bucket(self) -> str | None:
+        """Return the name of the bucket this folder is in, if there is no such bucket.
 
         Raises:
-            InputError: there is no such bucket.
             StorageError: the object store does not answer.
         """
         if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
-            return
+            return None
         bucket = self.root.partition("/")[0]
         try:
             found = self._insist("look into", "", lambda: self.filesystem.get_file_info(bucket))
         except StorageRefusedError:
-            return  # who may write below a prefix may not be allowed to ask for the bucket
-        if found.type == fs.FileType.NotFound:
-            raise InputError(
-                f"storage.runs={self.uri!r}: bucket {bucket!r} does not exist; create it or name "
-                "another"
-            )
+            return None  # who may write below a prefix may not be allowed to ask for the bucket
+        return bucket if found.type == fs.FileType.NotFound else None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file: beside it, then renamed (an object store copies, whole or not at all).
@@ -186,13 +180,13 @@ class Store:
             StorageRefusedError: another attempt would change nothing.
             StorageError: it failed to the last.
         """
-        place = self.place(name) if name else self.uri
+        where = self.place(name) if name else self.uri
 
         def say_once(call: tenacity.RetryCallState) -> None:
             if call.attempt_number == 1 and call.outcome is not None:
                 why = reason(call.outcome.exception())
                 _logger.warning(
-                    "cannot %s %s: %s; trying for %g s", verb, place, why, self.retry_seconds
+                    "cannot %s %s: %s; trying for %g s", verb, where, why, self.retry_seconds
                 )
 
         insist = tenacity.Retrying(
@@ -207,12 +201,18 @@ class Store:
         except OSError as error:
             if absent and isinstance(error, FileNotFoundError):
                 raise
-            told = f"the storage failed: cannot {verb} {place}: {reason(error)}"
+            told = f"cannot {verb} {where}: {reason(error)}"
             if not _may_pass(error):
                 raise StorageRefusedError(told) from error
             tried = insist.statistics.get("attempt_number", 1)
             often = "once" if tried == 1 else f"{tried} times"
             raise StorageError(f"{told} (tried {often} within {self.retry_seconds:g} s)") from error
+
+
+def place(uri: str, name: str) -> str:
+    """How a person would write the file or folder ``name`` inside ``uri``, without credentials."""
+    path, mark, options = redact(uri).partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{options}"
 
 
 def reason(error: BaseException | None) -> str:
