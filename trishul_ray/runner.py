@@ -98,12 +98,19 @@ def run_experiment(
         if fresh:
             home.remove_all()
         _say_what_changed(experiment, home, progress)
+        began = home.exists("attempt.json")
         try:
             attempt = _attempt(home)
             home.write("config.yaml", config_yaml(experiment))
         except StorageRefusedError as error:
             raise InputError(f"storage.runs={shown!r}: {error}; name another place") from error
-        return _run(experiment, prepared, home, attempt, progress)
+        try:
+            return _run(experiment, prepared, home, attempt, progress)
+        except InputError:
+            # Wrong input that shows only here: nothing is left of a run that never began.
+            if not began and not home.child("checkpoints").exists():
+                home.remove_all()
+            raise
 
 
 def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:

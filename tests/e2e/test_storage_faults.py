@@ -197,6 +197,14 @@ def test_a_full_disk_ends_in_what_is_kept_and_how_to_continue(trishul_here, moun
     assert first == second
 
 
+def test_a_disk_too_full_for_the_database_of_mlflow_is_left_as_it_was(trishul_here, mounted):
+    disk = mounted("-o", "size=100k")
+    code, _, error = trishul_here("run", *TINY, f"storage.runs={disk}", "tracking.mlflow=true")
+    assert code == 2, error
+    assert "disk is full" in error
+    assert [path.name for path in disk.iterdir() if not path.name.endswith(".lock")] == []
+
+
 @pytest.mark.parametrize(
     ("place", "says"),
     [("file", "File exists"), ("file/runs", "Not a directory"), ("/proc/x", "No such file")],
@@ -220,23 +228,23 @@ def test_a_missing_bucket_is_wrong_input(trishul_here, s3_bucket):
     assert "bucket 'no-such-bucket' does not exist" in line
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result, backend):
+def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
     from trishul_ray.federation.standing import run_folder
 
     runs = f"storage.runs={s3_bucket('runs')}"
     longer = ["federation.rounds=4", "federation.local_steps=20", "resources.actors=1"]
-    words = [*TINY, *longer, runs, f"resources.backend={backend}"]
+    words = [*TINY, *longer, runs]
     experiment = load_experiment(None, words)
-    first = trishul("run", *words)
+    first = trishul("run", *words, "resources.backend=ray")
     first.wait_for("round 2/4")
     first.process.kill()
     assert first.left_behind() == []
     home = run_folder(experiment)
     assert home.child("checkpoints").names() != []
     assert not home.exists("result.json")
-    code, out, errors = trishul("run", *words).end()
+    code, out, errors = trishul("run", *words, "resources.backend=inline").end()
     assert code == 0, errors
     assert "continuing after round" in errors
     result = json.loads(home.read("result.json"))
@@ -245,6 +253,7 @@ def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result, 
     assert all(home.exists(name) for name in result["files"])
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_an_object_store_that_goes_away_in_mid_run_is_told_in_a_paragraph(
     trishul, monkeypatch, inline_result
