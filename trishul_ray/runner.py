@@ -157,7 +157,8 @@ def _make_again(
     told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
     try:
         found = open_checkpoints(experiment).newest()
-        if found is None or found.round < experiment.federation.rounds:
+        last = experiment.federation.rounds
+        if found is None or found.round < last or "loss" not in found.records[-1]:
             raise RunError("its last checkpoint is gone or corrupt; --fresh runs it again")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -209,7 +210,11 @@ def _run(
         with tempfile.TemporaryDirectory() as scratch:
             write_artifacts(experiment, prepared, final, Path(scratch))
             home.upload_folder(Path(scratch))
-            made = [p.relative_to(scratch).as_posix() for p in Path(scratch).rglob("*.*")]
+            made = [
+                path.relative_to(scratch).as_posix()
+                for path in Path(scratch).rglob("*")
+                if path.is_file()
+            ]
             wall = time.perf_counter() - began
             summary = summarize(experiment, final, wall_seconds=wall, run_id=tracker.run_id)
             summary["files"] = sorted([*_PLAIN_FILES, *made])

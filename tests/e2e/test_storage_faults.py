@@ -148,7 +148,7 @@ def mounted(tmp_path):
         return folder
 
     yield mount
-    subprocess.run(["umount", str(folder)], capture_output=True)
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
 
 
 def test_a_finished_run_on_a_read_only_file_system_is_shown(trishul_here, home, mounted):
