@@ -198,6 +198,10 @@ class Command:
         self.errors.append(rest or "")
         return self.process.returncode, out, "".join(self.errors)
 
+    def processes(self):
+        """What lives of it now."""
+        return marked(self.mark)
+
     def left_behind(self, seconds=15):
         """What still lives of it after a grace period, as text."""
         end = time.monotonic() + seconds
@@ -259,3 +263,33 @@ def trishul(start):
 def small_words():
     """The overrides of :func:`small`, for a command line."""
     return SMALL
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """An S3 server on localhost, with all its data in memory."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_server, monkeypatch):
+    """``s3_bucket(path)`` -> the URI of a path in a bucket of this test's own."""
+    import boto3
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    host, port = s3_server.get_host_and_port()
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
+    client.create_bucket(Bucket=name)
+
+    def uri(path, bucket=name):
+        options = f"endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+        return f"s3://{bucket}/{path}?{options}"
+
+    return uri

@@ -1,10 +1,110 @@
-"""Files of a run on a pyarrow filesystem."""
+"""Files of a run on a pyarrow filesystem: whole or not at all, and tried again."""
 
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from trishul_ray.errors import InputError
+from trishul_ray import storage
+from trishul_ray.errors import InputError, StorageError, StorageRefusedError
 from trishul_ray.storage import Store
+
+
+class Stream:
+    """A stream for writing that does what a test says with each piece."""
+
+    def __init__(self, inner, on_write):
+        self.inner, self.on_write, self.closed = inner, on_write, False
+
+    def write(self, data):
+        self.on_write(self.inner, bytes(data))
+        return len(data)
+
+    def flush(self):
+        self.inner.flush()
+
+    def close(self):
+        self.closed = True
+        self.inner.close()
+
+
+class Around(fs.FileSystemHandler):
+    """Everything goes to a real filesystem but what a test stands in for."""
+
+    def __init__(self, inner, on_write=None, before=lambda what: None):
+        self.inner, self.on_write, self.before = inner, on_write, before
+
+    def __eq__(self, other):
+        return self is other
+
+    def get_type_name(self):
+        return "around"
+
+    def normalize_path(self, path):
+        return self.inner.normalize_path(path)
+
+    def get_file_info(self, paths):
+        self.before("get_file_info")
+        return self.inner.get_file_info(paths)
+
+    def get_file_info_selector(self, selector):
+        self.before("get_file_info")
+        return self.inner.get_file_info(selector)
+
+    def create_dir(self, path, recursive):
+        self.before("create_dir")
+        self.inner.create_dir(path, recursive=recursive)
+
+    def delete_dir(self, path):
+        self.before("delete_dir")
+        self.inner.delete_dir(path)
+
+    def delete_dir_contents(self, path, missing_dir_ok=False):
+        self.inner.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self):
+        raise NotImplementedError
+
+    def delete_file(self, path):
+        self.before("delete_file")
+        self.inner.delete_file(path)
+
+    def move(self, src, dest):
+        self.before("move")
+        self.inner.move(src, dest)
+
+    def copy_file(self, src, dest):
+        self.inner.copy_file(src, dest)
+
+    def open_input_stream(self, path):
+        self.before("open_input_stream")
+        return self.inner.open_input_stream(path)
+
+    def open_input_file(self, path):
+        return self.inner.open_input_file(path)
+
+    def open_output_stream(self, path, metadata):
+        self.before("open_output_stream")
+        inner = self.inner.open_output_stream(path)
+        if self.on_write is None:
+            return inner
+        return pa.PythonFile(Stream(inner, self.on_write), mode="w")
+
+    def open_append_stream(self, path, metadata):
+        raise NotImplementedError
+
+
+def around(store, retry_seconds=0.0, **stand_ins):
+    return Store(
+        fs.PyFileSystem(Around(store.filesystem, **stand_ins)), store.root, store.uri, retry_seconds
+    )
 
 
 def test_local_round_trip(tmp_path):
@@ -15,9 +115,12 @@ def test_local_round_trip(tmp_path):
     assert store.read("a.txt") == b"two"
     assert store.names() == ["a.txt"]
     store.remove("a.txt")
+    store.remove("a.txt")
     assert store.names() == []
     store.remove_all()
     assert not store.exists()
+    with pytest.raises(FileNotFoundError):
+        store.read("a.txt")
 
 
 def test_any_pyarrow_filesystem_will_do(tmp_path):
@@ -51,3 +154,207 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 def test_an_unknown_scheme_is_named():
     with pytest.raises(InputError, match="nosuch"):
         Store.open("nosuch://bucket/runs")
+
+
+def test_credentials_in_an_address_are_never_shown(s3_bucket):
+    store = Store.open(s3_bucket("runs").replace("s3://", "s3://me:t0ps3cret@"))
+    assert "t0ps3cret" not in store.uri
+    with pytest.raises(InputError) as refused:
+        Store.open("nosuch://me:t0ps3cret@bucket/runs")
+    assert "t0ps3cret" not in str(refused.value)
+
+
+def test_the_address_of_a_child_keeps_its_options_at_the_end(s3_bucket):
+    child = Store.open(s3_bucket("runs")).child("abc")
+    child.write("a.txt", b"one")
+    assert Store.open(child.uri).read("a.txt") == b"one"
+    assert "/runs/abc/a.txt?endpoint_override=" in child.place("a.txt")
+
+
+DATA = bytes(range(256)) * 30_000  # 7.7 MB: more than one part of a multipart upload
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\1", DATA], ids=["empty", "small", "parts"])
+def test_s3_round_trip(s3_bucket, data):
+    store = Store.open(s3_bucket("runs")).child("abc")
+    assert not store.exists("a.bin")
+    store.write("a.bin", b"before")
+    store.write("a.bin", data)
+    assert store.read("a.bin") == data
+    assert store.names() == ["a.bin"]
+    store.remove("a.bin")
+    store.remove("a.bin")
+    assert not store.exists("a.bin")
+    with pytest.raises(FileNotFoundError):
+        store.read("a.bin")
+
+
+def half_then(error):
+    def write(inner, data):
+        inner.write(data[: len(data) // 2])
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize("error", [OSError("lost"), KeyboardInterrupt()], ids=["lost", "stopped"])
+@pytest.mark.parametrize("before", [None, b"before"], ids=["new", "replaced"])
+@pytest.mark.parametrize("size", [100, len(DATA)])
+def test_a_stream_that_fails_in_mid_write_leaves_no_short_object(s3_bucket, error, before, size):
+    store = Store.open(s3_bucket("runs")).child("abc")
+    if before is not None:
+        store.write("a.bin", before)
+    with pytest.raises(type(error)):
+        around(store, on_write=half_then(error)).write("a.bin", DATA[:size])
+    if before is None:
+        assert not store.exists("a.bin")
+    else:
+        assert store.read("a.bin") == before
+    everything = store.filesystem.get_file_info(fs.FileSelector(store.root, allow_not_found=True))
+    assert [info.base_name for info in everything] == ([] if before is None else ["a.bin"])
+
+
+def test_an_object_too_large_to_be_copied_is_streamed(s3_bucket, monkeypatch):
+    monkeypatch.setattr(storage, "COPY_LIMIT", 4)
+    moved = []
+    store = Store.open(s3_bucket("runs")).child("abc")
+    around(store, before=moved.append).write("a.bin", b"12345")
+    assert store.read("a.bin") == b"12345"
+    assert "move" not in moved
+
+
+WRITER = """
+    import sys, time
+    sys.path[:0] = [{tests!r}]
+    from test_storage import DATA, around
+    from trishul_ray.storage import Store
+
+    def write(inner, data):
+        inner.write(data[: len(data) // 2])
+        print("half", flush=True)
+        time.sleep(60)
+
+    around(Store.open(sys.argv[1]).child("abc"), on_write=write).write("a.bin", DATA)
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_writer_killed_in_mid_write_leaves_no_short_object(s3_bucket, start, by):
+    uri = s3_bucket("runs")
+    store = Store.open(uri).child("abc")
+    store.write("a.bin", b"before")
+    script = textwrap.dedent(WRITER.format(tests=os.path.dirname(__file__)))
+    writer = start(sys.executable, "-c", script, uri)
+    assert writer.process.stdout.readline() == "half\n", writer.end()
+    writer.process.send_signal(by)
+    assert writer.process.wait(timeout=20) != 0
+    assert store.read("a.bin") == b"before"
+    assert store.names() == ["a.bin"]
+
+
+def failing(times, error):
+    """The first ``times`` calls of the filesystem fail."""
+    calls = []
+
+    def before(what):
+        calls.append(what)
+        if len(calls) <= times:
+            raise error
+
+    return calls, before
+
+
+#: One call on each path to the storage.
+OPERATIONS = {
+    "write": lambda store: store.write("a.txt", b"new"),
+    "read": lambda store: store.read("a.txt"),
+    "exists": lambda store: store.exists("a.txt"),
+    "names": lambda store: store.names(),
+    "remove": lambda store: store.remove("a.txt"),
+    "remove_all": lambda store: store.remove_all(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_storage_that_comes_back_is_tried_again(tmp_path, operation, caplog):
+    store = Store.open(str(tmp_path)).child("run")
+    store.write("a.txt", b"old")
+    _, before = failing(2, OSError(errno.ENOSPC, "No space left on device"))
+    OPERATIONS[operation](around(store, retry_seconds=10, before=before))
+    assert len([r for r in caplog.records if "No space left on device; trying" in r.message]) == 1
+    if operation == "write":
+        assert store.read("a.txt") == b"new"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_storage_that_stays_away_is_given_up_in_one_line(tmp_path, operation):
+    store = Store.open(str(tmp_path)).child("run")
+    store.write("a.txt", b"old")
+    calls, before = failing(10**9, OSError("the server is gone\nsecond line"))
+    with pytest.raises(StorageError) as failed:
+        OPERATIONS[operation](around(store, retry_seconds=0.6, before=before))
+    said = str(failed.value)
+    assert not isinstance(failed.value, StorageRefusedError)
+    assert "\n" not in said and str(tmp_path) in said
+    assert "the server is gone" in said and "within 0.6 s" in said
+    assert len(calls) > 1
+    assert store.read("a.txt") == b"old"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EROFS, "Read-only file system"),
+        OSError("When initiating an upload: AWS Error ACCESS_DENIED during PutObject"),
+    ],
+)
+def test_a_storage_that_refuses_is_not_tried_again(tmp_path, error):
+    calls, before = failing(10**9, error)
+    store = around(Store.open(str(tmp_path)).child("run"), retry_seconds=60, before=before)
+    with pytest.raises(StorageRefusedError):
+        store.write("a.txt", b"new")
+    assert calls == ["create_dir"]
+
+
+def test_a_missing_bucket_is_found_and_said_plainly(s3_bucket):
+    store = Store.open(s3_bucket("runs", bucket="no-such-bucket"), retry_seconds=60)
+    assert store.missing_bucket() == "no-such-bucket"
+    with pytest.raises(StorageRefusedError, match="the bucket does not exist") as refused:
+        store.write("a.txt", b"")
+    assert "allow_bucket_creation" not in str(refused.value)
+    assert Store.open(s3_bucket("runs")).missing_bucket() is None
+
+
+def test_an_object_store_that_went_away_is_told_so(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    options = "endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
+    with pytest.raises(StorageError, match=r"cannot look into s3://bucket/runs.*tried once"):
+        Store.open(f"s3://bucket/runs?{options}").missing_bucket()
+
+
+def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
+    """A limit on the size of files stands for the disk: the kernel cuts the write short."""
+    script = f"""
+        import signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        from trishul_ray.storage import Store
+        store = Store.open({str(tmp_path)!r}, retry_seconds=0.3)
+        store.write("a.bin", b"1" * 1000)
+        try:
+            store.write("a.bin", b"2" * 5000)
+        except OSError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
+    )
+    assert "cannot write" in done.stdout and "File too large (tried 2 times" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+    assert (tmp_path / "a.bin").read_bytes() == b"1" * 1000

@@ -1,13 +1,20 @@
 """The ``trishul`` command.
 
 Exit codes: 0 done; 2 the input is wrong (one line); 1 the run failed (one paragraph that says what
-happened, what is kept and how to continue); 130 stopped by Ctrl-C.
+happened, what is kept and how to continue); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker,
+systemd), 129 by SIGHUP (a lost terminal).
 """
 
+import math
 import shlex
+import signal
 import sys
 import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -87,10 +94,12 @@ def run(
     out.print(summary_table([(label, o.summary) for label, o in results]))
     first = results[0][1]
     out.print(f"data      {data_sentence(first.summary)}", highlight=False, soft_wrap=True)
-    out.print(f"result    {first.home.uri}/result.json", highlight=False, soft_wrap=True)
-    out.print(f"figures   {first.home.uri}/figures", highlight=False, soft_wrap=True)
-    kind, what = ("adapter", "(PEFT)") if first.home.exists("adapter") else ("model", "(merged)")
-    out.print(f"{kind:9} {first.home.uri}/{kind} {what}", highlight=False, soft_wrap=True)
+    parts = [("result", "result.json", ""), ("figures", "figures", "")]
+    parts += [("adapter", "adapter", " (PEFT)"), ("model", "model", " (merged)")]
+    for kind, name, what in parts:
+        if first.home.exists(name):
+            told = f"{kind:9} {first.home.place(name)}{what}"
+            out.print(told, highlight=False, soft_wrap=True)
     if first.mlflow_command:
         out.print(f"MLflow    {first.mlflow_command}", highlight=False, soft_wrap=True)
 
@@ -252,10 +261,14 @@ def _run_one(label: str, experiment: Any, fresh: bool) -> Any:
     with RunProgress(experiment.federation.rounds, err) as progress:
         try:
             outcome = run_experiment(experiment, progress, fresh=fresh)
-        except RunError as error:
-            raise RunError(f"{error}\n{_how_to_continue(experiment)}") from error
+        except (RunError, OSError) as error:
+            what = str(error) if isinstance(error, RunError) else _describe(error)
+            raise RunError(f"{what}. {_how_to_continue(experiment)}") from error
         except KeyboardInterrupt:
-            err.print(f"stopped. {_how_to_continue(experiment)}", highlight=False, soft_wrap=True)
+            with suppress(OSError):  # a lost terminal shows nothing any more
+                err.print(
+                    f"stopped. {_how_to_continue(experiment)}", highlight=False, soft_wrap=True
+                )
             raise typer.Exit(130) from None
     if outcome.repeated:
         err.print("this run had finished before; its result is shown (--fresh runs it again)")
@@ -271,18 +284,56 @@ def _load(arguments: list[str] | None) -> Any:
 
 
 def _how_to_continue(experiment: Any) -> str:
+    from trishul_ray.storage import place
+
     # The words the person typed, so that the line can be pasted.
     command = shlex.join(["trishul", *sys.argv[1:]]).replace(" --fresh", "")
-    return (
-        f"Finished rounds are kept in {experiment.storage.runs}/{experiment.id}/checkpoints; "
-        f"to continue: {command}"
-    )
+    kept = place(experiment.storage.runs, f"{experiment.id}/checkpoints")
+    return f"Finished rounds are kept in {kept}; to continue: {command}"
+
+
+def _describe(error: OSError) -> str:
+    return f"{error.strerror or error}: {error.filename or 'storage'}"
+
+
+#: Seconds in which a repeated signal is not a second wish: `timeout` and Slurm send two at once.
+_SAME_WISH = 10.0
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP stop what is inside as Ctrl-C does, unless ignored (nohup).
+
+    Yields:
+        The signals heard so far.
+    """
+    heard: list[int] = []
+    last = -math.inf
+
+    def stop(signum: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SAME_WISH:
+            last = time.monotonic()
+            heard.append(signum)
+            raise KeyboardInterrupt
+
+    mine = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for signum in mine:
+        signal.signal(signum, stop)
+    try:
+        yield heard
+    finally:
+        for signum in mine:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def main() -> None:
     """Entry point: errors become one line or one paragraph and an exit code."""
     try:
-        code = app(standalone_mode=False)
+        with _stoppable() as heard:
+            code = app(standalone_mode=False)
+        if code == 130 and heard:
+            code = 128 + heard[0]
     except InputError as error:
         _fail(str(error), 2)
     except typer.Abort:
@@ -290,9 +341,11 @@ def main() -> None:
     except _UsageError as error:
         _fail(error.format_message(), 2)
     except RunError as error:
-        _fail("\n".join(textwrap.wrap(str(error), 100, break_long_words=False)), 1)
+        # Nothing that can be pasted is broken: neither words nor hyphenated paths.
+        wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+        _fail(wrapper.fill(str(error)), 1)
     except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename or 'storage'}", 1)
+        _fail(_describe(error), 1)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)

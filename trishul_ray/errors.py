@@ -16,3 +16,11 @@ class RunError(RuntimeError):
 
 class CorruptFileError(InputError):
     """A file that should be readable is not: the message names the file and the fault."""
+
+
+class StorageError(RunError, OSError):
+    """The storage of runs failed, and went on failing for as long as was waited."""
+
+
+class StorageRefusedError(StorageError):
+    """The storage of runs refuses for good: no permission, no such bucket, a file in the way."""

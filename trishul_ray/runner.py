@@ -4,6 +4,7 @@ Everything lies under ``<runs>/<id>/``; the same call continues a stopped run, a
 read, not repeated. Figures and the adapter are made from the final state alone.
 """
 
+import errno
 import json
 import tempfile
 import time
@@ -18,12 +19,12 @@ from filelock import FileLock, Timeout
 
 from trishul_ray.artifacts import write_artifacts
 from trishul_ray.data.coverage import Coverage
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import InputError, RunError, StorageError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.cluster import ray_session
 from trishul_ray.federation.contract import changed_sources
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.drive import Driver, open_driver
+from trishul_ray.federation.drive import Driver, InlineDriver, open_driver
 from trishul_ray.federation.result import (
     config_yaml,
     flat_config,
@@ -34,7 +35,7 @@ from trishul_ray.federation.result import (
     summarize,
     versions,
 )
-from trishul_ray.federation.standing import Final, Progressed
+from trishul_ray.federation.standing import Final, Progressed, open_checkpoints, run_folder
 from trishul_ray.federation.world import (
     Places,
     Prepared,
@@ -47,10 +48,14 @@ from trishul_ray.learning_rates import GENERAL
 from trishul_ray.models.pretrain import ensure_backbone
 from trishul_ray.models.registry import local_folder
 from trishul_ray.models.shared import folder_source
-from trishul_ray.storage import Store
+from trishul_ray.storage import Store, reason
 from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.redact import redact
 from trishul_ray.tracking.store import tracking_uri, ui_command
+
+#: Files of a finished run that need no backbone to be made.
+_PLAIN_FILES = ("config.yaml", "metrics.parquet")
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,17 @@ def run_experiment(
         InputError: the parts of the experiment do not fit together.
         RunError: the run failed; the message says what is kept and how to continue.
     """
-    home = Store.open(experiment.storage.runs).child(experiment.id)
-    with _locked(home, experiment):
+    home = run_folder(experiment)
+    shown = redact(experiment.storage.runs)
+    if (bucket := home.missing_bucket()) is not None:
+        raise InputError(
+            f"storage.runs={shown!r}: bucket {bucket!r} does not exist; create it or name another"
+        )
+    with _locked(home, experiment, reads=not fresh):
         summary = None if fresh else _read_result(home, progress)
         if summary is not None:
             _check_sources(experiment, summary, progress)
+            _make_again(experiment, summary, home, progress)
             return Outcome(summary, home, True, _command_of(experiment))
         progress.note(learning_rate_line(experiment))
         # Before anything is removed or written: wrong input loses and leaves nothing.
@@ -92,9 +103,19 @@ def run_experiment(
         if fresh:
             home.remove_all()
         _say_what_changed(experiment, home, progress)
-        attempt = _attempt(home)
-        home.write("config.yaml", config_yaml(experiment))
-        return _run(experiment, prepared, home, attempt, progress)
+        began = home.exists("attempt.json")
+        try:
+            attempt = _attempt(home)
+            home.write("config.yaml", config_yaml(experiment))
+        except StorageRefusedError as error:
+            raise InputError(f"storage.runs={shown!r}: {error}; name another place") from error
+        try:
+            return _run(experiment, prepared, home, attempt, progress)
+        except InputError:
+            # Wrong input that shows only here: nothing is left of a run that never began.
+            if not began and not home.child("checkpoints").exists():
+                home.remove_all()
+            raise
 
 
 def learning_rate_line(experiment: Experiment) -> str:
@@ -138,6 +159,43 @@ def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: Ru
         )
 
 
+def _make_again(
+    experiment: Experiment, summary: dict[str, Any], home: Store, progress: RunProgress
+) -> None:
+    """Make what a finished run has lost of its files again, from its last checkpoint."""
+    missing = [name for name in summary.get("files", _PLAIN_FILES) if not home.exists(name)]
+    if not missing:
+        return
+    told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    try:
+        found = open_checkpoints(experiment).newest()
+        last = experiment.federation.rounds
+        if found is None or found.round < last or "loss" not in found.records[-1]:
+            raise RunError("its last checkpoint is gone or corrupt; --fresh runs it again")
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            if not set(missing) <= set(_PLAIN_FILES):
+                report = progress.task_progress
+                prepared = prepare_run(experiment, report("preparing data"))
+                places = Places.of(experiment)
+                ensure_backbone(
+                    experiment.model, places.cache, report("backbone"), hub=places.hub, on_ray=False
+                )
+                final = InlineDriver(experiment, prepared, found.attempt).final()
+                note = coverage_of(experiment, prepared.dataset).sentence
+                with deterministic(experiment):
+                    write_artifacts(experiment, prepared, final, folder, note=note)
+            (folder / "config.yaml").write_bytes(config_yaml(experiment))
+            (folder / "metrics.parquet").write_bytes(metrics_parquet(found.records))
+            for name in missing:
+                parent, _, file = name.rpartition("/")
+                (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
+    except (InputError, RunError, FileNotFoundError) as error:
+        progress.note(f"missing in {home.uri}, and cannot be made again: {told} ({error})")
+    else:
+        progress.note(f"missing in {home.uri}, made again from the last checkpoint: {told}")
+
+
 def _run(
     experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
 ) -> Outcome:
@@ -171,10 +229,16 @@ def _run(
             with deterministic(experiment):
                 write_artifacts(experiment, prepared, final, Path(scratch), note=coverage.sentence)
             home.upload_folder(Path(scratch))
+            made = [
+                path.relative_to(scratch).as_posix()
+                for path in Path(scratch).rglob("*")
+                if path.is_file()
+            ]
             wall = time.perf_counter() - began
             summary = summarize(
                 experiment, final, coverage, wall_seconds=wall, run_id=tracker.run_id
             )
+            summary["files"] = sorted([*_PLAIN_FILES, *made])
             home.write("result.json", result_json(summary))
             for name in ("config.yaml", "result.json", "metrics.parquet"):
                 (Path(scratch) / name).write_bytes(home.read(name))
@@ -260,21 +324,40 @@ def _attempt(home: Store) -> str:
 
 
 @contextmanager
-def _locked(home: Store, experiment: Experiment) -> Iterator[None]:
-    """One process at a time may drive a run; on shared storage the scheduler sees to that."""
+def _locked(home: Store, experiment: Experiment, *, reads: bool) -> Iterator[None]:
+    """One process at a time may drive a run; on shared storage the scheduler sees to that.
+
+    Args:
+        home: the run's folder.
+        experiment: what is run.
+        reads: a finished run is only read: then a place that cannot be written will do.
+
+    Raises:
+        InputError: ``storage.runs`` cannot be written.
+        RunError: another process drives the run, or the disk is full.
+    """
     if not home.is_local:
         yield
         return
     folder = Path(home.root).parent
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / f".{experiment.id}.lock")
     try:
-        with lock.acquire(timeout=0):
-            yield
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
     except Timeout as error:
         raise RunError(
             f"run {experiment.id} is being driven by another process; wait for it or stop it"
         ) from error
+    except OSError as error:
+        what = f"storage.runs={experiment.storage.runs!r} cannot be written: {reason(error)}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(what) from error
+        if not (reads and home.exists("result.json")):
+            raise InputError(f"{what}; name a folder that can be written") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress) -> None:

@@ -314,3 +314,6 @@ class StorageConfig(Section):
     cache: PathText | None = free(None, "prepared data and backbones; default $TRISHUL_CACHE")
     hub: PathText | None = free(None, "a local mirror with the hub's layout; default $TRISHUL_HUB")
     keep_checkpoints: int = free(2, "newest checkpoints kept", ge=1)
+    retry_seconds: float = free(
+        60.0, "seconds for which a storage that fails is tried again before the run stops", ge=0
+    )

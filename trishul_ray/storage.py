@@ -1,12 +1,37 @@
-"""Files of a run on any pyarrow filesystem: a local folder, s3://, gs://."""
+"""Files of a run on any pyarrow filesystem: a local folder, s3://, gs://.
 
+An operation that fails for a reason that may pass (a server that does not answer, a full disk) is
+tried again with growing pauses, as long as the store's ``retry_seconds`` lasts.
+"""
+
+import errno
+import logging
+import os
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import tenacity
 from pyarrow import fs
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, StorageError, StorageRefusedError
+from trishul_ray.tracking.redact import redact
+
+T = TypeVar("T")
+
+#: Bytes of the largest object that S3 and its relatives copy in one request.
+COPY_LIMIT = 5 * 2**30
+
+#: What another attempt will not change.
+_REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG)
+_NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
+_REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -16,15 +41,17 @@ class Store:
     Attributes:
         filesystem: the pyarrow filesystem.
         root: the folder's path on it.
-        uri: how a person would write the folder.
+        uri: how a person would write the folder, without credentials.
+        retry_seconds: seconds for which a failed operation is tried again.
     """
 
     filesystem: fs.FileSystem
     root: str
     uri: str
+    retry_seconds: float = 0.0
 
     @classmethod
-    def open(cls, uri: str) -> "Store":
+    def open(cls, uri: str, retry_seconds: float = 0.0) -> "Store":
         """The folder at a local path or a filesystem URI.
 
         Raises:
@@ -32,12 +59,13 @@ class Store:
         """
         if "://" not in uri:
             path = Path(uri).expanduser().resolve()
-            return cls(fs.LocalFileSystem(), str(path), str(path))
+            return cls(fs.LocalFileSystem(), str(path), str(path), retry_seconds)
         try:
             filesystem, root = fs.FileSystem.from_uri(uri)
         except (ValueError, OSError) as error:
-            raise InputError(f"storage.runs={uri!r} cannot be opened: {error}") from error
-        return cls(filesystem, root, uri.rstrip("/"))
+            shown = redact(uri)
+            raise InputError(f"storage.runs={shown!r} cannot be opened: {reason(error)}") from error
+        return cls(filesystem, root, redact(uri.rstrip("/")), retry_seconds)
 
     @property
     def is_local(self) -> bool:
@@ -46,53 +74,95 @@ class Store:
 
     def child(self, name: str) -> "Store":
         """The folder ``name`` inside this one."""
-        return Store(self.filesystem, f"{self.root}/{name}", f"{self.uri}/{name}")
+        return Store(self.filesystem, f"{self.root}/{name}", self.place(name), self.retry_seconds)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file; on a local disk beside it and renamed, an object store is whole anyway.
+    def place(self, name: str) -> str:
+        """How a person would write the file or folder ``name`` inside this one."""
+        return place(self.uri, name)
+
+    def missing_bucket(self) -> str | None:
+        """Return the name of the bucket this folder is in, if there is no such bucket.
 
         Raises:
-            OSError: no space, no permission; nothing is left half-written under ``name``.
+            StorageError: the object store does not answer.
         """
+        if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
+            return None
+        bucket = self.root.partition("/")[0]
+        try:
+            found = self._insist("look into", "", lambda: self.filesystem.get_file_info(bucket))
+        except StorageRefusedError:
+            return None  # who may write below a prefix may not be allowed to ask for the bucket
+        return bucket if found.type == fs.FileType.NotFound else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file: beside it, then renamed (an object store copies, whole or not at all).
+
+        Raises:
+            StorageError: the storage refuses, or fails for longer than :attr:`retry_seconds`;
+                nothing is left half-written under ``name``.
+        """
+        self._insist("write", name, lambda: self._write(name, data))
+
+    def _write(self, name: str, data: bytes) -> None:
         self.filesystem.create_dir(self.root, recursive=True)
         target = f"{self.root}/{name}"
-        if not self.is_local:
-            with self.filesystem.open_output_stream(target) as stream:
-                stream.write(data)
+        if not self.is_local and len(data) > COPY_LIMIT:
+            self._stream(target, data)
             return
+        # Never straight to the target: a stream that fails or is interrupted is closed on the way
+        # out, and an object store takes that for the end of the object.
         beside = f"{self.root}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            with self.filesystem.open_output_stream(beside) as stream:
-                stream.write(data)
+            self._stream(beside, data)
             self.filesystem.move(beside, target)
-        except OSError:
-            if self.filesystem.get_file_info(beside).type != fs.FileType.NotFound:
-                self.filesystem.delete_file(beside)
+        except BaseException:
+            with suppress(OSError):
+                if self.filesystem.get_file_info(beside).type != fs.FileType.NotFound:
+                    self.filesystem.delete_file(beside)
             raise
 
+    def _stream(self, path: str, data: bytes) -> None:
+        with self.filesystem.open_output_stream(path, compression=None) as stream:
+            stream.write(data)
+
     def read(self, name: str) -> bytes:
-        """The bytes of a file; FileNotFoundError if there is none."""
-        with self.filesystem.open_input_stream(f"{self.root}/{name}") as stream:
-            return bytes(stream.readall())
+        """Return the bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StorageError: it cannot be read.
+        """
+
+        def attempt() -> bytes:
+            path = f"{self.root}/{name}"
+            with self.filesystem.open_input_stream(path, compression=None) as stream:
+                return bytes(stream.readall())
+
+        return self._insist("read", name, attempt, absent=True)
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or folder ``name`` (or this folder itself) is there."""
         path = f"{self.root}/{name}" if name else self.root
-        return bool(self.filesystem.get_file_info(path).type != fs.FileType.NotFound)
+        found = self._insist("look for", name, lambda: self.filesystem.get_file_info(path))
+        return bool(found.type != fs.FileType.NotFound)
 
     def names(self) -> list[str]:
         """Names directly inside this folder, sorted; hidden files left out."""
-        found = self.filesystem.get_file_info(fs.FileSelector(self.root, allow_not_found=True))
+        inside = fs.FileSelector(self.root, allow_not_found=True)
+        found = self._insist("list", "", lambda: self.filesystem.get_file_info(inside))
         return sorted(info.base_name for info in found if not info.base_name.startswith("."))
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
-        self.filesystem.delete_file(f"{self.root}/{name}")
+        """Delete a file; one that is gone already is no fault."""
+        with suppress(FileNotFoundError):
+            path = f"{self.root}/{name}"
+            self._insist("delete", name, lambda: self.filesystem.delete_file(path), absent=True)
 
     def remove_all(self) -> None:
         """Delete this folder with all that is in it, if it is there."""
         if self.exists():
-            self.filesystem.delete_dir(self.root)
+            self._insist("delete", "", lambda: self.filesystem.delete_dir(self.root))
 
     def upload_folder(self, folder: Path) -> None:
         """Copy every file below a local folder into this one."""
@@ -101,3 +171,66 @@ class Store:
                 parent = path.relative_to(folder).parent.as_posix()
                 target = self if parent == "." else self.child(parent)
                 target.write(path.name, path.read_bytes())
+
+    def _insist(self, verb: str, name: str, action: Callable[[], T], *, absent: bool = False) -> T:
+        """Call ``action`` until it succeeds, is refused, or :attr:`retry_seconds` is used up.
+
+        Raises:
+            FileNotFoundError: ``absent`` is true and there is no such file.
+            StorageRefusedError: another attempt would change nothing.
+            StorageError: it failed to the last.
+        """
+        where = self.place(name) if name else self.uri
+
+        def say_once(call: tenacity.RetryCallState) -> None:
+            if call.attempt_number == 1 and call.outcome is not None:
+                why = reason(call.outcome.exception())
+                _logger.warning(
+                    "cannot %s %s: %s; trying for %g s", verb, where, why, self.retry_seconds
+                )
+
+        insist = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            wait=tenacity.wait_exponential(multiplier=0.25, max=10),
+            stop=tenacity.stop_before_delay(self.retry_seconds),
+            before_sleep=say_once,
+            reraise=True,
+        )
+        try:
+            return insist(action)
+        except OSError as error:
+            if absent and isinstance(error, FileNotFoundError):
+                raise
+            told = f"cannot {verb} {where}: {reason(error)}"
+            if not _may_pass(error):
+                raise StorageRefusedError(told) from error
+            tried = insist.statistics.get("attempt_number", 1)
+            often = "once" if tried == 1 else f"{tried} times"
+            raise StorageError(f"{told} (tried {often} within {self.retry_seconds:g} s)") from error
+
+
+def place(uri: str, name: str) -> str:
+    """How a person would write the file or folder ``name`` inside ``uri``, without credentials."""
+    path, mark, options = redact(uri).partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{options}"
+
+
+def reason(error: BaseException | None) -> str:
+    """What went wrong on a filesystem, in a few words and without a library's own advice."""
+    text = str(error)
+    if any(word in text for word in _NO_BUCKET):
+        return "the bucket does not exist"
+    number = getattr(error, "errno", None)
+    if number is not None:
+        return os.strerror(number)
+    lines = redact(text).splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _may_pass(error: BaseException) -> bool:
+    return (
+        isinstance(error, OSError)
+        and not isinstance(error, _REFUSALS)
+        and error.errno not in _REFUSAL_NUMBERS
+        and not any(word in str(error) for word in _REFUSAL_WORDS)
+    )

@@ -4,4 +4,4 @@ __version__ = "0.1.0"
 
 #: Raised whenever a change to the code can change a result's bits. It is hashed into every
 #: experiment's id, so that a finished run is never taken for one of another numerics.
-NUMERICS = 2
+NUMERICS = 3

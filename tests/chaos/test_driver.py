@@ -1,5 +1,6 @@
 """The driver killed or interrupted: nothing left behind, the same command continues the run."""
 
+import contextlib
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 from trishul_ray.loading import load_experiment
@@ -131,4 +133,64 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(trishul, words):
     command.process.send_signal(signal.SIGINT)
     code, _, errors = command.end()
     assert code == 130, errors
+    assert command.left_behind() == []
+
+
+def mlflow_status(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    (group,) = [e for e in client.search_experiments() if e.name == "trishul"]
+    (run,) = client.search_runs([group.experiment_id])
+    return run.info.status
+
+
+def to_the_driver(command, signum):
+    command.process.send_signal(signum)
+
+
+def to_everyone(command, signum):
+    for process in command.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signum)
+
+
+@pytest.mark.parametrize(
+    ("backend", "signum", "send", "code"),
+    [
+        ("ray", signal.SIGTERM, to_the_driver, 143),  # Docker
+        ("ray", signal.SIGTERM, to_everyone, 143),  # Slurm, systemd
+        ("inline", signal.SIGTERM, to_the_driver, 143),
+        ("inline", signal.SIGHUP, to_the_driver, 129),
+    ],
+    ids=["ray", "ray, all its processes", "inline", "inline, a lost terminal"],
+)
+def test_a_run_asked_to_end_stops_as_with_ctrl_c(
+    trishul, words, tmp_path, backend, signum, send, code
+):
+    words = [*words, "tracking.mlflow=true", f"resources.backend={backend}"]
+    experiment = load_experiment(None, words)
+    command = trishul("run", *words)
+    command.wait_for(f"round 1/{ROUNDS}")
+    send(command, signum)
+    send(command, signum)  # `timeout` and Slurm send it twice
+    ended, out, errors = command.end(30)
+    assert ended == code, errors
+    assert command.left_behind() == []
+    # Ray, too, may say in a line that its processes were ended.
+    unwanted = RAYS_OWN if send is to_the_driver else re.compile(r"Traceback|\*\*\* SIG")
+    assert unwanted.search(out + errors) is None, out + errors
+    place = f"runs/{experiment.id}/checkpoints; to continue: trishul run {words[0]}"
+    assert place in errors
+    assert mlflow_status(tmp_path) == "KILLED"
+    assert list((tmp_path / "runs" / experiment.id / "checkpoints").glob("round-*"))
+
+
+def test_a_run_asked_to_end_while_ray_starts_leaves_nothing(trishul, words):
+    command = trishul("run", *words)
+    command.wait_for("starting Ray")
+    time.sleep(random.Random().uniform(0, 1.5))
+    command.process.send_signal(signal.SIGTERM)
+    code, _, errors = command.end(30)
+    assert code == 143, errors
     assert command.left_behind() == []

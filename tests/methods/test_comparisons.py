@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from trishul_ray.adapters.export import export_peft
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
-from trishul_ray.federation.inline import pinned_threads
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.jobs import TrainJob, to_arrays, to_tensors
 from trishul_ray.federation.local import gradient_mask, train_client
 from trishul_ray.federation.server import Server
@@ -184,7 +184,7 @@ def variate(executor, *words):
     inline = executor("method=scaffold", *words)
     bench = inline.bench
     start = bench.method.initial_state(bench.model.layout, bench.initial, {})
-    with pinned_threads(1):
+    with deterministic(bench.settings):
         _, report = train_client(bench, to_arrays(start), TrainJob(1, 0))
     return report.state["control"].astype(np.float64)
 

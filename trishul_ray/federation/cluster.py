@@ -3,14 +3,16 @@
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from urllib.parse import urlsplit
 
 import ray
-from ray._private import ray_constants, worker
+from ray._private import ray_constants, utils, worker
 from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module without types
     AuthenticationTokenLoader,
     Config,
@@ -62,10 +64,11 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
         # Ray's own words go to its session folder; what a person must know, the run says itself.
         worker._worker_logs_enabled = False
         try:
-            if joins:
-                _join(str(address))
-            else:
-                _start(cpus)
+            with _own_sigterm_handler():
+                if joins:
+                    _join(str(address))
+                else:
+                    _start(cpus)
         except Exception as error:  # a bare one of Ray's, too, where its processes do not come up
             what = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
             raise RunError(f"cannot {what}: {_first_line(error)}") from error
@@ -79,6 +82,26 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, if it has one, instead of Ray's.
+
+    Ray installs two while it starts. The one in Python ends the process where it stands; the one in
+    C++ prints its stack and aborts.
+    """
+    mine = signal.getsignal(signal.SIGTERM)
+    if not callable(mine) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    rays = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = rays
+        signal.signal(signal.SIGTERM, mine)
 
 
 def _start(cpus: int | None) -> None:

@@ -4,7 +4,7 @@ Both drivers speak alike: ``begin``, then ``step`` until finished, then ``final`
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -130,7 +130,8 @@ class RayDriver:
 
     def close(self) -> None:
         """End the coordinator; its client actors die with their owner."""
-        ray.kill(self.actor)
+        with suppress(RayError):  # the cluster may have been ended before us
+            ray.kill(self.actor)
 
     def _progress(self, method: str) -> Progressed:
         events: list[str] = []

@@ -84,6 +84,8 @@ class Server:
         self.matrices: Arrays = {}
         found = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
+        if found is None and self.events:
+            self.events.append("no sound checkpoint is left: the run starts over")
         if found is not None:
             self._restore(found)
         elif self.method.survey_plan is not None:

@@ -37,8 +37,14 @@ class Final:
 
 def open_checkpoints(experiment: Experiment) -> CheckpointStore:
     """The checkpoints of an experiment's run, under ``storage.runs``."""
-    folder = Store.open(experiment.storage.runs).child(experiment.id).child("checkpoints")
+    folder = run_folder(experiment).child("checkpoints")
     return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)
+
+
+def run_folder(experiment: Experiment) -> Store:
+    """The folder of an experiment's run, under ``storage.runs``."""
+    storage = experiment.storage
+    return Store.open(storage.runs, storage.retry_seconds).child(experiment.id)
 
 
 def standing_of(server: Server) -> Progressed:

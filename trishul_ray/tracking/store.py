@@ -85,10 +85,14 @@ def open_client(uri: str) -> "MlflowClient":
     # A page of "Running upgrade ..." on every fresh store tells a researcher nothing.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    file = sqlite_file(uri)
+    made_here = file is not None and not file.exists()
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # creates or migrates the schema
     except (MlflowException, SQLAlchemyError, OSError) as error:
+        if made_here and file is not None:
+            file.unlink(missing_ok=True)  # half a schema, as on a full disk
         cause = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0][:300]
         raise InputError(
             f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {redact(cause)}"

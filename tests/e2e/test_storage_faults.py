@@ -1,0 +1,282 @@
+"""Runs on storage that is wrong, fails in mid-run, is read-only, or has lost files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trishul_ray.loading import load_experiment
+
+TINY = [
+    "model.init=random",
+    "federation.clients=3",
+    "federation.clients_per_round=2",
+    "federation.rounds=2",
+    "federation.local_steps=2",
+    "evaluation.limit=32",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+]
+
+
+@pytest.fixture
+def trishul_here(monkeypatch, called, tmp_path, cache):
+    """``trishul_here("run", ...)`` -> exit code, stdout, stderr, in this folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.delenv("TRISHUL_HUB", raising=False)
+
+    def call(*words):
+        code, out, said = called(*words)
+        return code, out, said
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache):
+    """The home of a finished run; copied, never changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    environment = os.environ | {
+        "TRISHUL_CACHE": str(cache),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    words = [sys.executable, "-m", "trishul_ray.cli", "run", *TINY]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (home,) = folder.glob("runs/*/")
+    return home
+
+
+@pytest.fixture
+def home(finished, tmp_path):
+    """A finished run of this test's own."""
+    target = tmp_path / "runs" / finished.name
+    shutil.copytree(finished, target)
+    return target
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def without_order(settings):
+    fields = json.loads(settings)
+    return fields | {"target_modules": sorted(fields["target_modules"])}
+
+
+def words_of(text):
+    return " ".join(text.split())
+
+
+def test_a_finished_run_lists_its_files(home):
+    listed = json.loads((home / "result.json").read_text())["files"]
+    there = {name for name in contents(home) if not name.startswith("checkpoints/")}
+    assert set(listed) == there - {"result.json", "attempt.json"}
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [["adapter"], ["figures", "metrics.parquet"], ["config.yaml"], ["figures/loss.png"]],
+    ids=lambda names: "+".join(names),
+)
+def test_what_a_finished_run_has_lost_is_made_again(trishul_here, home, lost):
+    before = contents(home)
+    for name in lost:
+        path = home / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    code, out, error = trishul_here("run", *TINY)
+    assert code == 0, error
+    assert "made again from the last checkpoint" in error
+    after = contents(home)
+    assert after.keys() == before.keys()
+    # PEFT writes the names of the modules as a set, in any order.
+    settings = "adapter/adapter_config.json"
+    assert without_order(before.pop(settings)) == without_order(after[settings])
+    assert {name for name in before if before[name] != after[name]} == set()
+    for line in out.splitlines():
+        if line.startswith(("result ", "figures ", "adapter ")):
+            assert Path(line.split()[1]).exists(), line
+    _, _, error = trishul_here("run", *TINY)
+    assert "made again" not in error
+
+
+@pytest.mark.parametrize("damage", ["gone", "corrupt"])
+def test_what_cannot_be_made_again_is_named_and_not_shown(trishul_here, home, damage):
+    for file in (home / "checkpoints").iterdir():
+        file.unlink() if damage == "gone" else file.write_bytes(b"short")
+    shutil.rmtree(home / "adapter")
+    shutil.rmtree(home / "figures")
+    code, out, error = trishul_here("run", *TINY)
+    assert code == 0, error
+    assert "cannot be made again: adapter/adapter_config.json" in words_of(error)
+    assert "its last checkpoint is gone or corrupt" in words_of(error)
+    assert f"{home}/adapter" not in out and f"{home}/figures" not in out
+    assert f"{home}/result.json" in out
+
+
+def test_a_run_without_a_sound_checkpoint_says_that_it_starts_over(trishul_here, home):
+    before = json.loads((home / "result.json").read_text())
+    (home / "result.json").unlink()
+    for file in (home / "checkpoints").iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    code, _, error = trishul_here("run", *TINY)
+    assert code == 0, error
+    assert "no sound checkpoint is left: the run starts over" in error
+    after = json.loads((home / "result.json").read_text())
+    assert after["state_sha256"] == before["state_sha256"]
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """``mounted(*options)``: mount a small file system of its own, or skip."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options):
+        words = ["mount", *options, "-t", "tmpfs", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
+
+
+def test_a_finished_run_on_a_read_only_file_system_is_shown(trishul_here, home, mounted):
+    disk = mounted("-o", "size=100m")
+    place = f"storage.runs={disk}"
+    shutil.copytree(home, disk / home.name)
+    remount = ["mount", "-o", "remount,ro", str(disk)]
+    subprocess.run(remount, check=True)
+    code, out, error = trishul_here("run", *TINY, place)
+    assert code == 0, error
+    assert "had finished before" in error and f"{disk}/{home.name}/adapter" in out
+    for more in (["--fresh"], ["seed=1"]):
+        code, _, error = trishul_here("run", *TINY, place, *more)
+        assert code == 2, error
+        assert f"storage.runs='{disk}' cannot be written: Read-only file system" in error
+
+
+def test_a_full_disk_ends_in_what_is_kept_and_how_to_continue(trishul_here, mounted, tmp_path):
+    disk = mounted("-o", "size=100m")
+    words = [*TINY, f"storage.runs={disk}", "storage.retry_seconds=0.3"]
+    experiment = load_experiment(None, words)
+    code, _, error = trishul_here("run", *words)
+    assert code == 0, error
+    shutil.copy(disk / experiment.id / "result.json", tmp_path)
+    # The run once more, from its first checkpoint on, without a byte of room.
+    (disk / experiment.id / "result.json").unlink()
+    newest = max((disk / experiment.id / "checkpoints").glob("round-*"))
+    newest.unlink()
+    with open(disk / "filler", "wb") as filler, pytest.raises(OSError):
+        while True:
+            filler.write(bytes(2**16))
+            filler.flush()
+    kept = contents(disk / experiment.id / "checkpoints")
+    code, _, error = trishul_here("run", *words)
+    assert code == 1, error
+    said = words_of(error[error.index("error: ") :])
+    assert "No space left on device (tried " in said
+    assert f"Finished rounds are kept in {disk}/{experiment.id}/checkpoints; to continue:" in said
+    assert contents(disk / experiment.id / "checkpoints") == kept
+    (disk / "filler").unlink()
+    code, _, error = trishul_here("run", *words)
+    assert code == 0, error
+    assert "continuing after round" in error
+    results = [disk / experiment.id / "result.json", tmp_path / "result.json"]
+    first, second = (json.loads(path.read_text())["state_sha256"] for path in results)
+    assert first == second
+
+
+def test_a_disk_too_full_for_the_database_of_mlflow_is_left_as_it_was(trishul_here, mounted):
+    disk = mounted("-o", "size=100k")
+    code, _, error = trishul_here("run", *TINY, f"storage.runs={disk}", "tracking.mlflow=true")
+    assert code == 2, error
+    assert "disk is full" in error
+    assert [path.name for path in disk.iterdir() if not path.name.endswith(".lock")] == []
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [("file", "File exists"), ("file/runs", "Not a directory"), ("/proc/x", "No such file")],
+)
+def test_a_place_that_cannot_be_written_is_wrong_input(trishul_here, tmp_path, place, says):
+    (tmp_path / "file").write_text("mine")
+    code, _, error = trishul_here("run", *TINY, f"storage.runs={place}")
+    assert code == 2, error
+    (line,) = error.strip().splitlines()[-1:]
+    assert line.startswith(f"error: storage.runs='{place}' cannot be written: {says}")
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+def test_a_missing_bucket_is_wrong_input(trishul_here, s3_bucket):
+    code, _, error = trishul_here(
+        "run", *TINY, f"storage.runs={s3_bucket('runs', bucket='no-such-bucket')}"
+    )
+    assert code == 2, error
+    line = error.strip().splitlines()[-1]
+    assert line.startswith("error: storage.runs='s3://no-such-bucket/runs?")
+    assert "bucket 'no-such-bucket' does not exist" in line
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
+    from trishul_ray.federation.standing import run_folder
+
+    runs = f"storage.runs={s3_bucket('runs')}"
+    longer = ["federation.rounds=4", "federation.local_steps=20", "resources.actors=1"]
+    words = [*TINY, *longer, runs]
+    experiment = load_experiment(None, words)
+    first = trishul("run", *words, "resources.backend=ray")
+    first.wait_for("round 2/4")
+    first.process.kill()
+    assert first.left_behind() == []
+    home = run_folder(experiment)
+    assert home.child("checkpoints").names() != []
+    assert not home.exists("result.json")
+    code, out, errors = trishul("run", *words, "resources.backend=inline").end()
+    assert code == 0, errors
+    assert "continuing after round" in errors
+    result = json.loads(home.read("result.json"))
+    assert result["state_sha256"] == inline_result(experiment).digest
+    assert home.place("adapter") in out
+    assert all(home.exists(name) for name in result["files"])
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_an_object_store_that_goes_away_in_mid_run_is_told_in_a_paragraph(
+    trishul, monkeypatch, inline_result
+):
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
+    client.create_bucket(Bucket="going")
+    uri = f"s3://going/runs?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    longer = ["federation.rounds=4", "federation.local_steps=20", "storage.retry_seconds=1"]
+    words = [*TINY, *longer, f"storage.runs={uri}"]
+    command = trishul("run", *words)
+    command.wait_for("round 1/4")
+    server.stop()
+    code, _, errors = command.end()
+    assert code == 1, errors
+    said = words_of(errors[errors.index("error: ") :])
+    assert "cannot write s3://going/runs/" in said and "Traceback" not in errors
+    assert "Finished rounds are kept in s3://going/runs/" in said
+    assert "; to continue: trishul run" in said
