@@ -13,9 +13,10 @@ from _limit import Limit
 from _results import Goal, Section, Times, paired
 from _setups import Setup
 
-from trishul_ray.federation.cluster import ray_session
-from trishul_ray.federation.drive import InlineDriver, open_driver
+from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.local import batch_order
+from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.workbench import Workbench
 from trishul_ray.rng import numpy_rng
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 import psutil
 from _setups import small
 
-from trishul_ray.federation.cluster import ray_session
-from trishul_ray.federation.drive import RayDriver, open_driver
+from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
+from trishul_ray.federation.on_ray.session import ray_session
 
 MIB = 2**20
 

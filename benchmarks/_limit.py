@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import TrainJob, to_arrays
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.workbench import Workbench
-from trishul_ray.federation.world import Prepared, build_workbench
+from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.prepare import Prepared
+from trishul_ray.federation.workbench import Workbench, build_workbench
 
 #: Parts of a step, in order.
 PARTS = ("data", "forward", "backward", "optimizer", "prox")

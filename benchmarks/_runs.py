@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.runner import Outcome, run_experiment
+from trishul_ray.run.runner import Outcome, run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
 #: Options of :func:`add_places`, which change no number and stay out of a report.

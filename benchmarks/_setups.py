@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 from transformers import ViTConfig
 
-from trishul_ray.data.base import PreparedDataset, write_split
-from trishul_ray.data.info import DatasetInfo
 from trishul_ray.data.partition import partition
+from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, write_split
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.world import Places, Prepared, prepare_run
+from trishul_ray.federation.prepare import Prepared, prepare_run
 from trishul_ray.loading import load_experiment
 from trishul_ray.rng import numpy_rng
+from trishul_ray.storage import Places
 
 SMALL = "trishul/vit-cifar10-128x6"
 LARGE = "google/vit-base-patch16-224-in21k"

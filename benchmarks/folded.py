@@ -25,14 +25,16 @@ from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_consol
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from trishul_ray.adapters import adapted_linear, lora, low_precision
-from trishul_ray.adapters.attach import AdaptedModel, find_layers
+from trishul_ray.adapters import lora, low_precision
+from trishul_ray.adapters import model as adapted_linear
 from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.model import AdaptedModel
+from trishul_ray.adapters.targets import find_layers
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.federation.world import prepare_run
 from trishul_ray.loading import load_experiment
 from trishul_ray.storage import Store
 

@@ -25,8 +25,8 @@ import psutil
 import ray
 from _results import RESULTS, Goal, Report, Section, told_by, wide_console
 
-from trishul_ray.experiment import ModelConfig
-from trishul_ray.federation.cluster import ray_session
+from trishul_ray.config import ModelConfig
+from trishul_ray.federation.on_ray.session import ray_session
 
 MIB = 2**20
 #: Each further actor, as a share of the backbone's size.
@@ -42,7 +42,8 @@ class Holder:
         """Import what an actor imports."""
         import torch
 
-        from trishul_ray.federation import client, world
+        from trishul_ray.federation import prepare as world
+        from trishul_ray.federation.on_ray import actors as client
 
         self.imported = (client, world)
         self.model: Any = None
@@ -54,14 +55,10 @@ class Holder:
 
     def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:
         """Load the backbone and run it once; seconds of loading, and its bytes."""
-        from trishul_ray.models.backbones import (
-            backbone_config,
-            load_backbone,
-            usual_architecture,
-        )
+        from trishul_ray.models.backbone import backbone_config, load_backbone, usual_architecture
         from trishul_ray.models.compute import cast, run_dtype, set_up
-        from trishul_ray.models.registry import load_model_config
-        from trishul_ray.models.shared import resident_backbone
+        from trishul_ray.models.lookup import load_model_config
+        from trishul_ray.models.shared_weights import resident_backbone
 
         places: dict[str, Any] = {"hub": None, "cache": cache}
         kind = usual_architecture(load_model_config(config, **places))

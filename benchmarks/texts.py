@@ -20,10 +20,10 @@ from _runs import PLACES, Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.world import Places
 from trishul_ray.loading import load_experiment
-from trishul_ray.models.pretrain import ensure_backbone
+from trishul_ray.pretrain.training import ensure_backbone
 from trishul_ray.report.figures import metric_curve
+from trishul_ray.storage import Places
 from trishul_ray.tracking.progress import RunProgress
 
 #: Dataset, model, and what makes the run small: tokens that hold a question's end and its context.

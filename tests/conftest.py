@@ -84,8 +84,8 @@ def small(cache, tmp_path):
 @pytest.fixture(scope="session")
 def inline_result(cache, tmp_path_factory):
     """``inline_result(experiment)`` -> what the same run gives in one process, computed once."""
-    from trishul_ray.federation.drive import InlineDriver
-    from trishul_ray.federation.world import prepare_run
+    from trishul_ray.federation.inline import InlineDriver
+    from trishul_ray.federation.prepare import prepare_run
     from trishul_ray.loading import build_experiment
 
     results = {}
@@ -142,7 +142,7 @@ def assert_same():
 @pytest.fixture(scope="module")
 def local_ray():
     """A local Ray with two CPUs, started as a run starts it."""
-    from trishul_ray.federation.cluster import ray_session
+    from trishul_ray.federation.on_ray.session import ray_session
 
     with ray_session(2) as free:
         yield free

@@ -18,13 +18,14 @@ from PIL import Image
 from transformers import ViTConfig
 
 from trishul_ray import cli
-from trishul_ray.data.catalog import PUBLIC
-from trishul_ray.data.layouts import ImageLayout, QaLayout
-from trishul_ray.federation.world import Places, check_fits, prepare_run
-from trishul_ray.models.backbones import usual_architecture
-from trishul_ray.models.pretrain import builtin_named
-from trishul_ray.models.registry import load_model_config
+from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.public import ImageLayout, QaLayout
+from trishul_ray.federation.prepare import check_fits, prepare_run
+from trishul_ray.models.backbone import usual_architecture
+from trishul_ray.models.lookup import load_model_config
+from trishul_ray.pretrain.training import builtin_named
 from trishul_ray.rng import numpy_rng
+from trishul_ray.storage import Places
 
 ROOT = Path(__file__).parents[1]
 APP = typer.main.get_command(cli.app)

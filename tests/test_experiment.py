@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import field_names, load_experiment
-from trishul_ray.methods.registry import build_method
+from trishul_ray.methods.base import build_method
 
 FREE = [
     "name=other",

@@ -144,7 +144,7 @@ def test_a_method_never_imports_another_methods_file():
 
 def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported():
     script = (
-        "import sys, trishul_ray.federation.coordinator\n"
+        "import sys, trishul_ray.federation.on_ray.actors\n"
         "print(*sorted({'torch', 'transformers', 'pydantic', 'pyarrow.parquet'} & {*sys.modules}))"
     )
     done = subprocess.run(

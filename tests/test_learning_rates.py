@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from trishul_ray.learning_rates import GENERAL, HAND, default_learning_rate
-from trishul_ray.loading import build_experiment, load_experiment
+from trishul_ray.config import GENERAL, HAND
+from trishul_ray.loading import build_experiment, default_learning_rate, load_experiment
+from trishul_ray.methods.base import _REGISTRY, method_class, method_names, register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
-from trishul_ray.methods.registry import _REGISTRY, method_class, method_names, register
 
 #: Raje et al., "RAVAN", NeurIPS 2025, arXiv 2506.05568, Table 8, row by row as printed. A row is
 #: CIFAR-100, SVHN, 20 Newsgroups, MRQA and, in the IID halves alone, GLUE.

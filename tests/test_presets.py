@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.data.catalog import PUBLIC
-from trishul_ray.data.info import DatasetInfo
-from trishul_ray.federation.world import build_site
+from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.federation.prepare import build_site
 from trishul_ray.loading import load_experiment
-from trishul_ray.methods.registry import build_method
-from trishul_ray.models.backbones import meta_backbone
+from trishul_ray.methods.base import build_method
+from trishul_ray.models.backbone import meta_backbone
 from trishul_ray.tasks.registry import build_task
 
 VIT, T5, LLAMA = (
@@ -75,7 +75,7 @@ def text_rows(tmp_path):
     import numpy as np
     import pyarrow as pa
 
-    from trishul_ray.data.base import Split, write_split
+    from trishul_ray.data.prepared import Split, write_split
 
     def make(info):
         fields = info.fields if info.kind == "text" else ("question", "context")

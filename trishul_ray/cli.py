@@ -78,9 +78,9 @@ def run(
     The same command again continues a stopped run and reads a finished one. A changed field that
     can change a number makes a different run with an id of its own.
     """
-    from trishul_ray.federation.result import config_yaml
-    from trishul_ray.report.summary import data_sentence, summary_table
-    from trishul_ray.runner import central_twin
+    from trishul_ray.report.tables import data_sentence, summary_table
+    from trishul_ray.run.results import config_yaml
+    from trishul_ray.run.runner import central_twin
 
     experiment = _load(arguments)
     if show:
@@ -117,7 +117,7 @@ def export(
 
     The newest checkpoint counts, so a run that is still going can be exported too.
     """
-    from trishul_ray.exporting import export_run
+    from trishul_ray.run.export import export_run
 
     rounds = export_run(run_id, directory, merged=merged, runs=runs)
     kind = "merged model" if merged else "PEFT adapter"
@@ -142,10 +142,10 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; then `model=FOLDER` takes it
     """
-    from trishul_ray.federation.cluster import ray_session
-    from trishul_ray.federation.world import Places
-    from trishul_ray.models.pretrain import builtin_named
-    from trishul_ray.models.pretrain import pretrain as train
+    from trishul_ray.federation.on_ray.session import ray_session
+    from trishul_ray.pretrain.training import builtin_named
+    from trishul_ray.pretrain.training import pretrain as train
+    from trishul_ray.storage import Places
     from trishul_ray.tracking.progress import RunProgress
 
     builtin = builtin_named(name, dataset)
@@ -159,7 +159,7 @@ def pretrain(
 @app.command()
 def methods() -> None:
     """List the methods: what they do, what they send, where they come from."""
-    from trishul_ray.report.listings import methods_table
+    from trishul_ray.report.tables import methods_table
 
     out.print(methods_table())
 
@@ -170,8 +170,8 @@ def models() -> None:
 
     Any other is named by its hub name, its name in a mirror, or its folder: `model=owner/name`.
     """
-    from trishul_ray.federation.world import Places
-    from trishul_ray.report.listings import models_table
+    from trishul_ray.report.tables import models_table
+    from trishul_ray.storage import Places
 
     out.print(models_table(Places.at().cache))
 
@@ -198,13 +198,12 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
-    from trishul_ray.artifacts import client_labels
-    from trishul_ray.data.sources import dataset_names
-    from trishul_ray.federation.world import coverage_of, prepare_rows
+    from trishul_ray.data.prepare import dataset_names
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows
     from trishul_ray.loading import load_experiment
-    from trishul_ray.report.holdings import label_distribution
-    from trishul_ray.report.listings import datasets_table
-    from trishul_ray.report.summary import describe_partition, partition_table
+    from trishul_ray.report.figures import label_distribution
+    from trishul_ray.report.tables import datasets_table, describe_partition, partition_table
+    from trishul_ray.run.artifacts import client_labels
     from trishul_ray.tracking.progress import RunProgress
 
     if not arguments:
@@ -253,8 +252,8 @@ def _partition_words(text: str) -> list[str]:
 
 
 def _run_one(label: str, experiment: Any, fresh: bool) -> Any:
-    from trishul_ray.report.summary import describe
-    from trishul_ray.runner import run_experiment
+    from trishul_ray.report.tables import describe
+    from trishul_ray.run.runner import run_experiment
     from trishul_ray.tracking.progress import RunProgress
 
     err.print(f"{label}: {describe(experiment)}", highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 Defaults are the paper's protocol (spec: 20 clients, 3 a round, 50 local steps, Adam). What a
 dataset needs instead (its backbone, rounds, batch) stands in ``presets/<dataset>.yaml`` and lies
 between these defaults and the user's YAML; see :mod:`trishul_ray.loading`. The sections and their
-fields stand in :mod:`trishul_ray.sections`.
+fields stand in :mod:`trishul_ray.config`.
 
 The identity of an experiment is the hash of every field that can change its numbers. Fields that
 cannot (places, tracking, how many actors) are left out of it.
@@ -22,9 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from trishul_ray.methods.base import MethodConfig
-from trishul_ray.methods.registry import build_method, method_class, method_names
-from trishul_ray.sections import (
+from trishul_ray.config import (
     AdapterConfig,
     DataConfig,
     EvaluationConfig,
@@ -39,6 +37,7 @@ from trishul_ray.sections import (
     TrackingConfig,
     free,
 )
+from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.version import NUMERICS
 
 __all__ = [

@@ -18,18 +18,28 @@ import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.tracking.redact import redact
+from trishul_ray.experiment import Experiment
+from trishul_ray.tracking.store import redact
 
 T = TypeVar("T")
+
 
 #: Bytes of the largest object that S3 and its relatives copy in one request.
 COPY_LIMIT = 5 * 2**30
 
+
 #: What another attempt will not change.
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG)
+
+
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
+
+
 _REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
+
 
 _logger = logging.getLogger(__name__)
 
@@ -234,3 +244,23 @@ def _may_pass(error: BaseException) -> bool:
         and error.errno not in _REFUSAL_NUMBERS
         and not any(word in str(error) for word in _REFUSAL_WORDS)
     )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where prepared data and backbones lie on this machine."""
+
+    cache: Path
+    hub: Path | None
+
+    @classmethod
+    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
+        """Those given, else of the environment, else the user's cache and no mirror."""
+        cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
+        hub = hub or os.environ.get("TRISHUL_HUB")
+        return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "Places":
+        """From the experiment's storage section; see :meth:`at`."""
+        return cls.at(experiment.storage.cache, experiment.storage.hub)

@@ -9,10 +9,11 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from trishul_ray.adapters.attach import AdaptedModel, find_layers
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.adapters.targets import find_layers
 
 TEXT: dict[str, Any] = {"vocab_size": 40, "pad_token_id": 0}
 ENCODER: dict[str, Any] = {

@@ -6,8 +6,8 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
-from trishul_ray.adapters.attach import Trained
 from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError
 
 

@@ -4,12 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trishul_ray.adapters.adapted_linear import AdaptedLinear
-from trishul_ray.adapters.attach import Trained
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.export import export_merged
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.low_precision import split
+from trishul_ray.adapters.model import AdaptedLinear, Trained
 from trishul_ray.adapters.multihead import MultiHead
 
 LOW = torch.bfloat16

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from trishul_ray.adapters.base import LayerSpec
-from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.adapters.multihead_linear import choose_routes, multihead_linear
+from trishul_ray.adapters.multihead import MultiHead, choose_routes, multihead_linear
 from trishul_ray.errors import InputError
 
 ROUTES = [(True, True), (True, False), (False, True), (False, False)]

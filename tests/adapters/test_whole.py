@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from trishul_ray.adapters.whole import WholeParameters
+from trishul_ray.adapters.model import WholeParameters
 
 
 def tied():

@@ -4,9 +4,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trishul_ray.data import prepare
-from trishul_ray.data.catalog import PUBLIC, SST2
 from trishul_ray.data.coverage import Rows, measure_coverage
+from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.datasets.glue import SST2
+from trishul_ray.data.prepare import prepare
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -91,7 +92,7 @@ def test_limits_make_a_part(cache, limits, said):
 
 
 def test_your_own_rows_are_all_there_are(tmp_path):
-    from trishul_ray.sections import DataConfig
+    from trishul_ray.config import DataConfig
 
     (tmp_path / "notes.csv").write_text("text,label\n" + "\n".join(f"a,{n % 2}" for n in range(10)))
     own = DataConfig(name="table", path=str(tmp_path / "notes.csv"))

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trishul_ray.data import prepare
+from trishul_ray.config import DataConfig
+from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.experiment import DataConfig
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}
 

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import close_session
 
-from trishul_ray.data import prepare
+from trishul_ray.config import DataConfig
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.own import OwnHub
+from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import DataConfig
 
 
 def own(path, cache, hub=None, **fields):

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trishul_ray.config import PartitionConfig
 from trishul_ray.data.partition import partition
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import PartitionConfig
 
 KINDS = [("iid", "per-client"), ("dirichlet", "per-client"), ("dirichlet", "per-label")]
 

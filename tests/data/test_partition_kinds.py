@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.data.base import Split, write_split
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.config import PartitionConfig
 from trishul_ray.data.partition import partition, partition_column, skewed_by
+from trishul_ray.data.prepared import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import PartitionConfig
 
 NATURAL = PartitionConfig(kind="natural")
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trishul_ray.data import prepare
-from trishul_ray.data.archives.mrqa import SUBSETS
-from trishul_ray.data.catalog import PUBLIC
+from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.datasets.mrqa import SUBSETS
+from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 
 

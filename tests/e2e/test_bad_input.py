@@ -153,8 +153,8 @@ def test_a_truncated_parquet_file_is_named(trishul, tmp_path):
 def test_nan_weights_are_named(trishul, tmp_path, cache):
     from safetensors.torch import load_file, save_file
 
-    from trishul_ray.models.objectives import new_backbone
-    from trishul_ray.models.tiny import BUILTINS
+    from trishul_ray.models.builtin import BUILTINS
+    from trishul_ray.pretrain.objectives import new_backbone
 
     folder = tmp_path / "model"
     new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)
@@ -169,8 +169,8 @@ def test_nan_weights_are_named(trishul, tmp_path, cache):
 
 
 def test_a_truncated_model_file_is_named(trishul, tmp_path):
-    from trishul_ray.models.objectives import new_backbone
-    from trishul_ray.models.tiny import BUILTINS
+    from trishul_ray.models.builtin import BUILTINS
+    from trishul_ray.pretrain.objectives import new_backbone
 
     folder = tmp_path / "model"
     new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)

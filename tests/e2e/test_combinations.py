@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.methods.registry import method_names
+from trishul_ray.methods.base import method_names
 from trishul_ray.rng import numpy_rng
 
 #: The paper's pairs of dataset and backbone family, with the metric that counts.

@@ -9,10 +9,10 @@ import random
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.world import check_fits, prepare_run
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import check_fits, prepare_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.methods.registry import method_names
+from trishul_ray.methods.base import method_names
 
 #: Texts that some layer might take for a path, a number or a pattern.
 ODD = ["a" * 300, "../../x", "~nobody/x", "", " ", "a\0b", "{x}", "[x", "null", "-1", "é", "*", "/"]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from trishul_ray.federation.cluster import slices_here
-from trishul_ray.federation.drive import RayDriver
-from trishul_ray.federation.resources import Slices, plan_slices
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.on_ray.driver import RayDriver
+from trishul_ray.federation.on_ray.session import slices_here
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import build_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import load_experiment
 
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))

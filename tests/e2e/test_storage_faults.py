@@ -231,7 +231,7 @@ def test_a_missing_bucket_is_wrong_input(trishul_here, s3_bucket):
 @pytest.mark.slow
 @pytest.mark.chaos
 def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
-    from trishul_ray.federation.standing import run_folder
+    from trishul_ray.federation.server import run_folder
 
     runs = f"storage.runs={s3_bucket('runs')}"
     longer = ["federation.rounds=4", "federation.local_steps=20", "resources.actors=1"]

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.federation.capacity import LEVELS, PROFILES, capacity
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.workbench import new_run
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.workbench import LEVELS, PROFILES, capacity, new_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.runner import central_twin
+from trishul_ray.run.runner import central_twin
 
 CUSTOM = ["federation.compute=custom", "federation.compute_shares=[0, 0.5, 0.5, 0]"]
 

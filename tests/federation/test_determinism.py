@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
+from trishul_ray.config import ModelConfig, ResourcesConfig
 from trishul_ray.errors import RunError
-from trishul_ray.experiment import Experiment, ModelConfig, ResourcesConfig
+from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import ENVIRONMENT, deterministic
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
 
 
 def settings():

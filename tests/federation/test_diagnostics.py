@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from trishul_ray.federation.diagnostics import append_round
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
 
 INLINE = ("resources.backend=inline", "evaluation.every=9")
 

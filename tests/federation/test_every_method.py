@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from trishul_ray.federation.drive import open_driver
-from trishul_ray.federation.world import prepare_run
-from trishul_ray.methods.registry import method_class, method_names
+from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.methods.base import method_class, method_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.federation.jobs import Upload
+from trishul_ray.federation.messages import Expected, Upload
 from trishul_ray.federation.reduce import (
     FAN_IN,
-    Expected,
     Reducer,
     combine,
     finish,
@@ -17,7 +16,7 @@ from trishul_ray.federation.reduce import (
     judge,
     partial_sum,
 )
-from trishul_ray.methods.registry import method_class
+from trishul_ray.methods.base import method_class
 
 UNITS = np.array([4, 4, 9, 3])
 EXPECTED = Expected({"shared": 20}, UNITS)

@@ -7,15 +7,12 @@ import sys
 
 import torch
 
-from trishul_ray.federation.result import hardware, kernels
+from trishul_ray.run.results import hardware, kernels
 
 
 def test_the_kernels_in_use_are_recorded():
     """In a process of its own: limits of the instruction set are read when torch loads."""
-    code = (
-        "import json; from trishul_ray.federation.result import hardware;"
-        "print(json.dumps(hardware()))"
-    )
+    code = "import json; from trishul_ray.run.results import hardware;print(json.dumps(hardware()))"
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trishul_ray.config import OptimizerConfig
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.jobs import TrainJob
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import TrainJob
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.schedule import learning_rates
-from trishul_ray.federation.world import prepare_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.sections import OptimizerConfig
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
 

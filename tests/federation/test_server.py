@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation.capacity import capacity
 from trishul_ray.federation.checkpoint import CheckpointStore
-from trishul_ray.federation.drive import InlineDriver
-from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.server import Server
-from trishul_ray.federation.standing import open_checkpoints
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.server import Server, open_checkpoints
+from trishul_ray.federation.workbench import capacity
 from trishul_ray.storage import Store
 
 
@@ -109,7 +107,7 @@ def test_killed_while_writing_a_checkpoint_the_one_before_is_there(tmp_path):
 def test_a_slice_of_a_gpu_is_enforced_on_the_device():
     import torch
 
-    from trishul_ray.federation.client import cap_device_memory
+    from trishul_ray.federation.on_ray.actors import cap_device_memory
 
     total = torch.cuda.get_device_properties(0).total_memory
     cap_device_memory(0.1)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from trishul_ray.federation.world import build_workbench, prepare_run
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.workbench import build_workbench
 
 
 @pytest.fixture

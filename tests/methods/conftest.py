@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.world import prepare_run
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import load_experiment
 
 #: A run of seconds: random weights, so that nothing needs pretraining.

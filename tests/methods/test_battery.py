@@ -6,18 +6,17 @@ import torch
 from peft import PeftModel
 from pydantic import ValidationError
 
-from trishul_ray.adapters.attach import Trained
 from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
-from trishul_ray.federation.contract import Outcome
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.jobs import TrainJob, to_tensors
 from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import Outcome, TrainJob, to_tensors
 from trishul_ray.federation.reduce import judge
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import frozen_part, global_model
-from trishul_ray.methods.registry import method_class, method_names
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.storage import Store
 
 METHODS = method_names()

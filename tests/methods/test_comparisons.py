@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from trishul_ray.adapters.export import export_peft
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.jobs import TrainJob, to_arrays, to_tensors
 from trishul_ray.federation.local import gradient_mask, train_client
+from trishul_ray.federation.messages import TrainJob, to_arrays, to_tensors
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import frozen_part, global_model, new_run
-from trishul_ray.methods.kinds import exact_share, lora_pairs
-from trishul_ray.methods.registry import method_class, method_names
+from trishul_ray.methods.adapters import exact_share, lora_pairs
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.storage import Store
 
 RUNS = iter(range(10_000))

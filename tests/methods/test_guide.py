@@ -11,7 +11,7 @@ from tolerances import rounding
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.server import Server
 from trishul_ray.loading import load_experiment
-from trishul_ray.methods import registry
+from trishul_ray.methods import base as registry
 from trishul_ray.storage import Store
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"

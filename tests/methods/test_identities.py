@@ -8,8 +8,8 @@ import torch
 from torch.func import functional_call
 
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.jobs import TrainJob, to_arrays
 from trishul_ray.federation.local import batch_order, train_client
+from trishul_ray.federation.messages import TrainJob, to_arrays
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import LocalRun

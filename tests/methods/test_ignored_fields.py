@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from trishul_ray.adapters.attach import AdaptedModel
+from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.errors import InputError
-from trishul_ray.federation.world import build_site
+from trishul_ray.federation.prepare import build_site
 from trishul_ray.loading import load_experiment
-from trishul_ray.methods.registry import build_method, method_class, method_names
-from trishul_ray.models.backbones import meta_backbone
+from trishul_ray.methods.base import build_method, method_class, method_names
+from trishul_ray.models.backbone import meta_backbone
 
 #: Another value for each field that a method may ignore.
 OTHER = {

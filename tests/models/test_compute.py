@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
-from trishul_ray.adapters.attach import AdaptedModel, find_layers
 from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.model import AdaptedModel
+from trishul_ray.adapters.targets import find_layers
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import ModelConfig
-from trishul_ray.models.backbones import load_backbone
+from trishul_ray.models.backbone import load_backbone
 from trishul_ray.models.compute import WIDE, cast, recompute_activations, set_up
 
 KINDS = {

@@ -18,13 +18,13 @@ from transformers import (
     T5Config,
 )
 
-from trishul_ray.adapters.attach import AdaptedModel, Trained
 from trishul_ray.adapters.export import export_merged
+from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import head_parameters
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.experiment import ModelConfig
-from trishul_ray.models import load_backbone, meta_backbone
-from trishul_ray.models.bytelevel import byte_tokenizer
+from trishul_ray.models.backbone import load_backbone, meta_backbone
+from trishul_ray.models.builtin import byte_tokenizer
 from trishul_ray.rng import torch_rng
 
 ENCODER = {

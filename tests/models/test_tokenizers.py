@@ -4,11 +4,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.experiment import ModelConfig
-from trishul_ray.models import bytelevel, registry
-from trishul_ray.models.bytelevel import byte_tokenizer
-from trishul_ray.models.tiny import BUILTINS
+from trishul_ray.models import builtin as bytelevel
+from trishul_ray.models import lookup as registry
+from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
 
 TEXT = "Grüße, 世界! \n\t<b> ~ \x00"

@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.figures import (
-    _short,
-    heads_per_layer,
-    metric_curve,
-    spectra,
-)
+from trishul_ray.report.figures import _short, heads_per_layer, metric_curve, spectra
 from trishul_ray.rng import numpy_rng
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.holdings import MOST_CLIENTS, _groups, label_distribution
+from trishul_ray.report.figures import MOST_CLIENTS, _groups, label_distribution
 from trishul_ray.rng import numpy_rng
 
 

@@ -24,12 +24,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from trishul_ray.adapters.attach import AdaptedModel
-from trishul_ray.data.base import Split, write_split
-from trishul_ray.data.info import DatasetInfo
-from trishul_ray.experiment import ModelConfig
-from trishul_ray.models.bytelevel import EOS, PAD, VOCABULARY
-from trishul_ray.tasks.tokens import TokenizerRef
+from trishul_ray.adapters.model import AdaptedModel
+from trishul_ray.config import ModelConfig
+from trishul_ray.data.prepared import DatasetInfo, Split, write_split
+from trishul_ray.models.builtin import EOS, PAD, VOCABULARY
+from trishul_ray.tasks.text import TokenizerRef
 
 WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 REVIEWS = [

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from tolerances import rounding
 
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.models import Preprocessing
-from trishul_ray.tasks import ImageClassification, image_task
+from trishul_ray.models.lookup import Preprocessing
+from trishul_ray.tasks.image_classification import ImageClassification, image_task
 
 RGB = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 GRAY = {"mean": (0.5,), "std": (0.25,)}

@@ -6,12 +6,11 @@ import pickle
 import pytest
 import torch
 
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.models.bytelevel import EOS, FIRST_BYTE, PAD
-from trishul_ray.tasks import QuestionAnswering
-from trishul_ray.tasks.prompts import Template
-from trishul_ray.tasks.question_answering import pack, unpack
+from trishul_ray.models.builtin import EOS, FIRST_BYTE, PAD
+from trishul_ray.tasks.question_answering import QuestionAnswering, pack, unpack
+from trishul_ray.tasks.text import Template
 from trishul_ray.tasks.text2text import Generated
 
 GROUPS = ("SQuAD", "Natural-Questions")

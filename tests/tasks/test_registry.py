@@ -4,18 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.loading import load_experiment
-from trishul_ray.models.bytelevel import PAD
-from trishul_ray.tasks import (
-    ImageClassification,
-    QuestionAnswering,
-    SequenceClassification,
-    TextToClass,
-    Verbalizer,
-)
+from trishul_ray.models.builtin import PAD
+from trishul_ray.tasks.image_classification import ImageClassification
+from trishul_ray.tasks.question_answering import QuestionAnswering
 from trishul_ray.tasks.registry import build_task
+from trishul_ray.tasks.sequence_classification import SequenceClassification
+from trishul_ray.tasks.text2text import TextToClass
+from trishul_ray.tasks.verbalizer import Verbalizer
 
 IMAGES = DatasetInfo(
     "pictures", "image", "t", ("a", "b"), image_shape=(1, 8, 8), mean=(0.5,), std=(0.5,)
@@ -151,7 +149,7 @@ def test_positions_of_roberta_begin_after_its_padding(tmp_path):
 def test_a_decoder_with_a_head_must_pad_as_its_tokenizer_does(tmp_path):
     from transformers import LlamaConfig
 
-    from trishul_ray.models.bytelevel import byte_tokenizer
+    from trishul_ray.models.builtin import byte_tokenizer
 
     byte_tokenizer("llama").save_pretrained(tmp_path)
     asked = [f"model={tmp_path}", "task.kind=classification"]

@@ -13,12 +13,12 @@ from tokenizers.processors import BertProcessing
 from tolerances import forward
 from transformers import BertConfig, PreTrainedTokenizerFast
 
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.config import ModelConfig
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import ModelConfig
-from trishul_ray.models.bytelevel import BOS, CLS, FIRST_BYTE, PAD, SEP
-from trishul_ray.tasks import SequenceClassification
-from trishul_ray.tasks.tokens import TokenizerRef
+from trishul_ray.models.builtin import BOS, CLS, FIRST_BYTE, PAD, SEP
+from trishul_ray.tasks.sequence_classification import SequenceClassification
+from trishul_ray.tasks.text import TokenizerRef
 
 
 def one_field(tokens, **options):

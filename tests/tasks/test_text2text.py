@@ -11,10 +11,9 @@ import torch
 from tolerances import between, forward
 
 from trishul_ray.errors import InputError
-from trishul_ray.models.bytelevel import EOS, FIRST_BYTE, PAD, VOCABULARY
-from trishul_ray.tasks import TextToClass
-from trishul_ray.tasks.prompts import Template
-from trishul_ray.tasks.text2text import Generated
+from trishul_ray.models.builtin import EOS, FIRST_BYTE, PAD, VOCABULARY
+from trishul_ray.tasks.text import Template
+from trishul_ray.tasks.text2text import Generated, TextToClass
 
 
 def made(tokens, texts=("bad", "good"), **options):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tolerances import forward
 
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.models.bytelevel import BOS, FIRST_BYTE, PAD, VOCABULARY
-from trishul_ray.tasks import Verbalizer
-from trishul_ray.tasks.prompts import Template
+from trishul_ray.models.builtin import BOS, FIRST_BYTE, PAD, VOCABULARY
+from trishul_ray.tasks.text import Template
+from trishul_ray.tasks.verbalizer import Verbalizer
 
 
 def made(tokens, text="{sentence}\nIs it good?", words=("no", "yes"), **options):

@@ -1,6 +1,6 @@
 import pytest
 
-from trishul_ray.tracking.redact import names_secret, redact
+from trishul_ray.tracking.store import names_secret, redact
 
 
 @pytest.mark.parametrize(

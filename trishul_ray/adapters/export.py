@@ -17,9 +17,9 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trishul_ray.adapters.attach import AdaptedModel, Trained, head_parameters
 from trishul_ray.adapters.base import LOW_PRECISION
-from trishul_ray.adapters.targets import head_module
+from trishul_ray.adapters.model import AdaptedModel, Trained
+from trishul_ray.adapters.targets import head_module, head_parameters
 from trishul_ray.errors import InputError
 
 #: What PEFT prefixes to a base model's module paths.

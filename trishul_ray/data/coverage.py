@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trishul_ray.data.base import PreparedDataset
-from trishul_ray.data.sources import official_rows
+from trishul_ray.data.prepare import official_rows
+from trishul_ray.data.prepared import PreparedDataset
 
 
 @dataclass(frozen=True)

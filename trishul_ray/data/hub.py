@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trishul_ray.data.files import read_table
+from trishul_ray.data.tables import read_table
 from trishul_ray.errors import InputError
 
 
@@ -151,7 +151,7 @@ def _refused(error: Exception) -> InputError:
 def read_files(
     files: Sequence[Path], columns: Sequence[str] | None = None
 ) -> list[tuple[str, pa.Table]]:
-    """Each file's name and its wanted columns; see :func:`trishul_ray.data.files.read_table`."""
+    """Each file's name and its wanted columns; see :func:`trishul_ray.data.tables.read_table`."""
     return [(str(file), read_table(file, columns)) for file in files]
 
 

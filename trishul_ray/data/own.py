@@ -4,7 +4,7 @@ Where there are no test rows, ``data.test_share`` of the rows is set aside for t
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.files import SUFFIXES, state_of
+from trishul_ray.data.column_mapping import Mapped, Tables, build, describe, set_aside
 from trishul_ray.data.hub import HubRepo, read_files
 from trishul_ray.data.images import Item, decode_all
-from trishul_ray.data.info import DatasetInfo
-from trishul_ray.data.layouts import Columns
-from trishul_ray.data.mapping import Mapped, Tables, build, describe, set_aside
+from trishul_ray.data.prepared import DatasetInfo, Progress
+from trishul_ray.data.public import Columns
+from trishul_ray.data.tables import SUFFIXES, state_of
 from trishul_ray.errors import InputError
 
-#: ``progress(stage, fraction)``.
-Progress = Callable[[str, float], None]
 #: Endings of what is taken for an image in a class folder.
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -146,7 +144,7 @@ class OwnTable(OwnData):
     def read(
         self, hub: Path | None, progress: Progress
     ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
-        """See :func:`trishul_ray.data.mapping.build`; image paths are relative to the file.
+        """See :func:`trishul_ray.data.column_mapping.build`; image paths are relative to the file.
 
         Raises:
             InputError: no such file, or its columns do not make a dataset.
@@ -211,7 +209,7 @@ class OwnHub(OwnData):
     def read(
         self, hub: Path | None, progress: Progress
     ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
-        """See :func:`trishul_ray.data.mapping.build`.
+        """See :func:`trishul_ray.data.column_mapping.build`.
 
         Raises:
             InputError: neither mirror nor hub has it, or its columns do not make a dataset.

@@ -22,9 +22,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.rng import numpy_rng
 
 if TYPE_CHECKING:
-    from trishul_ray.data.base import Split
-    from trishul_ray.data.info import DatasetInfo
-    from trishul_ray.sections import PartitionConfig
+    from trishul_ray.config import PartitionConfig
+    from trishul_ray.data.prepared import DatasetInfo, Split
 
 #: Draws of a per-label partition before rows are moved to reach the minimum size.
 REDRAWS = 10

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trishul_ray.errors import InputError
-from trishul_ray.tracking.redact import redact
+from trishul_ray.tracking.store import redact
 
 #: Seconds that a check may wait for something outside this process.
 PATIENCE = 2.0

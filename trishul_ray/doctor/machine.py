@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from trishul_ray.doctor.base import GIB, Check
-from trishul_ray.federation.resources import usable_cores
+from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.version import __version__
 
 

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from trishul_ray.doctor.base import GIB, PATIENCE, Check, existing, unwritable, within
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.storage import Store
-from trishul_ray.tracking.redact import redact
-from trishul_ray.tracking.store import sqlite_file, tracking_uri
+from trishul_ray.tracking.store import redact, sqlite_file, tracking_uri
 
 
 def ray_import() -> Check:
@@ -85,7 +84,7 @@ def ray_token() -> Check:
 
 def ray_start() -> Check:
     """Join or start Ray as a run would, and leave it."""
-    from trishul_ray.federation.cluster import ray_session
+    from trishul_ray.federation.on_ray.session import ray_session
 
     try:
         with ray_session() as free:

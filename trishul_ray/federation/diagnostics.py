@@ -16,20 +16,15 @@ from torch import Tensor
 
 from trishul_ray.adapters.layout import HEAD_PREFIX
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.jobs import Arrays, TrainReport, Upload, as_tensors
+from trishul_ray.federation.messages import Arrays, TrainReport, Upload, as_tensors
 from trishul_ray.federation.reduce import Reducer
+from trishul_ray.methods.adapters import lora_pairs, lora_scale
 from trishul_ray.methods.base import BASE
-from trishul_ray.methods.kinds import lora_pairs, lora_scale
-from trishul_ray.spectral.diagnostics import (
-    client_matrices,
-    diagnose,
-    left_spectrum,
-    stack_spectra,
-)
+from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
 
 if TYPE_CHECKING:
-    from trishul_ray.federation.contract import Blueprint
+    from trishul_ray.federation.messages import Blueprint
 
 
 #: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.

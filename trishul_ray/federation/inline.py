@@ -2,26 +2,32 @@
 
 from collections.abc import Sequence
 
+from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.contract import Blueprint, Outcome
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.jobs import (
+from trishul_ray.federation.local import evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.messages import (
     Arrays,
+    Blueprint,
     Job,
+    Outcome,
     SurveyJob,
     TrainJob,
     Upload,
     survey_in,
 )
-from trishul_ray.federation.local import evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
-from trishul_ray.federation.workbench import Workbench
-from trishul_ray.federation.world import (
-    Prepared,
-    adapt_to,
-    blueprint_of,
-    build_workbench,
+from trishul_ray.federation.server import (
+    Final,
+    Progressed,
+    Server,
+    final_of,
+    open_checkpoints,
+    progress_of,
+    standing_of,
 )
+from trishul_ray.federation.workbench import Workbench, adapt_to, blueprint_of, build_workbench
 
 
 class InlineExecutor:
@@ -67,3 +73,27 @@ class InlineExecutor:
     def fetch(self, uploads: list[Upload]) -> list[Upload]:
         """Uploads are here already."""
         return uploads
+
+
+class InlineDriver:
+    """Everything in this process."""
+
+    def __init__(self, experiment: Experiment, prepared: Prepared, attempt: str) -> None:
+        """Build the workbench and find the newest checkpoint."""
+        executor = InlineExecutor(experiment, prepared)
+        self.server = Server(experiment, executor, open_checkpoints(experiment), attempt)
+
+    def begin(self) -> Progressed:
+        """See :class:`Driver`."""
+        return standing_of(self.server)
+
+    def step(self) -> Progressed:
+        """See :class:`Driver`."""
+        try:
+            return progress_of(self.server)
+        except FloatingPointError as error:
+            raise RunError(str(error)) from error
+
+    def final(self) -> Final:
+        """See :class:`Driver`."""
+        return final_of(self.server)

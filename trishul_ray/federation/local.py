@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trishul_ray.adapters.attach import Trained
-from trishul_ray.federation.jobs import (
+from trishul_ray.adapters.model import Trained
+from trishul_ray.federation.messages import (
     Arrays,
     EvalJob,
     EvalReport,
@@ -34,7 +34,7 @@ from trishul_ray.methods.base import LocalRun, Method, State
 from trishul_ray.rng import numpy_rng, torch_rng
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import OptimizerConfig
+    from trishul_ray.config import OptimizerConfig
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:

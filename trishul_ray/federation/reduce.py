@@ -8,28 +8,21 @@ tree depends on the cohort alone, so the bits do not depend on how many workers 
 Legend: W entries of the shared part, U units, m clients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
-from trishul_ray.federation.jobs import Arrays, Upload, as_tensors
+from trishul_ray.federation.messages import Arrays, Expected, Upload, as_tensors
 from trishul_ray.methods.base import Method
 
 #: Uploads summed by one worker. Up to here a round is reduced where the server is.
 FAN_IN = 16
 
+
 #: An upload whose largest entry exceeds this is refused: a float32 sum would soon overflow.
 LARGEST_ENTRY = 1e12
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a sound upload looks like: the length of each array, and how units cover "shared"."""
-
-    lengths: Mapping[str, int]
-    unit_sizes: np.ndarray  # [U] int64, sums to lengths["shared"]
 
 
 @dataclass(frozen=True)

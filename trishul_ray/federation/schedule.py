@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import OptimizerConfig
+    from trishul_ray.config import OptimizerConfig
 
 
 def learning_rates(

@@ -8,15 +8,16 @@ t + 1, so both are handed out together, and the record of round t is complete on
 """
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
-from trishul_ray.federation.contract import Executor, Outcome, changed_sources
+from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.diagnostics import (
     MOST_CLIENTS,
@@ -24,21 +25,46 @@ from trishul_ray.federation.diagnostics import (
     append_round,
     upload_diagnostics,
 )
-from trishul_ray.federation.jobs import (
+from trishul_ray.federation.messages import (
     Arrays,
+    Blueprint,
     EvalJob,
     EvalReport,
+    Job,
+    Outcome,
     SurveyJob,
     TrainJob,
     TrainReport,
+    Upload,
     as_tensors,
+    changed_sources,
     to_arrays,
     to_tensors,
 )
 from trishul_ray.federation.reduce import Partial, Reducer, finish
-from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan
-from trishul_ray.methods.registry import build_method
+from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan, build_method
 from trishul_ray.rng import numpy_rng
+from trishul_ray.storage import Store
+
+
+class Executor(Protocol):
+    """Runs jobs somewhere. Results depend on the jobs alone, never on where or in which order."""
+
+    def describe(self, survey: Arrays) -> Blueprint:
+        """The blueprint of the workbench that every worker builds, given the survey (or none)."""
+        ...
+
+    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
+        """Run all jobs against one broadcast."""
+        ...
+
+    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
+        """Judge and sum uploads in groups of ``FAN_IN``, in order."""
+        ...
+
+    def fetch(self, uploads: list[Any]) -> list[Upload]:
+        """Bring a few uploads here, for diagnostics."""
+        ...
 
 
 def survey_for_workers(method: Method, survey: Arrays) -> Arrays:
@@ -289,3 +315,66 @@ class Server:
             survey=self.survey,
             sources=self.blueprint.sources,
         )
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """What one step brought."""
+
+    records: list[dict[str, Any]]  # complete records, oldest first
+    events: list[str]
+    round: int  # the last aggregated round
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Final:
+    """What a finished run leaves."""
+
+    state: Arrays
+    digest: str
+    records: list[dict[str, Any]]
+    spectra: Arrays
+    matrices: Arrays
+    blueprint: Blueprint
+    attempt: str
+    broadcast: Arrays  # the global model as it would go out next
+
+
+def open_checkpoints(experiment: Experiment) -> CheckpointStore:
+    """The checkpoints of an experiment's run, under ``storage.runs``."""
+    folder = run_folder(experiment).child("checkpoints")
+    return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)
+
+
+def run_folder(experiment: Experiment) -> Store:
+    """The folder of an experiment's run, under ``storage.runs``."""
+    storage = experiment.storage
+    return Store.open(storage.runs, storage.retry_seconds).child(experiment.id)
+
+
+def standing_of(server: Server) -> Progressed:
+    """What a server has before its next step."""
+    return Progressed(
+        server.complete_records(), server.drain_events(), server.round, server.finished
+    )
+
+
+def progress_of(server: Server) -> Progressed:
+    """Take one step and say what it brought."""
+    records = server.step()
+    return Progressed(records, server.drain_events(), server.round, server.finished)
+
+
+def final_of(server: Server) -> Final:
+    """The result of a finished server."""
+    return Final(
+        state=server.state,
+        digest=state_digest(server.state),
+        records=server.records,
+        spectra=server.spectra,
+        matrices=server.matrices,
+        blueprint=server.blueprint,
+        attempt=server.attempt,
+        broadcast=server.broadcast(),
+    )

@@ -13,10 +13,13 @@ Legend: P trainables of a client, W entries of the shared part on the wire, U un
 aggregation (one head's core, or one whole tensor).
 """
 
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -27,13 +30,17 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import AdapterConfig, OptimizerConfig
+    from trishul_ray.config import AdapterConfig, OptimizerConfig
+
 
 #: Keys of a broadcast that change what is frozen: ``base/<layer>`` is added to the frozen weight,
 #: ``constant/<layer>/<name>`` replaces a frozen tensor of the layer's adapter.
 BASE, CONSTANT = "base/", "constant/"
+
+
 #: Keys under which the survey travels to workers, who build their adapters from it.
 SURVEY = "survey/"
+
 
 #: What a broadcast, an upload, a global state and a client's persistent state all are.
 State = dict[str, Tensor]
@@ -339,3 +346,53 @@ class Method:
             found[entry.name] = shared[start : start + entry.numel].view(entry.shape)
             start += entry.numel
         return found
+
+
+_REGISTRY: dict[str, type[Method]] = {}
+
+
+_M = TypeVar("_M", bound=type[Method])
+
+
+def register(name: str) -> Callable[[_M], _M]:
+    """Class decorator: make a method available under ``name`` in every config and test."""
+
+    def add(cls: _M) -> _M:
+        if _REGISTRY.get(name, cls).__qualname__ != cls.__qualname__:
+            raise ValueError(f"method name {name!r} is taken by {_REGISTRY[name].__qualname__}")
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+@cache
+def _discover() -> None:
+    package = importlib.import_module("trishul_ray.methods")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"trishul_ray.methods.{module.name}")
+
+
+def method_names() -> list[str]:
+    """Names of all registered methods, sorted; every file of the package is looked into."""
+    _discover()
+    return sorted(_REGISTRY)
+
+
+def method_class(name: str) -> type[Method]:
+    """The class registered under ``name``; KeyError if there is none."""
+    _discover()
+    return _REGISTRY[name]
+
+
+def build_method(config: MethodConfig, adapter: "AdapterConfig | None" = None) -> Method:
+    """The method a configuration asks for.
+
+    Args:
+        config: its own section.
+        adapter: the experiment's adapter section; needed where the method is to be run.
+    """
+    method = method_class(config.name)(config)
+    if adapter is not None:
+        method.lora_alpha = adapter.alpha
+    return method

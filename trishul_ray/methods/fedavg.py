@@ -7,8 +7,8 @@ AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, p_c equa
 
 from typing import Literal
 
-from trishul_ray.methods.kinds import AnyAdapterConfig, AnyAdapterMethod
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import AnyAdapterConfig, AnyAdapterMethod
+from trishul_ray.methods.base import register
 
 
 class FedAvgConfig(AnyAdapterConfig):

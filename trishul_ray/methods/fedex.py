@@ -14,9 +14,8 @@ from typing import Literal
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import BASE, MethodConfig, Round, State
-from trishul_ray.methods.kinds import ProductMethod, folded, lora_pairs
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import ProductMethod, folded, lora_pairs
+from trishul_ray.methods.base import BASE, MethodConfig, Round, State, register
 
 
 class FedExConfig(MethodConfig):

@@ -10,9 +10,8 @@ means, so the aggregate is inexact whenever clients differ: the fault the other 
 
 from typing import Literal
 
-from trishul_ray.methods.base import MethodConfig
-from trishul_ray.methods.kinds import LoRAMethod
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import LoRAMethod
+from trishul_ray.methods.base import MethodConfig, register
 
 
 class FedITConfig(MethodConfig):

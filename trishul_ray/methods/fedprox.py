@@ -10,9 +10,8 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from trishul_ray.methods.base import LocalRun
-from trishul_ray.methods.kinds import AnyAdapterConfig, AnyAdapterMethod
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import AnyAdapterConfig, AnyAdapterMethod
+from trishul_ray.methods.base import LocalRun, register
 
 
 class FedProxConfig(AnyAdapterConfig):

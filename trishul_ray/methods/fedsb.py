@@ -25,12 +25,20 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.methods.base import CONSTANT, Method, MethodConfig, Round, Site, State, SurveyPlan
-from trishul_ray.methods.kinds import rank_fields
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import rank_fields
+from trishul_ray.methods.base import (
+    CONSTANT,
+    Method,
+    MethodConfig,
+    Round,
+    Site,
+    State,
+    SurveyPlan,
+    register,
+)
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import AdapterConfig
+    from trishul_ray.config import AdapterConfig
 
 
 class FedSBConfig(MethodConfig):

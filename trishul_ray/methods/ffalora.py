@@ -11,12 +11,11 @@ rank at equal budget (``floor(N / d_out)``).
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import Method, MethodConfig, Site
-from trishul_ray.methods.kinds import ffa, ignored_by
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import ffa, ignored_by
+from trishul_ray.methods.base import Method, MethodConfig, Site, register
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import AdapterConfig
+    from trishul_ray.config import AdapterConfig
 
 
 class FFALoRAConfig(MethodConfig):

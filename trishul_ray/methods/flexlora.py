@@ -18,9 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import ProductMethod, folded, limit_rank
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import ProductMethod, folded, limit_rank
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
 
 
 class FlexLoRAConfig(MethodConfig):

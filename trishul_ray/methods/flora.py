@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import BASE, LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import ProductMethod, folded, limit_rank, lora_pairs
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import ProductMethod, folded, limit_rank, lora_pairs
+from trishul_ray.methods.base import BASE, LocalRun, MethodConfig, Round, State, register
 
 
 class FLoRAConfig(MethodConfig):

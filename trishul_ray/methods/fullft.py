@@ -7,11 +7,10 @@ reference of the paper's tables, at the cost of the whole model up and down each
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import Method, MethodConfig, Site
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.base import Method, MethodConfig, Site, register
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import AdapterConfig
+    from trishul_ray.config import AdapterConfig
 
 
 class FullFTConfig(MethodConfig):

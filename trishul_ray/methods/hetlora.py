@@ -28,9 +28,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State
-from trishul_ray.methods.kinds import LoRAMethod, exact_share, limit_rank, lora_pairs
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.adapters import LoRAMethod, exact_share, limit_rank, lora_pairs
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
 
 
 class HetLoRAConfig(MethodConfig):

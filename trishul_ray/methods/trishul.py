@@ -27,9 +27,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.targets import BlockScores
-from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan
-from trishul_ray.methods.heads import HeadsConfig, MultiHeadMethod
-from trishul_ray.methods.registry import register
+from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan, register
+from trishul_ray.methods.ravan import HeadsConfig, MultiHeadMethod
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.diagnostics import stack_spectra
 from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import ModelConfig
+    from trishul_ray.config import ModelConfig
 
 #: Scaled-dot-product attention as :func:`wide_attention` calls it.
 WIDE = "sdpa-wide"

@@ -9,12 +9,11 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models.bytelevel import byte_tokenizer
-from trishul_ray.models.registry import not_found, quiet_transformers, resolve_model
-from trishul_ray.models.tiny import BUILTINS
+from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
+from trishul_ray.models.lookup import not_found, quiet_transformers, resolve_model
 
 if TYPE_CHECKING:
-    from trishul_ray.sections import ModelConfig
+    from trishul_ray.config import ModelConfig
 
 
 def load_tokenizer(

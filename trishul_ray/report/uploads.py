@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.canvas import bare, legend_below, new_axes, new_figure, save
+from trishul_ray.report.figures import bare, legend_below, new_axes, new_figure, save
 
 #: Metrics of the panels of :func:`diagnostics_curves`, with their titles.
 PANELS = {

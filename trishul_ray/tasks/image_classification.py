@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, logits_of
-from trishul_ray.tasks.scores import class_sums, group_of, merge_classes
+from trishul_ray.tasks.base import Task, class_sums, group_of, logits_of, merge_classes
 
 if TYPE_CHECKING:
-    from trishul_ray.data.info import DatasetInfo
-    from trishul_ray.models.registry import Preprocessing
+    from trishul_ray.data.prepared import DatasetInfo
+    from trishul_ray.models.lookup import Preprocessing
 
 #: ITU-R 601 luma, the weights of Pillow's mode "L".
 _LUMA = (0.299, 0.587, 0.114)

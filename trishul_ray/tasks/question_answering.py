@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from trishul_ray.errors import CorruptFileError
+from trishul_ray.tasks.text import CHUNK, text_slice
 from trishul_ray.tasks.text2text import Text2Text, Text2TextEncoder
-from trishul_ray.tasks.tokens import CHUNK, text_slice
 
 if TYPE_CHECKING:
-    from trishul_ray.data.base import Split
-    from trishul_ray.data.encoding import Encoder
+    from trishul_ray.data.prepare import Encoder
+    from trishul_ray.data.prepared import Split
 
 
 class QuestionAnswering(Text2Text):

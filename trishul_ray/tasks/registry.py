@@ -4,17 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
-from trishul_ray.data.info import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.models.backbones import usual_architecture
-from trishul_ray.models.registry import load_model_config, load_preprocessing
+from trishul_ray.models.backbone import usual_architecture
+from trishul_ray.models.lookup import load_model_config, load_preprocessing
 from trishul_ray.tasks.base import Architecture, Task
 from trishul_ray.tasks.image_classification import image_task
-from trishul_ray.tasks.prompts import Template
 from trishul_ray.tasks.question_answering import QuestionAnswering
 from trishul_ray.tasks.sequence_classification import SequenceClassification
+from trishul_ray.tasks.text import Template, TokenizerRef
 from trishul_ray.tasks.text2text import TextToClass
-from trishul_ray.tasks.tokens import TokenizerRef
 from trishul_ray.tasks.verbalizer import Verbalizer
 
 if TYPE_CHECKING:

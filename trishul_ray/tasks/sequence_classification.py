@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, logits_of
-from trishul_ray.tasks.scores import class_sums, group_of, merge_classes
-from trishul_ray.tasks.tokens import TokenizerRef, text_slice, to_device, trim
+from trishul_ray.tasks.base import Task, class_sums, group_of, logits_of, merge_classes
+from trishul_ray.tasks.text import TokenizerRef, text_slice, to_device, trim
 
 if TYPE_CHECKING:
-    from trishul_ray.data.base import Split
-    from trishul_ray.data.encoding import Encoder
+    from trishul_ray.data.prepare import Encoder
+    from trishul_ray.data.prepared import Split
 
 
 class SequenceClassification(Task):
@@ -124,7 +123,7 @@ class PairEncoder:
 
     @property
     def key(self) -> str:
-        """See :class:`~trishul_ray.data.encoding.Encoder`."""
+        """See :class:`~trishul_ray.data.prepare.Encoder`."""
         return json.dumps(["pair", 1, self._tokens.key, self._fields, self._max_length])
 
     def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:

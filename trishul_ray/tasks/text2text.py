@@ -18,15 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, logits_of, total
-from trishul_ray.tasks.prompts import PromptRows, Template, field_rows
-from trishul_ray.tasks.scores import counted, group_of, group_shares, sum_rows
-from trishul_ray.tasks.tokens import TokenizerRef, to_device, trim
+from trishul_ray.tasks.base import Task, counted, group_of, group_shares, logits_of, sum_rows, total
+from trishul_ray.tasks.text import PromptRows, Template, TokenizerRef, field_rows, to_device, trim
 
 if TYPE_CHECKING:
-    from trishul_ray.adapters.attach import AdaptedModel
-    from trishul_ray.data.base import Split
-    from trishul_ray.data.encoding import Encoder
+    from trishul_ray.adapters.model import AdaptedModel
+    from trishul_ray.data.prepare import Encoder
+    from trishul_ray.data.prepared import Split
 
 #: Label of a position that the loss leaves out.
 IGNORED = -100
@@ -232,7 +230,7 @@ class Text2TextEncoder:
 
     @property
     def key(self) -> str:
-        """See :class:`~trishul_ray.data.encoding.Encoder`."""
+        """See :class:`~trishul_ray.data.prepare.Encoder`."""
         task = self.task
         lengths = [task.max_length, task.target_length]
         return json.dumps([type(self).__name__, 1, task.tokens.key, task.template.text, *lengths])
@@ -260,7 +258,7 @@ class ClassTextEncoder(Text2TextEncoder):
 
     @property
     def key(self) -> str:
-        """See :class:`~trishul_ray.data.encoding.Encoder`."""
+        """See :class:`~trishul_ray.data.prepare.Encoder`."""
         return json.dumps([super().key, self.task.class_texts])
 
     def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:

@@ -19,14 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, logits_of
-from trishul_ray.tasks.prompts import PromptRows, Template, field_rows
-from trishul_ray.tasks.scores import class_sums, group_of, merge_classes
-from trishul_ray.tasks.tokens import TokenizerRef, to_device
+from trishul_ray.tasks.base import Task, class_sums, group_of, logits_of, merge_classes
+from trishul_ray.tasks.text import PromptRows, Template, TokenizerRef, field_rows, to_device
 
 if TYPE_CHECKING:
-    from trishul_ray.data.base import Split
-    from trishul_ray.data.encoding import Encoder
+    from trishul_ray.data.prepare import Encoder
+    from trishul_ray.data.prepared import Split
 
 
 class Verbalizer(Task):
@@ -179,7 +177,7 @@ class PromptEncoder:
 
     @property
     def key(self) -> str:
-        """See :class:`~trishul_ray.data.encoding.Encoder`."""
+        """See :class:`~trishul_ray.data.prepare.Encoder`."""
         numbers = [self._bridge, self._max_length]
         return json.dumps(["prompt", 1, self._tokens.key, self._template.text, *numbers])
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from trishul_ray.errors import InputError
-from trishul_ray.tracking.redact import names_secret, redact
 from trishul_ray.tracking.store import (
     experiment_id,
+    names_secret,
     open_client,
+    redact,
     sqlite_file,
     store_lock,
     ui_command,

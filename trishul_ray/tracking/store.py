@@ -5,8 +5,10 @@ that open a fresh file together, three fail. One lock file beside the database s
 """
 
 import contextlib
+import itertools
 import logging
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +18,52 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError
-from trishul_ray.tracking.redact import redact
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
+
+
+MASK = "***"
+
+
+# Words of a field's name that say that its value is a secret; "tokens" or "tokenizer" do not.
+_SECRET_WORDS = frozenset(
+    {"token", "secret", "password", "passwd", "pwd", "credential", "credentials", "apikey"}
+)
+
+
+_SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
+
+
+_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+
+
+_QUERY = re.compile(
+    r"(?P<name>[?&;][\w.-]*(?:token|secret|password|signature|credential|api_?key|access_key|sig)"
+    r"[\w.-]*=)[^&;\s]+",
+    re.IGNORECASE,
+)
+
+
+_KNOWN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|sk-[A-Za-z0-9_-]{20,}|dapi[0-9a-f]{32})\b"
+)
+
+
+def names_secret(key: str) -> bool:
+    """Whether a field of this name holds a secret, judging by the words of the name."""
+    words = [word for word in re.split(r"[^a-z0-9]+", key.lower()) if word]
+    pairs = {f"{a}_{b}" for a, b in itertools.pairwise(words)}
+    return not _SECRET_WORDS.isdisjoint(words) or not _SECRET_PAIRS.isdisjoint(pairs)
+
+
+def redact(text: str) -> str:
+    """``text`` with credentials in URIs, secret query values and well-known tokens masked."""
+    text = _USERINFO.sub(rf"\g<scheme>{MASK}@", text)
+    text = _QUERY.sub(rf"\g<name>{MASK}", text)
+    return _KNOWN.sub(MASK, text)
+
 
 #: A store that is being created or migrated by another process is waited for this long.
 LOCK_SECONDS = 120.0

@@ -1,0 +1,282 @@
+import pickle
+
+import pytest
+import torch
+from tolerances import forward
+from torch import nn
+
+from trishul_ray.adapters.model import AdaptedLinear, AdaptedModel
+from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.adapters.targets import find_layers
+from trishul_ray.errors import InputError
+
+
+def logits(output):
+    return output.logits.detach()
+
+
+def snapshot(model):
+    return {
+        "modules": {name: (module, module.training) for name, module in model.named_modules()},
+        "parameters": {
+            name: (p, p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()
+        },
+    }
+
+
+def assert_same(model, before):
+    after = snapshot(model)
+    assert after["modules"] == before["modules"]
+    assert after["parameters"].keys() == before["parameters"].keys()
+    for name, (parameter, required, value) in before["parameters"].items():
+        now, now_required, now_value = after["parameters"][name]
+        assert now is parameter
+        assert now_required == required
+        assert torch.equal(now_value, value)
+
+
+@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+def test_the_start_is_the_pretrained_model(make, family, adapters):
+    bench = make(family, adapters)
+    bench.twin.requires_grad_(False)  # a frozen model may take another attention kernel
+    expected = logits(bench.twin(**bench.inputs))
+    assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
+    start = bench.adapted.initial()
+    bench.adapted.bind(start)  # merged once: W + 0 is W, so the bits are equal
+    assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
+    bench.adapted.bind(start, torch.zeros_like(start))
+    trained = logits(bench.adapted.forward(**bench.inputs))
+    torch.testing.assert_close(trained, expected, rtol=0, atol=forward(3, 64, expected))
+    bench.adapted.unbind()
+    assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
+
+
+@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+def test_detach_restores_the_very_model(make, backbone, family, adapters):
+    model = backbone(family).train()
+    model.get_submodule(find_layers(model)[0].name).weight.requires_grad_(False)
+    before = snapshot(model)
+    bench = make(family, adapters)
+    adapted = AdaptedModel(model, bench.adapted.adapters, seed=0, train_head=True)
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    assert any(isinstance(module, AdaptedLinear) for module in model.modules())
+    vector = adapted.initial()
+    grad = torch.zeros_like(vector)
+    adapted.bind(vector, grad)
+    logits_before = adapted.forward(**bench.inputs).logits
+    logits_before.square().sum().backward()
+    with torch.no_grad():
+        vector -= grad
+    assert grad.abs().sum() > 0
+    assert adapted.detach() is model
+    assert_same(model, before)
+    with pytest.raises(InputError, match="detached"):
+        adapted.bind(vector)
+
+
+@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters):
+    bench = make(family, adapters)
+    state = bench.random_state()
+    bench.adapted.bind(state)
+    expected = logits(bench.adapted.forward(**bench.inputs))
+    merged = bench.adapted.merge(state)
+    assert not any(isinstance(module, AdaptedLinear) for module in merged.modules())
+    assert [type(m) for m in merged.modules()] == [type(m) for m in bench.twin.modules()]
+    plain = logits(merged(**bench.inputs))
+    torch.testing.assert_close(plain, expected, rtol=0, atol=forward(3, 64, expected))
+    assert not torch.allclose(expected, logits(bench.twin(**bench.inputs)), atol=1e-2)
+    # Merging neither unbinds nor changes the adapted model.
+    assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
+    assert bench.adapted.attached
+    bench.adapted.unbind()
+    for name, delta in bench.adapted.deltas(state).items():
+        weight = bench.twin.get_parameter(name + ".weight")
+        assert torch.equal(
+            merged.get_parameter(name + ".weight"), (weight.double() + delta).float()
+        )
+    # An untrained state merges to the pretrained bits.
+    plain = bench.adapted.merge(bench.adapted.initial())
+    for name, parameter in bench.twin.named_parameters():
+        assert torch.equal(plain.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters, path):
+    """Against autograd through `W + delta(params)` written into a plain copy of the model."""
+    bench = make(family, adapters, path=path, dtype=torch.float64)
+    adapted, state = bench.adapted, bench.random_state()
+    grad = torch.zeros_like(state)
+    adapted.bind(state, grad)
+    loss = adapted.forward(**bench.inputs).logits.square().mean()
+    loss.backward()
+
+    leaf = state.double().requires_grad_()
+    views = adapted.layout.views(leaf)
+    weights = {}
+    for spec in adapted.specs:
+        if spec.name + ".core" in views:
+            bases = {k: v.double() for k, v in adapted.constants(spec.name).items()}
+            core = views[spec.name + ".core"]
+            scale = views.get(spec.name + ".scale", torch.ones(len(core), dtype=torch.float64))
+            blocks = torch.block_diag(*(scale[:, None, None] * core))
+            delta = bases["basis_B"] @ blocks @ bases["basis_A"]
+        elif spec.name + ".lora_B" in views:
+            frozen = adapted.constants(spec.name)
+            factor_A = views.get(spec.name + ".lora_A")
+            factor_A = frozen["lora_A"].double() if factor_A is None else factor_A
+            factor_B = views[spec.name + ".lora_B"]
+            delta = adapted.adapters[spec.name].scale * factor_B @ factor_A
+        else:
+            continue
+        weights[spec.name + ".weight"] = (
+            bench.twin.get_parameter(spec.name + ".weight").detach() + delta
+        )
+    heads = {n.removeprefix("head:"): v for n, v in views.items() if n.startswith("head:")}
+    assert set(heads) == set(adapted.head(state))
+    output = torch.func.functional_call(bench.twin, {**weights, **heads}, (), bench.inputs)
+    expected_loss = output.logits.square().mean()
+    expected_loss.backward()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    assert leaf.grad is not None
+    error = (grad.double() - leaf.grad).abs().max()
+    assert error <= 1e-5 * leaf.grad.abs().max()
+    for name, value in adapted.layout.views(leaf.grad).items():
+        assert value.abs().max() > 0, name  # nothing is compared with zeros
+
+
+def test_backward_adds_into_the_given_vector_and_steps_are_seen(make):
+    bench = make("vit", "mixed")
+    state = bench.random_state()
+    grad = torch.zeros_like(state)
+    pointer = grad.data_ptr()
+    bench.adapted.bind(state, grad)
+
+    def backward():
+        loss = bench.adapted.forward(**bench.inputs).logits.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    first = backward()
+    once = grad.clone()
+    backward()
+    torch.testing.assert_close(grad, 2 * once)
+    assert grad.data_ptr() == pointer
+    assert once.abs().min(dim=0).values >= 0 and (once != 0).float().mean() > 0.9
+    # A step in place is what the next forward computes with; no binding anew.
+    grad.zero_()
+    state.sub_(1e-3 * once / once.norm())
+    assert backward() < first
+    assert state.grad is None
+
+
+def test_a_bound_state_without_gradients_is_merged_once(make):
+    bench = make("vit")
+    state = bench.random_state()
+    bench.adapted.bind(state)
+    first = logits(bench.adapted.forward(**bench.inputs))
+    layers = [m for m in bench.model.modules() if isinstance(m, AdaptedLinear)]
+    weights = [layer.merged for layer in layers]
+    assert all(weight is not None for weight in weights)
+    assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), first)
+    assert all(layer.merged is weight for layer, weight in zip(layers, weights, strict=True))
+    bench.adapted.bind(bench.adapted.initial())
+    assert not torch.equal(logits(bench.adapted.forward(**bench.inputs)), first)
+    bench.adapted.unbind()
+    assert all(layer.merged is None and layer.params is None for layer in layers)
+
+
+def test_evaluation_and_training_forwards_agree(make, family):
+    bench = make(family)
+    state = bench.random_state()
+    bench.adapted.bind(state)
+    with torch.inference_mode():
+        evaluated = bench.adapted.forward(**bench.inputs).logits.clone()
+    bench.adapted.bind(state, torch.zeros_like(state))
+    trained = logits(bench.adapted.forward(**bench.inputs))
+    torch.testing.assert_close(evaluated, trained, rtol=0, atol=forward(3, 64, trained))
+
+
+def test_layers_without_heads_keep_their_modules(make):
+    bench = make("vit")
+    first, second, *_ = bench.adapted.specs
+    assert type(bench.model.get_submodule(first.name)) is nn.Linear
+    assert type(bench.model.get_submodule(second.name)) is AdaptedLinear
+    assert not any(e.name.startswith(first.name) for e in bench.adapted.layout.entries)
+    assert set(bench.adapted.adapters) == {spec.name for spec in bench.adapted.specs}
+
+
+def test_the_head_is_trained_only_if_asked(make):
+    with_head, without = make("bert"), make("bert", train_head=False)
+    assert with_head.adapted.head_size == (24 * 24 + 24) + (3 * 24 + 3)  # pooler, classifier
+    assert without.adapted.head_size == 0
+    assert with_head.adapted.layout.size == without.adapted.layout.size + 600 + 75
+    state = with_head.random_state()
+    head = with_head.adapted.head(state)
+    with_head.adapted.bind(state)
+    with_head.adapted.forward(**with_head.inputs)
+    assert torch.equal(with_head.model.classifier.weight, head["classifier.weight"])
+    with_head.adapted.unbind()
+    assert isinstance(with_head.model.classifier.weight, nn.Parameter)
+    assert torch.equal(with_head.model.classifier.weight, with_head.twin.classifier.weight)
+
+
+def test_bfloat16_backbones_train_float32_vectors(make):
+    bench = make("vit", dtype=torch.bfloat16)
+    wide = make("vit")
+    state = bench.random_state()
+    gradients = []
+    for adapted, inputs in ((bench.adapted, bench.inputs), (wide.adapted, wide.inputs)):
+        grad = torch.zeros_like(state)
+        adapted.bind(state, grad)
+        for _ in range(2):  # the head's cast must not outlive its graph
+            grad.zero_()
+            adapted.forward(**inputs).logits.float().square().sum().backward()
+        gradients.append(grad)
+    low, high = gradients
+    assert low.dtype == torch.float32
+    assert (low - high).norm() < 0.1 * high.norm()
+
+
+def test_layouts_and_vectors_depend_on_the_seed_alone(make):
+    one, two, other = make("t5", "mixed"), make("t5", "mixed"), make("t5", "mixed", seed=6)
+    assert one.adapted.layout == two.adapted.layout
+    assert pickle.loads(pickle.dumps(one.adapted.layout)) == one.adapted.layout
+    assert torch.equal(one.adapted.initial(), two.adapted.initial())
+    assert not torch.equal(one.adapted.initial(), other.adapted.initial())
+    state = one.random_state()
+    for name, delta in one.adapted.deltas(state).items():
+        assert torch.equal(delta, two.adapted.deltas(state)[name])
+
+
+def test_refused_adapters_leave_the_model_as_it_was(backbone):
+    model = backbone("vit").train()
+    before = snapshot(model)
+    good, bad = find_layers(model)[:2]
+    for adapters, message in [
+        ({good.name: MultiHead(1, 2), bad.name: MultiHead(9, 4)}, "width|fit"),
+        ({"vit.layers.9.attention.q_proj": MultiHead(1, 2)}, "no such module"),
+        ({"classifier": MultiHead(1, 2)}, "part of the classification head"),
+        ({"vit.layernorm": MultiHead(1, 2)}, "is a LayerNorm"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            AdaptedModel(model, adapters, seed=0, train_head=True)
+        assert_same(model, before)
+
+
+@pytest.mark.parametrize(
+    ("vector", "grad", "message"),
+    [
+        (lambda v: v[:-1], None, r"vector has shape"),
+        (lambda v: v.double(), None, "vector is torch.float64"),
+        (lambda v: v, lambda v: v.double(), "grad is torch.float64"),
+        (lambda v: v, lambda v: v[1:], "vector has shape"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_refused(make, vector, grad, message):
+    bench = make("vit")
+    state = bench.adapted.initial()
+    with pytest.raises(InputError, match=message):
+        bench.adapted.bind(vector(state), None if grad is None else grad(state))

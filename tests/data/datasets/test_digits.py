@@ -1,0 +1,33 @@
+import numpy as np
+from sklearn.datasets import load_digits
+
+from trishul_ray.data.prepare import prepare
+
+
+def test_splits_are_disjoint_and_hold_all_rows(tmp_path):
+    digits = prepare("digits", cache=tmp_path, hub=None)
+    sizes = {name: len(digits.split(name)) for name in digits.split_names}
+    assert sizes == {"pretrain": 300, "train": 1000, "test": 497}
+    images, labels = load_digits(return_X_y=True)
+    rows = np.concatenate([digits.split(n).column("pixels").reshape(-1, 64) for n in sizes])
+    held = np.concatenate([digits.split(n).labels for n in sizes])
+    # 0..16 times 255/16, rounded, is one to one: the same rows in another order, each once.
+    back = np.rint(rows * (16 / 255)).astype(int)
+    want = np.column_stack([images.astype(int), labels])
+    got = np.column_stack([back, held])
+    np.testing.assert_array_equal(got[np.lexsort(got.T)], want[np.lexsort(want.T)])
+    assert rows.min() == 0 and rows.max() == 255
+
+
+def test_every_split_has_every_class(tmp_path):
+    digits = prepare("digits", cache=tmp_path, hub=None)
+    for name in digits.split_names:
+        assert np.bincount(digits.split(name).labels, minlength=10).min() > 15
+    assert digits.info.num_classes == 10 and digits.info.image_shape == (1, 8, 8)
+
+
+def test_the_same_bytes_on_any_machine(tmp_path):
+    first = prepare("digits", cache=tmp_path / "a", hub=None)
+    again = prepare("digits", cache=tmp_path / "b", hub=None)
+    assert first.fingerprint == again.fingerprint
+    assert first.train.path.read_bytes() == again.train.path.read_bytes()

@@ -1,0 +1,244 @@
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from trishul_ray.data.datasets.cifar import CIFAR100
+from trishul_ray.data.prepare import dataset_names, describe_datasets, prepare
+from trishul_ray.errors import CorruptFileError, InputError
+
+
+def png(pixels: np.ndarray, mode: str = "RGB") -> bytes:
+    sink = BytesIO()
+    Image.fromarray(pixels).convert(mode).save(sink, format="PNG")
+    return sink.getvalue()
+
+
+def images(rows: int, seed: int, side: int = 32) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (rows, side, side, 3), dtype=np.uint8)
+
+
+def write_parquet(file: Path, encoded: list[bytes | None], labels: list[int]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(
+        {
+            "img": pa.array(
+                [{"bytes": data, "path": None} for data in encoded],
+                pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+            ),
+            "fine_label": pa.array(labels, pa.int64()),
+            "coarse_label": pa.array([0] * len(labels), pa.int64()),
+        }
+    )
+    pq.write_table(table, file)
+
+
+def mirror(hub: Path, rows: int = 4) -> Path:
+    """A mirror of a small CIFAR-100: two train shards and a test shard."""
+    folder = hub / "uoft-cs/cifar100/cifar100"
+    for seed, name in enumerate(
+        ["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"]
+    ):
+        encoded = [png(image) for image in images(rows, seed)]
+        write_parquet(folder / f"{name}.parquet", encoded, list(range(10 * seed, 10 * seed + rows)))
+    return folder
+
+
+def test_names_are_described():
+    glue = ["glue/mnli", "glue/qnli", "glue/qqp", "glue/rte", "glue/sst2"]
+    public = ["20newsgroups", "cifar10", "cifar100", "digits", *glue, "mrqa", "svhn"]
+    assert dataset_names() == (*public, "images", "table", "hub")
+    described = describe_datasets()
+    assert tuple(described) == dataset_names()
+    # One line each, on a terminal of 80 columns.
+    assert all(0 < len(text) <= 60 for text in described.values())
+
+
+def test_a_mirror_is_read_shard_by_shard(tmp_path):
+    mirror(tmp_path / "hub")
+    told = []
+    data = prepare(
+        "cifar100", cache=tmp_path, hub=tmp_path / "hub", progress=lambda *step: told.append(step)
+    )
+    want = np.concatenate([images(4, 0), images(4, 1)]).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(data.train.column("pixels"), want)
+    assert data.train.labels.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert data.test.labels.tolist() == [20, 21, 22, 23]
+    assert data.info.num_classes == 100 and data.info.image_shape == (3, 32, 32)
+    np.testing.assert_allclose(data.info.mean, (want / 255).mean((0, 2, 3)), atol=1e-6)
+    np.testing.assert_allclose(data.info.std, (want / 255).std((0, 2, 3)), atol=1e-6)
+    assert ("cifar100 train", 1.0) in told and all(0 <= fraction <= 1 for _, fraction in told)
+
+
+def test_prepared_files_are_found_again_and_changed_sources_are_not_mistaken(tmp_path):
+    folder = mirror(tmp_path / "hub")
+    first = prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+    written = first.train.path.stat().st_mtime_ns
+    again = prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+    assert again == first and again.train.path.stat().st_mtime_ns == written
+    write_parquet(folder / "test-00000-of-00001.parquet", [png(images(1, 7)[0])], [99])
+    changed = prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+    assert changed.folder != first.folder and changed.test.labels.tolist() == [99]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_damaged_prepared_file_is_prepared_again(tmp_path, damage):
+    first = prepare("digits", cache=tmp_path, hub=None)
+    path, want = first.test.path, first.fingerprint
+    whole = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(whole[:-100])
+    elif damage == "flip":
+        at = whole.index(first.test.column("pixels")[:2].tobytes())
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+    again = prepare("digits", cache=tmp_path, hub=None)
+    assert again.fingerprint == want and path.read_bytes() == whole
+    again.verify()
+
+
+def test_two_at_once_prepare_once(tmp_path):
+    mirror(tmp_path / "hub", rows=30)
+    calls = []
+
+    def one(index):
+        return prepare(
+            "cifar100",
+            cache=tmp_path,
+            hub=tmp_path / "hub",
+            progress=lambda *_: calls.append(index),
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(one, range(4)))
+    assert len(set(calls)) == 1
+    assert len({data.fingerprint for data in found}) == 1
+    assert not list(found[0].folder.glob("*.tmp"))
+
+
+BAD_ROWS = {
+    "wrong mode": ([png(images(1, 0)[0], "L")], [0], r"row 0: image mode is L, not RGB"),
+    "wrong size": ([png(images(1, 0, side=16)[0])], [0], r"row 0: image is 16x16, not 32x32"),
+    "not an image": ([png(images(1, 0)[0]), b"GIF?"], [0, 1], r"row 1: not a readable image"),
+    "cut image": ([png(images(1, 0)[0])[:500]], [0], r"row 0: not a readable image"),
+    "no bytes": ([None], [0], r"row 0: the image has no bytes"),
+    "label above": ([png(images(1, 0)[0])] * 2, [0, 100], r"row 1: fine_label is 100, .*0\.\.99"),
+    "label below": ([png(images(1, 0)[0])], [-1], r"row 0: fine_label is -1, outside 0\.\.99"),
+    "no rows": ([], [], r"the train split has no rows"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_named_by_file_row_and_fault(tmp_path, case):
+    encoded, labels, message = BAD_ROWS[case]
+    folder = mirror(tmp_path / "hub")
+    (folder / "train-00001-of-00002.parquet").unlink()
+    write_parquet(folder / "train-00000-of-00002.parquet", encoded, labels)
+    with pytest.raises(CorruptFileError, match=message) as caught:
+        prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+    assert "train-00000-of-00002.parquet" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"img": ["x"], "fine_label": [1]}, "column 'img' is string, not an image with bytes"),
+        ({"img": [{"bytes": b"x"}]}, "no column 'fine_label'; it has img"),
+        ({"fine_label": [1]}, "no column 'img'; it has fine_label"),
+        ({"img": [{"bytes": b"x"}], "fine_label": ["cat"]}, "'fine_label' is string, not integer"),
+        ({"img": [{"bytes": b"x"}] * 2, "fine_label": [1, None]}, "row 1: fine_label is null"),
+    ],
+)
+def test_wrong_columns_are_named(tmp_path, table, message):
+    folder = mirror(tmp_path / "hub")
+    pq.write_table(pa.table(table), folder / "train-00000-of-00002.parquet")
+    with pytest.raises(CorruptFileError, match=message):
+        prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+
+
+def test_truncated_parquet_is_named(tmp_path):
+    file = mirror(tmp_path / "hub") / "train-00000-of-00002.parquet"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CorruptFileError, match=r"train-00000-of-00002.parquet: not a readable"):
+        prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"data.name='cifar101' is unknown.*mean cifar10"):
+        prepare("cifar101", cache=tmp_path, hub=None)
+    with pytest.raises(InputError, match=r"storage.hub or TRISHUL_HUB\) is not a folder"):
+        prepare("cifar100", cache=tmp_path, hub=tmp_path / "nowhere")
+    folder = mirror(tmp_path / "hub")
+    (folder / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(InputError, match=r"lacks cifar100/test-\*\.parquet of uoft-cs/cifar100"):
+        prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"storage.cache: cannot create"):
+        prepare("digits", cache=tmp_path / "file", hub=None)
+
+
+@pytest.mark.parametrize("with_mirror", [False, True])
+def test_without_network_one_line_says_where_it_was_looked_for(tmp_path, monkeypatch, with_mirror):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    hub = tmp_path / "hub" if with_mirror else None
+    if hub is not None:
+        (hub / "archives").mkdir(parents=True)
+    with pytest.raises(InputError) as caught:
+        prepare("cifar100", cache=tmp_path, hub=hub)
+    said = str(caught.value)
+    looked = f"mirror {hub} does not hold it, {hub}/archives has no cifar-100-python.tar.gz"
+    assert said.startswith("dataset cifar100 (uoft-cs/cifar100) not found: ") and "\n" not in said
+    assert (looked if with_mirror else "no mirror is set") in said
+    # The variable, what it should lead to, and the command.
+    assert "set TRISHUL_HUB or storage.hub to a folder with " in said
+    assert "uoft-cs/cifar100/cifar100/train-*.parquet or archives/cifar-100-python.tar.gz" in said
+    assert "or run `trishul datasets cifar100` once with internet" in said
+
+
+@pytest.mark.parametrize("fetch", [None, "cifar100/{split}-*.parquet"])
+def test_the_hub_path_gives_what_the_mirror_path_gives(tmp_path, monkeypatch, fetch):
+    """`load_dataset` on a folder laid out as the hub's repository, card included."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    folder = mirror(tmp_path / "hub")
+    (folder.parent / "README.md").write_text(
+        "---\nconfigs:\n- config_name: cifar100\n  data_files:\n"
+        "  - split: train\n    path: cifar100/train-*\n  - split: test\n    path: cifar100/test-*\n"
+        "dataset_info:\n  config_name: cifar100\n  features:\n"
+        "  - name: img\n    dtype: image\n  - name: fine_label\n    dtype: int64\n"
+        "  - name: coarse_label\n    dtype: int64\n---\n"
+    )
+    direct, columns = CIFAR100.read(tmp_path / "hub", lambda *_: None)
+    repo = replace(CIFAR100.repo, repo=str(folder.parent), revision=None, fetch=fetch)
+    online = replace(CIFAR100, repo=repo, sizes={"train": 8, "test": 4})
+    info, downloaded = online.read(None, lambda *_: None)
+    assert info.classes == direct.classes and info.mean == direct.mean
+    for split in ("train", "test"):
+        for name in ("pixels", "label"):
+            np.testing.assert_array_equal(downloaded[split][name], columns[split][name])
+    short = replace(online, sizes={"train": 8, "test": 5})
+    with pytest.raises(CorruptFileError, match=r"split test .* has 4 rows, not the official 5: "):
+        short.read(None, lambda *_: None)
+
+
+HUB = os.environ.get("TRISHUL_HUB", "")
+
+
+@pytest.mark.skipif(
+    not (Path(HUB) / "uoft-cs/cifar100").is_dir() or not HUB,
+    reason="TRISHUL_HUB is not set or lacks uoft-cs/cifar100",
+)
+def test_real_cifar100(cache):
+    data = prepare("cifar100", cache=cache, hub=Path(HUB))
+    counts = np.bincount(data.train.labels, minlength=100)
+    assert len(counts) == 100 and counts.min() > 0
+    assert data.info.classes[0] == "apple" and data.info.classes[-1] == "worm"
+    np.testing.assert_allclose(data.info.mean, (0.507, 0.487, 0.441), atol=0.01)

@@ -1,0 +1,129 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, Split, fingerprint, write_split
+from trishul_ray.errors import CorruptFileError, InputError
+
+INFO = DatasetInfo(
+    name="toy",
+    kind="image",
+    classes=("a", "b", "c"),
+    image_shape=(3, 4, 5),
+    mean=(0.1, 0.2, 0.3),
+    std=(1.0, 2.0, 3.0),
+    source="test",
+)
+
+
+def columns(rows: int = 7, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "pixels": rng.integers(0, 256, (rows, 3, 4, 5), dtype=np.uint8),
+        "label": rng.integers(0, 3, rows),
+    }
+
+
+@pytest.fixture
+def split(tmp_path):
+    write_split(tmp_path / "train.arrow", columns(), INFO)
+    return Split(tmp_path / "train.arrow")
+
+
+def test_what_is_written_is_read_back(split):
+    want = columns()
+    assert len(split) == 7
+    assert split.info == INFO
+    assert split.columns == ("pixels", "label")
+    for name in want:
+        np.testing.assert_array_equal(split.column(name), want[name])
+        assert split.column(name).dtype == want[name].dtype
+    np.testing.assert_array_equal(split.labels, want["label"])
+    assert split.fingerprint == fingerprint(want)
+    split.verify()
+
+
+def test_columns_are_read_only_views_on_the_file(split):
+    for name in split.columns:
+        view = split.column(name)
+        assert not view.flags.owndata and not view.flags.writeable
+        assert np.shares_memory(view, split.column(name))
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 0
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.lists(st.integers(0, 6), max_size=9))
+def test_a_batch_is_the_rows_in_that_order(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("split")
+    write_split(folder / "x.arrow", columns(), INFO)
+    batch = Split(folder / "x.arrow").batch(np.array(rows, dtype=np.int64))
+    want = columns()
+    assert batch["pixels"].shape == (len(rows), 3, 4, 5) and batch["pixels"].dtype == torch.uint8
+    assert batch["label"].dtype == torch.int64
+    np.testing.assert_array_equal(batch["pixels"].numpy(), want["pixels"][rows])
+    np.testing.assert_array_equal(batch["label"].numpy(), want["label"][rows])
+
+
+@pytest.mark.parametrize("index", [-1, 7])
+def test_a_batch_refuses_rows_that_are_not_there(split, index):
+    with pytest.raises(IndexError, match=r"0\.\.6"):
+        split.batch(np.array([0, index]))
+
+
+def test_a_batch_is_a_copy(split):
+    split.batch(np.array([0]))["pixels"].fill_(9)
+    split.verify()
+
+
+def test_pickles_are_paths(tmp_path):
+    for name in ("train", "test"):
+        write_split(tmp_path / f"{name}.arrow", columns(1000), INFO)
+    dataset = PreparedDataset(tmp_path, ("train", "test"))
+    dataset.train.batch(np.arange(3))  # opened
+    data = pickle.dumps(dataset)
+    assert len(data) < 500 and len(pickle.dumps(dataset.train)) < 500
+    again = pickle.loads(data)
+    assert again == dataset and again.fingerprint == dataset.fingerprint
+    np.testing.assert_array_equal(again.train.labels, dataset.train.labels)
+
+
+def test_the_fingerprint_tells_columns_apart():
+    base = columns()
+    other = {**base, "label": base["label"] + 1}
+    reshaped = {**base, "pixels": base["pixels"].reshape(7, 3, 5, 4)}
+    assert len({fingerprint(c) for c in (base, other, reshaped)}) == 3
+    assert fingerprint(base) == fingerprint(dict(reversed(base.items())))
+
+
+def test_writing_is_repeatable_and_leaves_nothing_beside(tmp_path):
+    write_split(tmp_path / "a.arrow", columns(), INFO)
+    write_split(tmp_path / "b.arrow", columns(), INFO)
+    assert (tmp_path / "a.arrow").read_bytes() == (tmp_path / "b.arrow").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.arrow", "b.arrow"]
+
+
+def test_faults_are_named(tmp_path, split):
+    with pytest.raises(InputError, match=r"no column 'img'.*pixels, label"):
+        split.column("img")
+    with pytest.raises(InputError, match=r"no split 'dev'.*train, test"):
+        PreparedDataset(tmp_path, ("train", "test")).split("dev")
+    with pytest.raises(InputError, match=r"not on this machine.*storage.cache"):
+        len(Split(tmp_path / "gone.arrow"))
+
+
+def test_corrupt_files_are_named(tmp_path, split):
+    whole = split.path.read_bytes()
+    cut = tmp_path / "cut.arrow"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CorruptFileError, match=r"cut\.arrow is unreadable"):
+        len(Split(cut))
+    at = whole.index(columns()["pixels"].tobytes()) + 11
+    flipped = tmp_path / "flipped.arrow"
+    flipped.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(CorruptFileError, match=r"flipped\.arrow: its bytes have changed"):
+        Split(flipped).verify()

@@ -1,0 +1,153 @@
+"""The same run on one actor, two, one per client, and inline: the same bytes and metrics."""
+
+import os
+
+import psutil
+import pytest
+import ray
+
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.on_ray import driver as drive
+from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
+from trishul_ray.federation.prepare import prepare_run
+
+#: Active heads, weights by size, and clients of different sizes.
+MASKED = [
+    "method.head_fraction=0.5",
+    "federation.weighting=size",
+    "partition.variant=per-label",
+]
+
+
+@ray.remote(num_cpus=2)
+class Guest:
+    """Somebody else, who holds the whole cluster."""
+
+    def process_id(self):
+        return os.getpid()
+
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_dropout_before_heads_are_chosen_does_not_depend_on_the_actors(
+    small, inline_result, assert_same, drive_to_end, dropout_backbone, actors
+):
+    experiment = small(
+        f"model.name={dropout_backbone}",
+        "model.dropout=true",
+        "budget=2",
+        "method.selection=gradient",
+        "method.head_fraction=0.5",
+        f"resources.actors={actors}",
+    )
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        assert_same(drive_to_end(driver), inline_result(experiment))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "actors"),
+    [
+        (["federation.clients_per_actor=1"], 4),
+        (["method.allocation=gradient", "resources.actors=2"], 2),
+        ([*MASKED, "resources.actors=2"], 2),
+    ],
+    ids=[
+        "an actor per client",
+        "surveyed heads",
+        "masked heads",
+    ],
+)
+def test_the_number_of_actors_changes_nothing(
+    small, inline_result, assert_same, drive_to_end, overrides, actors
+):
+    """One actor and two, with every method: see test_every_method.py."""
+    experiment = small(*overrides)
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        assert isinstance(driver, RayDriver)
+        assert driver.slices.actors == actors
+        result = drive_to_end(driver)
+        processes = [psutil.Process(pid) for pid in driver.processes()]
+    assert_same(result, inline_result(experiment))
+    assert len([record["accuracy"] for record in result.records]) == 4
+    # Closing ends the coordinator and, with it, its clients.
+    assert len(processes) >= 2
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def test_a_wide_round_waits_for_room_and_is_summed_by_actors(
+    small, inline_result, assert_same, drive_to_end, monkeypatch
+):
+    # 40 uploads are three groups; each of the thousand clients holds one row.
+    experiment = small(
+        "federation.clients=1000",
+        "federation.clients_per_round=40",
+        "federation.local_steps=1",
+        "federation.rounds=1",
+        "partition.kind=iid",
+    )
+    monkeypatch.setattr(drive, "PATIENCE", 0.5)
+    guest = Guest.remote()
+    process = psutil.Process(ray.get(guest.process_id.remote()))
+    said = []
+
+    def tell(text):
+        said.append(text)
+        process.kill()  # the guest leaves: there is room now
+
+    with open_driver(experiment, prepare_run(experiment), "a", tell) as driver:
+        result = drive_to_end(driver)
+    assert said == ["waiting for room on the cluster for 1 x (1 CPU)"]
+    assert len(result.records[1]["clients"]) == 40
+    assert_same(result, inline_result(experiment))
+
+
+def test_bad_input_found_by_an_actor_reaches_the_caller_as_it_is(small, tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    folder = tmp_path / "vit"
+    shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_hidden_layers": 1}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    ViTForImageClassification(ViTConfig(**shape, **sizes)).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    experiment = small(f"model.name={folder}", "model.init=pretrained", "budget=1")
+    with (
+        pytest.raises(InputError) as refused,
+        open_driver(experiment, prepare_run(experiment), "a") as driver,
+    ):
+        driver.begin()
+    assert "\n" not in str(refused.value)
+    assert str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("backend", ["ray", "inline"])
+def test_a_diverging_client_fails_the_run_with_its_name(small, backend):
+    experiment = small("optimizer.lr=1e30", f"resources.backend={backend}", "resources.actors=1")
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        driver.begin()
+        with pytest.raises(RunError, match=r"client \d is not finite at round 1.*smaller learning"):
+            driver.step()
+
+
+def test_a_run_begun_inline_is_continued_by_actors_in_the_same_place(
+    small, inline_result, assert_same, drive_to_end, tmp_path, cache, monkeypatch
+):
+    # Relative places: the workers of a cluster were started in another folder, with other
+    # settings.
+    monkeypatch.chdir(tmp_path)
+    os.symlink(cache, tmp_path / "link")
+    monkeypatch.setenv("TRISHUL_CACHE", "link")
+    experiment = small("storage.runs=here", "storage.cache=null", "resources.actors=1")
+    prepared = prepare_run(experiment)
+    inline = InlineDriver(experiment, prepared, "first")
+    inline.begin()
+    inline.step()
+    with open_driver(experiment, prepared, "second") as driver:
+        result = drive_to_end(driver)
+    assert "continuing after round 1" in result.__dict__["events"]
+    assert result.attempt == "first"
+    assert_same(result, inline_result(experiment))
+    assert list((tmp_path / "here" / experiment.id / "checkpoints").glob("round-000003-*"))

@@ -1,0 +1,80 @@
+"""A local Ray: for this machine and this process alone, and gone afterwards."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from trishul_ray.errors import RunError
+from trishul_ray.federation.on_ray.actors import Surroundings
+from trishul_ray.federation.on_ray.session import ray_session
+
+
+@ray.remote(num_cpus=1)
+def worker():
+    return os.getpid()
+
+
+def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_goes(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    me = psutil.Process()
+    earlier = set(me.children(recursive=True))
+    with ray_session(1) as free:
+        assert free["CPU"] == 1.0
+        assert ray.get(worker.remote()) != me.pid
+        mine = [me, *(set(me.children(recursive=True)) - earlier)]
+        addresses = {
+            socket.laddr.ip.removeprefix("::ffff:")
+            for process in mine
+            for socket in process.net_connections("inet")
+            if socket.status == psutil.CONN_LISTEN
+        }
+        assert addresses == {"127.0.0.1"}
+        with ray_session(7) as inner:  # one that is there is used as it is
+            assert inner["CPU"] <= 1.0
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+    assert not (Path(tmp_path) / ".ray").exists()
+    tokens = [name for name in os.environ if name.startswith("RAY_AUTH") and name not in before]
+    assert tokens == []
+    assert psutil.wait_procs(mine[1:], timeout=10)[1] == []
+
+
+def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with (
+        pytest.raises(RunError, match=r"cannot join the cluster at RAY_ADDRESS=127\.0\.0\.1:1: ."),
+        ray_session(),
+    ):
+        pass
+
+
+def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch):
+    def starved(**_):
+        # What Ray raises on a machine so busy that its processes are not up in half a minute.
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", starved)
+    with (
+        pytest.raises(RunError, match=r"^cannot start a local Ray: .* timed out during startup\.$"),
+        ray_session(),
+    ):
+        pass
+
+
+def test_surroundings_are_taken_over(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", "here")
+    found = Surroundings.here()
+    monkeypatch.setenv("TRISHUL_CACHE", "there")
+    monkeypatch.chdir("/")
+    found.enter()
+    assert (os.getcwd(), os.environ["TRISHUL_CACHE"]) == (str(tmp_path), "here")
+    Surroundings("/no/such/folder", {}).enter()
+    assert os.getcwd() == str(tmp_path)

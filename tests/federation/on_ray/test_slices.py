@@ -1,0 +1,75 @@
+"""Slices: what is asked for, what fits, and what a trial's bundles give back."""
+
+import pytest
+
+from trishul_ray.errors import InputError
+from trishul_ray.federation.on_ray.slices import Slices, crowding, plan_slices, slices_of_bundles
+from trishul_ray.loading import load_experiment
+
+CPUS = {"CPU": 4.0}
+BOX = {"CPU": 8.0, "GPU": 2.0}
+
+
+def make(*overrides):
+    sizes = ["federation.clients=6", "federation.clients_per_round=3"]
+    return load_experiment(None, [*sizes, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "wanted"),
+    [
+        ([], CPUS, Slices(3, 1, 0)),  # no more than a cohort
+        ([], {"CPU": 2.0}, Slices(2, 1, 0)),
+        (["resources.threads=2"], CPUS, Slices(2, 2, 0)),
+        (["resources.actors=2"], CPUS, Slices(2, 1, 0)),
+        (["federation.clients_per_actor=1"], CPUS, Slices(6, 0.66, 0)),
+        (["federation.clients_per_actor=4"], CPUS, Slices(2, 1, 0)),
+        ([], BOX, Slices(2, 1, 1)),
+        (["resources.gpus_per_actor=0.5"], BOX, Slices(3, 1, 0.5)),
+        (["resources.device=cpu"], BOX, Slices(3, 1, 0)),
+    ],
+)
+def test_planned_by_what_is_free(overrides, free, wanted):
+    assert plan_slices(make(*overrides), free) == wanted
+
+
+def test_a_busy_cluster_gives_one_slice_to_wait_for_on_the_same_device():
+    assert plan_slices(make(), {}, CPUS) == Slices(1, 1, 0)
+    assert plan_slices(make(), {"CPU": 8.0}, BOX) == Slices(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free"),
+    [
+        (["resources.actors=2", "resources.cpus_per_actor=3"], CPUS),
+        (["resources.device=cuda"], CPUS),
+        (["resources.actors=3"], BOX),
+        ([], {}),
+    ],
+)
+def test_what_can_never_be_had_is_refused_with_numbers(overrides, free):
+    with pytest.raises(InputError, match=r"actors x \(resources\.cpus_per_actor=.* CPU, . GPU$"):
+        plan_slices(make(*overrides), free)
+
+
+@pytest.mark.parametrize("overrides", [[], ["federation.clients_per_actor=1"]])
+def test_a_trials_bundles_give_its_slices_back(overrides):
+    experiment = make(*overrides)
+    slices = plan_slices(experiment, BOX | {"GPU": 6.0})
+    assert slices_of_bundles(experiment, [{}, *slices.bundles()]) == slices
+
+
+def test_more_threads_than_cores_are_told_in_one_line():
+    assert crowding(1, 2, 2) is None and crowding(4, 1, 4.0) is None
+    assert crowding(1, 3, 2).startswith("resources.threads=3 asks for 3 threads on 2 cores: ")
+    assert crowding(4, 2, 6.0).startswith(
+        "4 actors x resources.threads=2 asks for 8 threads on 6 cores: "
+    )
+
+
+def test_other_bundles_are_filled_with_the_experiments_slices():
+    bundles = [{"CPU": 0.5}, {"CPU": 2.0}]
+    assert slices_of_bundles(make(), bundles) == Slices(2, 1, 0)
+    assert slices_of_bundles(make("resources.threads=2"), bundles) == Slices(1, 2, 0)
+    with pytest.raises(InputError, match="exceed what is here"):
+        slices_of_bundles(make(), [{}])

@@ -1,0 +1,259 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageClassification,
+    BertConfig,
+    BertModel,
+    ConvNextConfig,
+    ViTConfig,
+    ViTModel,
+)
+
+from trishul_ray.config import ModelConfig
+from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.models.backbone import load_backbone, meta_backbone
+from trishul_ray.models.lookup import load_model_config, load_preprocessing
+from trishul_ray.rng import torch_rng
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "image_size": 8, "patch_size": 2, "num_channels": 3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A small ViT classifier of 7 classes in a mirror, as ``owner/vit``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForImageClassification.from_config(ViTConfig(**SMALL, num_labels=7))
+    model.save_pretrained(tmp_path / "hub/owner/vit")
+    return tmp_path
+
+
+def load(where: Path, classes: int, *, seed: int = 0, **fields):
+    config = ModelConfig(name=fields.pop("name", "owner/vit"), **fields)
+    return load_backbone(
+        config, "image-classification", classes, seed=seed, hub=where / "hub", cache=where
+    )
+
+
+def same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
+    first, second = one.state_dict(), two.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_a_checkpoint_of_the_same_classes_is_taken_whole(saved):
+    stored = AutoModelForImageClassification.from_pretrained(saved / "hub/owner/vit")
+    model = load(saved, 7)
+    assert same(model, stored)
+    assert not model.training and model.config._attn_implementation == "sdpa"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    by_folder = load(saved, 7, name=str(saved / "hub/owner/vit"))
+    assert same(by_folder, stored)
+
+
+def test_a_head_for_other_classes_is_drawn_from_the_seed_alone(saved):
+    before = torch.random.get_rng_state()
+    first, again, other = load(saved, 5), load(saved, 5), load(saved, 5, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(123)
+    assert same(first, load(saved, 5))
+    assert same(first, again) and not same(first, other)
+    assert same(first.base_model, load(saved, 7).base_model)
+    want = 0.02 * torch.randn(5, 16, generator=torch_rng(0, "head"))
+    torch.testing.assert_close(first.classifier.weight, want, rtol=1e-6, atol=0)
+    assert not first.classifier.bias.any() and first.config.num_labels == 5
+
+
+def test_a_checkpoint_without_a_head_gets_one(tmp_path):
+    ViTModel(ViTConfig(**SMALL)).save_pretrained(tmp_path / "hub/owner/vit")
+    model = load(tmp_path, 4)
+    want = 0.02 * torch.randn(4, 16, generator=torch_rng(0, "head"))
+    torch.testing.assert_close(model.classifier.weight, want, rtol=1e-6, atol=0)
+    assert same(load(tmp_path, 4), model)
+
+
+def test_random_weights_come_from_the_seed_alone(saved):
+    before = torch.random.get_rng_state()
+    first = load(saved, 5, init="random")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert same(first, load(saved, 5, init="random"))
+    assert not same(first, load(saved, 5, init="random", seed=1))
+    weights = torch.cat([p.flatten() for p in first.parameters() if p.ndim >= 2])
+    assert float(weights.detach().std()) == pytest.approx(0.02, rel=0.05)
+    assert torch.isfinite(first(pixel_values=torch.zeros(1, 3, 8, 8)).logits).all()
+    assert bool((first.vit.layernorm.weight == 1).all())
+
+
+def test_known_architectures_need_no_network(tmp_path):
+    counts = {
+        ("google/vit-base-patch16-224-in21k", 100): 85_798_656 + 76_900,
+        ("google-t5/t5-base", None): 222_903_552,
+        ("meta-llama/Llama-3.2-1B", None): 1_235_814_400,
+    }
+    for (name, classes), want in counts.items():
+        model = meta_backbone(ModelConfig(name=name), None, classes, hub=None, cache=tmp_path)
+        assert sum(p.numel() for p in model.parameters()) == want
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+    images = load_preprocessing(
+        ModelConfig(name="google/vit-base-patch16-224-in21k"), hub=None, cache=tmp_path
+    )
+    assert (images.image_size, images.channels, images.mean) == (224, 3, (0.5, 0.5, 0.5))
+
+
+def test_another_image_size_interpolates_positions_as_transformers_does(saved):
+    native, resized = load(saved, 7), load(saved, 7, image_size=12)
+    image = torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = native(pixel_values=image, interpolate_pos_encoding=True).logits
+        got = resized(pixel_values=image).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    assert resized.config.image_size == 12
+    config = ModelConfig(name="owner/vit", image_size=12)
+    assert load_preprocessing(config, hub=saved / "hub", cache=saved).image_size == 12
+
+
+def test_an_image_size_that_the_model_cannot_take_is_refused(saved):
+    with pytest.raises(InputError, match="image_size=13 is no multiple of the model's patch, 2"):
+        load(saved, 7, image_size=13)
+    tiny = ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
+    AutoModelForImageClassification.from_config(tiny).save_pretrained(saved / "hub/owner/conv")
+    with pytest.raises(InputError, match=r"image_size=64: this convnext model takes only .* 32"):
+        load(saved, 7, name="owner/conv", image_size=64)
+
+
+def test_normalization_is_read_where_it_is_given(saved):
+    config = ModelConfig(name="owner/vit")
+    file = saved / "hub/owner/vit/preprocessor_config.json"
+    read = lambda: load_preprocessing(config, hub=saved / "hub", cache=saved)  # noqa: E731
+    assert read().mean is None and read().image_size == 8 and read().channels == 3
+    file.write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
+    assert read().mean == (0.1, 0.2, 0.3) and read().std == (1.0, 2.0, 3.0)
+    file.write_text(json.dumps({"do_normalize": False, "image_mean": [0.1] * 3}))
+    assert read().mean == (0.0,) * 3 and read().std == (1.0,) * 3
+    file.write_text("{")
+    with pytest.raises(CorruptFileError, match=r"preprocessor_config.json: not a readable"):
+        read()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_named(saved, value):
+    file = saved / "hub/owner/vit/model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if "layer" in n and n.endswith("output.dense.weight"))
+    tensors[name][0, 0] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CorruptFileError, match=r"tensor vit\.\S+\.weight of checkpoint .* NaN"):
+        load(saved, 7)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(saved):
+    file = saved / "hub/owner/vit/model.safetensors"
+    tensors = load_file(file)
+    del tensors["vit.embeddings.cls_token"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CorruptFileError, match=r"lacks 1 tensors.*vit\.embeddings\.cls_token"):
+        load(saved, 7)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "pickle", "config"])
+def test_unreadable_checkpoints_are_named(saved, damage):
+    folder = saved / "hub/owner/vit"
+    file = folder / "model.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "pickle":
+        torch.save(load_file(file), folder / "pytorch_model.bin")
+    if damage in ("gone", "pickle"):
+        file.unlink()
+    if damage == "config":
+        (folder / "config.json").write_text("{ not json")
+    with pytest.raises(CorruptFileError, match=r"model.name='owner/vit': cannot load") as caught:
+        load(saved, 7)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_checkpoint_is_never_run(saved):
+    folder = saved / "hub/owner/vit"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(saved / 'ran')!r}, 'w')\nclass Config: pass\n")
+    with pytest.raises(InputError):
+        load(saved, 7)
+    assert not (saved / "ran").exists()
+
+
+def test_names_that_lead_nowhere_are_refused(saved):
+    with pytest.raises(InputError, match=r"'vit-digit' is neither .*did you mean vit-digits"):
+        load(saved, 10, name="vit-digit")
+    with pytest.raises(InputError, match=r"'vit-digits' is not pretrained yet .*trishul pretrain"):
+        load(saved, 10, name="vit-digits")
+    (saved / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty holds no config\.json"):
+        load(saved, 10, name=str(saved / "empty"))
+    (saved / "hub/owner/none").mkdir()
+    with pytest.raises(InputError, match=r"mirror folder .*owner/none has no config\.json"):
+        load(saved, 10, name="owner/none")
+    words = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        vocab_size=20,
+    )  # fmt: skip
+    BertModel(words).save_pretrained(saved / "hub/owner/bert")
+    with pytest.raises(InputError, match="is a bert model, which does not classify images"):
+        load(saved, 10, name="owner/bert")
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import ModelConfig
+from trishul_ray.models import load_backbone
+try:
+    where = {"hub": None, "cache": Path(sys.argv[1])}
+    load_backbone(ModelConfig(name="nobody/vit"), "image-classification", 2, seed=0, **where)
+except InputError as error:
+    print(error)
+"""
+
+
+def test_without_network_one_line_says_where_it_was_looked_for(tmp_path):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, str(tmp_path)],
+        env=env, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    said = done.stdout.strip()
+    assert said.startswith("model.name='nobody/vit' not found: no mirror is set (storage.hub")
+    assert "; set TRISHUL_HUB to a folder with nobody/vit/config.json and its weights, " in said
+    assert "\n" not in said and done.stderr.strip() == ""
+
+
+HUB = os.environ.get("TRISHUL_HUB", "")
+NAME = "trishul/vit-cifar10-128x6"
+
+
+@pytest.mark.skipif(
+    not HUB or not (Path(HUB) / NAME).is_dir(), reason=f"TRISHUL_HUB is not set or lacks {NAME}"
+)
+def test_real_pretrained_vit(tmp_path):
+    config = ModelConfig(name=NAME)
+    hub = Path(HUB)
+    model = load_backbone(config, "image-classification", 100, seed=0, hub=hub, cache=tmp_path)
+    stored = load_file(hub / NAME / "model.safetensors")
+    assert model.classifier.weight.shape == (100, 128)
+    assert torch.equal(model.vit.embeddings.cls_token, stored["vit.embeddings.cls_token"])
+    images = load_preprocessing(config, hub=hub, cache=tmp_path)
+    assert images.mean == (0.4914, 0.4822, 0.4465) and images.image_size == 32
+    assert load_model_config(config, hub=hub, cache=tmp_path).num_labels == 10

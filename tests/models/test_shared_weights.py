@@ -1,0 +1,222 @@
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from trishul_ray.config import ModelConfig
+from trishul_ray.errors import CorruptFileError
+from trishul_ray.models.backbone import backbone_config, load_backbone
+from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.models.compute import cast, run_dtype
+from trishul_ray.models.shared_weights import (
+    ALIGNMENT,
+    KEPT_SECONDS,
+    resident_backbone,
+    weights_file,
+    write_aligned,
+)
+from trishul_ray.pretrain.objectives import new_backbone
+
+ROOT = Path(__file__).parents[2]
+KINDS = [
+    ("vit-digits", "image-classification", 10),
+    ("bert-tiny", "sequence-classification", 3),
+    ("t5-tiny", "seq2seq-lm", None),
+    ("llama-tiny", "causal-lm", None),
+    ("llama-tiny", "sequence-classification", 3),
+]
+
+
+def tensors(model):
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def plain(config, kind, classes, **places):
+    model = load_backbone(config, kind, classes, **places)
+    cast(model, run_dtype(config))
+    return model
+
+
+def assert_same_bits(one, two):
+    first, second = tensors(one), tensors(two)
+    assert list(first) == list(second)
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype and torch.equal(value, second[name]), name
+    assert one.config.to_diff_dict().keys() - {"use_cache"} == (
+        two.config.to_diff_dict().keys() - {"use_cache"}
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "kind", "classes"), KINDS)
+def test_shared_weights_are_those_of_a_plain_load(name, kind, classes, precision, tmp_path):
+    config = ModelConfig(name=name, init="random", precision=precision)
+    places = {"seed": 3, "hub": None, "cache": tmp_path}
+    want = plain(config, kind, classes, **places)
+    first, second = (resident_backbone(config, kind, classes, **places).model for _ in range(2))
+    assert_same_bits(first, want)
+    assert_same_bits(second, want)
+    assert not second.training
+    assert all(t.data_ptr() % ALIGNMENT == 0 for t in tensors(second).values())
+    shared = [n for n, p in second.named_parameters(remove_duplicate=False)]
+    assert len(shared) - len(list(second.parameters())) == (
+        len(list(want.named_parameters(remove_duplicate=False))) - len(list(want.parameters()))
+    )
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 1
+
+
+@pytest.fixture
+def bert(tmp_path):
+    """A folder with a masked language model: no pooler, no classifier."""
+    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "bert")
+    return ModelConfig(name=str(tmp_path / "bert"))
+
+
+def test_a_head_that_is_drawn_is_no_part_of_the_file(bert, tmp_path):
+    places = {"hub": None, "cache": tmp_path}
+    kind = "sequence-classification"
+    models = [resident_backbone(bert, kind, 3, seed=n, **places).model for n in (0, 1, 0)]
+    for model, seed in zip(models, (0, 1, 0), strict=True):
+        assert_same_bits(model, plain(bert, kind, 3, seed=seed, **places))
+    assert not torch.equal(models[0].classifier.weight, models[1].classifier.weight)
+    (file,) = (tmp_path / "weights").glob("*.safetensors")
+    with safe_open(file, "pt") as stored:
+        assert not [n for n in stored.keys() if "classifier" in n or "pooler" in n]  # noqa: SIM118
+
+
+def test_whatever_decides_the_weights_is_in_the_files_name(bert, tmp_path):
+    def name(config, classes=3, seed=0):
+        shape = backbone_config(
+            config, "sequence-classification", classes, hub=None, cache=tmp_path
+        )
+        return weights_file(
+            config, shape, "sequence-classification", seed=seed, hub=None, cache=tmp_path
+        ).name
+
+    drawn = ModelConfig(name="bert-tiny", init="random")
+    half = bert.model_copy(update={"precision": "bf16"})
+    assert name(bert) == name(bert, seed=1)
+    names = {name(bert), name(bert, classes=4), name(half), name(drawn), name(drawn, seed=1)}
+    before = name(bert)
+    file = tmp_path / "bert/model.safetensors"
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    assert len(names) == 5 and name(bert) != before
+
+
+def test_the_source_is_what_lies_in_the_folder_not_when_or_where(bert, tmp_path):
+    places = {"seed": 0, "hub": None, "cache": tmp_path}
+    kind = "sequence-classification"
+    first = resident_backbone(bert, kind, 3, **places).source
+    shutil.copytree(tmp_path / "bert", tmp_path / "copy")
+    copied = bert.model_copy(update={"name": str(tmp_path / "copy"), "precision": "bf16"})
+    assert first.startswith("sha256:")
+    assert resident_backbone(copied, kind, 2, **places).source == first
+    file = tmp_path / "copy/model.safetensors"
+    state = load_file(file)
+    state["bert.embeddings.word_embeddings.weight"][7, 7] += 1.0
+    save_file(state, file, metadata={"format": "pt"})
+    assert resident_backbone(copied, kind, 2, **places).source != first
+    drawn = ModelConfig(name="bert-tiny", init="random")
+    assert resident_backbone(drawn, kind, 3, **places).source == ""
+
+
+def test_a_write_stays_in_the_process(bert, tmp_path):
+    places = {"seed": 0, "hub": None, "cache": tmp_path}
+    model = resident_backbone(bert, "sequence-classification", 3, **places).model
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight.zero_()
+    again = resident_backbone(bert, "sequence-classification", 3, **places).model
+    assert_same_bits(again, plain(bert, "sequence-classification", 3, **places))
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "empty"])
+def test_a_damaged_file_is_made_again(bert, damage, tmp_path):
+    places = {"seed": 0, "hub": None, "cache": tmp_path}
+    kind = "sequence-classification"
+    resident_backbone(bert, kind, 3, **places)
+    (file,) = (tmp_path / "weights").glob("*.safetensors")
+    if damage == "other":
+        save_file({"weight": torch.zeros(3)}, file, metadata={"drawn": "[]"})
+    else:
+        file.write_bytes(file.read_bytes()[: -1000 if damage == "cut" else 0])
+    assert_same_bits(
+        resident_backbone(bert, kind, 3, **places).model, plain(bert, kind, 3, **places)
+    )
+
+
+def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
+    file = tmp_path / "bert/model.safetensors"
+    state = load_file(file)
+    state["bert.embeddings.word_embeddings.weight"][7, 7] = float("nan")
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(CorruptFileError, match=r"word_embeddings\.weight of checkpoint"):
+        resident_backbone(bert, "sequence-classification", 3, seed=0, hub=None, cache=tmp_path)
+    assert not list((tmp_path / "weights").glob("*.safetensors"))
+
+
+def test_what_nobody_opened_for_a_month_is_removed(bert, tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    old, young = folder / "old.safetensors", folder / "young.safetensors"
+    for file, age in ((old, KEPT_SECONDS + 60), (young, KEPT_SECONDS - 60)):
+        file.write_bytes(b"")
+        os.utime(file, (time.time() - age,) * 2)
+    resident_backbone(bert, "sequence-classification", 3, seed=0, hub=None, cache=tmp_path)
+    assert young.exists() and not old.exists()
+
+
+def test_any_reader_of_safetensors_takes_the_file(tmp_path):
+    given = {
+        "odd": torch.arange(5.0),
+        "flag": torch.tensor([True, False]),
+        "number": torch.tensor(7),
+        "half": torch.randn(3, 33, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+    }
+    write_aligned(tmp_path / "file", given, {"note": "x"})
+    found = load_file(tmp_path / "file")
+    for name, tensor in given.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+    assert all(name in given or name.startswith("pad.") for name in found)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from trishul_ray.experiment import ModelConfig
+from trishul_ray.models.shared import resident_backbone
+config = ModelConfig(name="bert-tiny", init="random")
+places = {"seed": 0, "hub": None, "cache": Path(sys.argv[1])}
+model = resident_backbone(config, "sequence-classification", 3, **places).model
+print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/weights/" in line))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="no /proc on this system")
+def test_two_processes_map_the_same_file(tmp_path):
+    config = ModelConfig(name="bert-tiny", init="random")
+    places = {"seed": 0, "hub": None, "cache": tmp_path}
+    model = resident_backbone(config, "sequence-classification", 3, **places).model
+    (file,) = (tmp_path / "weights").glob("*.safetensors")
+    written = file.stat().st_ino
+    other = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, check=True,
+    ).stdout  # fmt: skip
+    here = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(file) in line]
+    starts = [int(line.split("-")[0], 16) for line in here]
+    ends = [int(line.split("-")[1].split()[0], 16) for line in here]
+    for parameter in model.parameters():
+        place = parameter.data_ptr()
+        assert any(start <= place < end for start, end in zip(starts, ends, strict=True))
+    inodes = {int(line.split()[4]) for line in [*here, *other.splitlines()]}
+    assert str(file) in other and inodes == {written}

@@ -1,0 +1,122 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from trishul_ray.config import ModelConfig
+from trishul_ray.data.prepare import prepare
+from trishul_ray.errors import InputError
+from trishul_ray.models import builtin as tiny
+from trishul_ray.models.backbone import load_backbone
+from trishul_ray.models.builtin import VIT_DIGITS
+from trishul_ray.models.lookup import load_preprocessing
+from trishul_ray.pretrain import training as pretrain
+from trishul_ray.pretrain.objectives import new_backbone, task_for
+from trishul_ray.pretrain.training import (
+    builtin_named,
+    ensure_backbone,
+    save_backbone,
+    train_backbone,
+)
+
+SHORT = dataclasses.replace(VIT_DIGITS, recipe=dataclasses.replace(VIT_DIGITS.recipe, epochs=2))
+
+
+@pytest.fixture
+def digits(tmp_path):
+    return prepare("digits", cache=tmp_path, hub=None)
+
+
+def weights(model: torch.nn.Module) -> bytes:
+    return b"".join(t.numpy().tobytes() for t in model.state_dict().values())
+
+
+def accuracy(model: torch.nn.Module, split) -> float:
+    task = task_for(VIT_DIGITS, split)
+    batch = task.prepare_batch(split.batch(np.arange(len(split))), "cpu", torch.float32)
+    with torch.inference_mode():
+        return task.merge([task.evaluate(model(**task.inputs(batch)), batch)])["accuracy"]
+
+
+def test_training_is_repeatable_and_leaves_globals_alone(digits):
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    told = []
+    first = train_backbone(
+        SHORT, digits.split("pretrain"), on_epoch=lambda *step: told.append(step)
+    )
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    try:
+        assert weights(train_backbone(SHORT, digits.split("pretrain"))) == weights(first)
+    finally:
+        torch.set_num_threads(threads)
+    assert [epoch for epoch, _ in told] == [1, 2] and told[1][1] < told[0][1]
+
+
+def test_the_recipe_leaves_room_to_improve(digits):
+    model = train_backbone(VIT_DIGITS, digits.split("pretrain"))
+    assert 0.75 <= accuracy(model, digits.test) <= 0.88
+
+
+def test_saved_weights_load_back(digits, tmp_path):
+    model = new_backbone(VIT_DIGITS)
+    folder = VIT_DIGITS.folder(tmp_path)
+    save_backbone(model, VIT_DIGITS, digits.train, folder)
+    save_backbone(model, VIT_DIGITS, digits.train, tmp_path / "again")
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    assert not list(folder.parent.glob(".*"))
+    config = ModelConfig(name="vit-digits")
+    loaded = load_backbone(config, "image-classification", 10, seed=0, hub=None, cache=tmp_path)
+    assert weights(loaded) == weights(model)
+    images = load_preprocessing(config, hub=None, cache=tmp_path)
+    assert images.image_size == 8 and images.channels == 1
+    assert (images.mean, images.std) == (digits.info.mean, digits.info.std)
+
+
+def test_the_quickstarts_backbone_keeps_its_place():
+    assert VIT_DIGITS.hash == "a5005e20"
+
+
+def test_everything_that_decides_the_weights_is_in_the_folders_name():
+    other = dataclasses.replace(
+        VIT_DIGITS, architecture={**VIT_DIGITS.architecture, "patch_size": 4}
+    )
+    assert len({VIT_DIGITS.hash, SHORT.hash, other.hash}) == 3
+
+
+def test_random_backbones_need_no_pretraining(tmp_path):
+    config = ModelConfig(name="vit-digits", init="random")
+    ensure_backbone(config, tmp_path)
+    ensure_backbone(ModelConfig(name="owner/model"), tmp_path)
+    assert not list(tmp_path.iterdir())
+    model = load_backbone(
+        config, "image-classification", 10, seed=VIT_DIGITS.recipe.seed, hub=None, cache=tmp_path
+    )
+    assert weights(model) == weights(new_backbone(VIT_DIGITS))
+
+
+def test_unknown_built_ins_are_refused():
+    with pytest.raises(InputError, match=r"'vit-huge' is not a built-in.*vit-digits"):
+        builtin_named("vit-huge")
+    with pytest.raises(InputError, match="vit-digits is pretrained on digits alone, not mrqa"):
+        builtin_named("vit-digits", "mrqa")
+
+
+@pytest.mark.slow
+def test_ray_train_gives_the_same_bytes_as_the_plain_loop(digits, tmp_path, monkeypatch, local_ray):
+    monkeypatch.setitem(tiny.BUILTINS, SHORT.name, SHORT)
+    told = []
+    folder = pretrain.pretrain(SHORT, tmp_path, progress=lambda stage, done: told.append(done))
+    assert told == [0.5, 1.0]
+    loaded = load_backbone(
+        ModelConfig(name=SHORT.name), "image-classification", 10, seed=0, hub=None, cache=tmp_path
+    )
+    assert weights(loaded) == weights(train_backbone(SHORT, digits.split("pretrain")))
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert pretrain.pretrain(SHORT, tmp_path) == folder  # found
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert not list(tmp_path.glob("train-*"))

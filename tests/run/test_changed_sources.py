@@ -1,0 +1,173 @@
+"""Data or weights that change under a run: it is refused by name, never mixed with what was."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from trishul_ray.errors import InputError
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.messages import changed_sources
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.workbench import build_workbench
+from trishul_ray.loading import load_experiment
+from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
+from trishul_ray.pretrain.objectives import new_backbone
+
+WORDS = [
+    "dataset=table",
+    "data.path=notes.csv",
+    "model=backbone",
+    "task.max_length=16",
+    "method=fedit",
+    "budget=2",
+    "optimizer.lr=0.01",
+    "federation.clients=2",
+    "federation.clients_per_round=2",
+    "federation.rounds=2",
+    "federation.local_steps=2",
+    "federation.batch_size=2",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+]
+
+
+@pytest.fixture
+def place(tmp_path, cache, monkeypatch):
+    """A folder with a table and a backbone, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.delenv("TRISHUL_HUB", raising=False)
+    write_notes(tmp_path, "left")
+    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "backbone")
+    byte_tokenizer("bert").save_pretrained(tmp_path / "backbone")
+    return tmp_path
+
+
+def write_notes(folder, first):
+    rows = [f"{first if n % 2 else 'right'} {n},{n % 2}" for n in range(40)]
+    (folder / "notes.csv").write_text("\n".join(["text,label", *rows]))
+
+
+def change_weights(folder):
+    file = folder / "backbone/model.safetensors"
+    state = load_file(file)
+    state["bert.encoder.layer.0.output.dense.bias"][0] += 1.0
+    save_file(state, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def trishul(place, called):
+    """``trishul("run")`` -> exit code and standard error."""
+
+    def call(*words):
+        code, _, said = called(*words)
+        return code, said
+
+    return call
+
+
+def result_of(place):
+    (file,) = place.glob("runs/*/result.json")
+    return json.loads(file.read_text())
+
+
+def test_a_finished_run_is_read_only_while_its_data_are_the_same(trishul, place):
+    code, said = trishul("run", *WORDS)
+    assert code == 0, said
+    first = result_of(place)
+    assert set(first["sources"]) == {"rows", "tokens", "backbone"}
+    code, said = trishul("run", *WORDS)
+    assert code == 0 and "this run had finished before" in said
+
+    write_notes(place, "other")
+    code, said = trishul("run", *WORDS)
+    assert code == 2 and said.splitlines()[-1] == (
+        f"error: run {first['id']} was made with other data than are there now: put back what it "
+        "was made with, or start over with --fresh"
+    )
+    assert result_of(place) == first
+    code, said = trishul("run", *WORDS, "--fresh")
+    assert code == 0, said
+    again = result_of(place)
+    assert again["id"] == first["id"]
+    assert again["sources"]["rows"] != first["sources"]["rows"]
+    assert again["state_sha256"] != first["state_sha256"]
+
+    change_weights(place)
+    code, said = trishul("run", *WORDS)
+    assert code == 2 and "was made with other weights of the backbone than" in said
+    assert trishul("run", *WORDS, "--fresh")[0] == 0
+
+    (place / "notes.csv").unlink()
+    code, said = trishul("run", *WORDS)
+    assert code == 0 and "the data of this finished run cannot be read any more" in said
+
+
+def test_a_file_written_again_with_the_same_rows_is_no_change(trishul, place):
+    assert trishul("run", *WORDS)[0] == 0
+    first = result_of(place)
+    write_notes(place, "left")
+    code, said = trishul("run", *WORDS)
+    assert code == 0 and "this run had finished before" in said
+    code, said = trishul("run", *WORDS, "--fresh")
+    assert code == 0 and result_of(place)["sources"] == first["sources"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda place: write_notes(place, "other"), "data"),
+        (change_weights, "weights of the backbone"),
+    ],
+    ids=["data", "weights"],
+)
+def test_a_run_under_way_does_not_go_on_with_other_sources(trishul, place, change, named):
+    experiment = load_experiment(None, WORDS)
+    driver = InlineDriver(experiment, prepare_run(experiment), "first")
+    driver.begin()
+    driver.step()
+    change(place)
+    code, said = trishul("run", *WORDS)
+    told = " ".join(said.split())
+    assert code == 1
+    assert f"run {experiment.id} began with other {named} than are there now: put back" in told
+    assert not list(place.glob("runs/*/result.json"))
+    code, said = trishul("run", *WORDS, "--fresh")
+    assert code == 0 and "continuing" not in said
+
+
+def test_an_export_is_of_the_backbone_that_was_trained_on(trishul, place):
+    assert trishul("run", *WORDS)[0] == 0
+    run = result_of(place)["id"]
+    assert trishul("export", run, "adapter")[0] == 0
+    assert (place / "adapter/adapter_model.safetensors").is_file()
+    change_weights(place)
+    code, said = trishul("export", run, "other", "--merged")
+    told = " ".join(said.split())
+    assert code == 1 and f"run {run} was made with other weights of the backbone" in told
+    assert not (place / "other").exists()
+
+
+def test_a_node_with_other_data_than_the_drivers_is_named(place):
+    """An actor that does not see the driver's cache prepares the data again, from its own files."""
+    experiment = load_experiment(None, WORDS)
+    prepared = prepare_run(experiment)
+    elsewhere = experiment.storage.model_copy(update={"cache": str(place / "node")})
+    there = experiment.model_copy(update={"storage": elsewhere})
+    moved = replace(prepared.dataset, folder=place / "not-here")
+    away = replace(prepared, dataset=moved)
+    assert build_workbench(there, away).sources == build_workbench(experiment, prepared).sources
+    write_notes(place, "other")
+    with pytest.raises(InputError, match=r"^node .* has other data than the driver: data\.path, "):
+        build_workbench(there, away)
+
+
+def test_only_what_is_known_on_both_sides_can_differ():
+    known = {"rows": "a", "tokens": "b", "backbone": "c"}
+    assert changed_sources({}, known) == changed_sources(known, known) == ""
+    assert changed_sources(known, known | {"tokens": "x"}) == "tokens of the data"
+    assert changed_sources(known, known | {"rows": "x", "tokens": "x"}) == "data"
+    both = changed_sources(known, known | {"rows": "x", "backbone": "x"})
+    assert both == "data and weights of the backbone"

@@ -1,0 +1,229 @@
+"""GLUE tasks as published: a zip file or its unpacked folder, with ``train.tsv`` and ``dev.tsv``.
+
+Source: A. Wang et al., "GLUE", ICLR 2019, https://gluebenchmark.com/tasks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+
+from trishul_ray.data.archives_files import all_or_none, zip_member
+from trishul_ray.data.hub import HubRepo
+from trishul_ray.data.public import Columns, PublicDataset, TextLayout
+from trishul_ray.errors import CorruptFileError
+
+#: Above the largest file, MNLI's training rows.
+_LIMIT = 2**30
+
+
+@dataclass(frozen=True)
+class GlueArchive:
+    """One task's archive.
+
+    Attributes:
+        folder: the folder inside the zip file, or beside it if unpacked.
+        zips: names the zip file has had.
+        fields: text columns, named as on the hub.
+        labels: how the labels are spelled, in the order of their numbers.
+        label: label column.
+        columns: what the text columns are called in the files, where that differs.
+        members: pairs of the hub's split and its ``.tsv`` file.
+        skip_short: leave out rows with too few fields. QQP has three such training rows, which
+            the hub's version leaves out as well.
+    """
+
+    folder: str
+    zips: tuple[str, ...]
+    fields: tuple[str, ...]
+    labels: tuple[str, ...]
+    label: str = "label"
+    columns: tuple[str, ...] = ()
+    members: tuple[tuple[str, str], ...] = (("train", "train.tsv"), ("validation", "dev.tsv"))
+    skip_short: bool = False
+
+    @property
+    def title(self) -> str:
+        """What is looked for, for people."""
+        return f"{self.zips[0]} or {self.folder}/"
+
+    def find(self, folder: Path) -> tuple[Path, ...] | None:
+        """The zip file in ``folder``, or else the unpacked files."""
+        for name in self.zips:
+            if (folder / name).is_file():
+                return (folder / name,)
+        return all_or_none(folder, tuple(f"{self.folder}/{name}" for _, name in self.members))
+
+    def read(
+        self, files: Sequence[Path], tell: Callable[[str, float], None]
+    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
+        """The texts and ``label`` int64 [N] by split.
+
+        Raises:
+            CorruptFileError: names the file, the member, the line and the fault.
+        """
+        splits = {}
+        for number, (split, name) in enumerate(self.members):
+            with ExitStack() as stack:
+                if len(files) == 1:
+                    member = f"{self.folder}/{name}"
+                    where = f"{files[0]}: member {member}"
+                    stream = stack.enter_context(zip_member(files[0], member, _LIMIT))
+                else:
+                    where = str(files[number])
+                    stream = stack.enter_context(files[number].open("rb"))
+                splits[split] = self._rows(stream, where)
+            tell(split, 1.0)
+        return splits, None
+
+    def _rows(self, stream: IO[bytes], where: str) -> Columns:
+        lines = _split_lines(stream, where)
+        header = next(lines, (0, []))[1]
+        wanted = (*(self.columns or self.fields), self.label)
+        lacking = [name for name in wanted if name not in header]
+        if lacking:
+            have = ", ".join(header)
+            raise CorruptFileError(f"{where}: no column {lacking[0]!r}; it has {have}")
+        places = [header.index(name) for name in wanted]
+        numbers = {spelled: label for label, spelled in enumerate(self.labels)}
+        texts: list[list[str]] = [[] for _ in self.fields]
+        labels = []
+        for line, cells in lines:
+            if len(cells) <= max(places):
+                if self.skip_short:
+                    continue
+                raise CorruptFileError(
+                    f"{where}, line {line}: {len(cells)} fields, the header has {len(header)}"
+                )
+            *row, spelled = (cells[place] for place in places)
+            if spelled not in numbers:
+                raise CorruptFileError(
+                    f"{where}, line {line}: {self.label} is {spelled[:40]!r}, not one of "
+                    f"{', '.join(self.labels)}"
+                )
+            labels.append(numbers[spelled])
+            for column, text in zip(texts, row, strict=True):
+                column.append(text)
+        columns: Columns = {
+            field: pa.array(column, pa.large_string())
+            for field, column in zip(self.fields, texts, strict=True)
+        }
+        return columns | {"label": np.array(labels, dtype=np.int64)}
+
+
+def _split_lines(stream: IO[bytes], where: str) -> Iterator[tuple[int, list[str]]]:
+    """Line number (from 1) and fields of each line. Quotes mean nothing in these files."""
+    for number, line in enumerate(stream, start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptFileError(f"{where}, line {number}: not UTF-8 ({error})") from error
+        if text.strip():
+            yield number, text.rstrip("\r\n").split("\t")
+
+
+_GLUE_REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"
+
+
+def _glue(
+    task: str,
+    description: str,
+    fields: tuple[str, ...],
+    classes: tuple[str, ...],
+    sizes: dict[str, int],
+    archive: GlueArchive,
+    groups: tuple[str, ...] = (),
+) -> PublicDataset:
+    """A GLUE task; its test rows are the public development sets."""
+    return PublicDataset(
+        name=f"glue/{task}",
+        description=description,
+        repo=HubRepo(
+            "nyu-mll/glue",
+            config=task,
+            revision=_GLUE_REVISION,
+            layouts=(f"{task}/{{split}}-*.parquet",),
+        ),
+        layout=TextLayout(fields=fields, classes=classes),
+        sizes=sizes,
+        test=tuple(split for split in sizes if split != "train"),
+        groups=groups,
+        archive=archive,
+    )
+
+
+_ENTAILMENT = ("entailment", "not_entailment")
+
+
+MNLI = _glue(
+    "mnli",
+    "entailment, 3 classes, 392,702 / 9,815 matched + 9,832 not",
+    ("premise", "hypothesis"),
+    ("entailment", "neutral", "contradiction"),
+    {"train": 392_702, "validation_matched": 9_815, "validation_mismatched": 9_832},
+    GlueArchive(
+        folder="MNLI",
+        zips=("MNLI.zip",),
+        fields=("premise", "hypothesis"),
+        columns=("sentence1", "sentence2"),
+        label="gold_label",
+        labels=("entailment", "neutral", "contradiction"),
+        members=(
+            ("train", "train.tsv"),
+            ("validation_matched", "dev_matched.tsv"),
+            ("validation_mismatched", "dev_mismatched.tsv"),
+        ),
+    ),
+    groups=("matched", "mismatched"),
+)
+
+
+QNLI = _glue(
+    "qnli",
+    "does a sentence answer a question, 104,743 / 5,463",
+    ("question", "sentence"),
+    _ENTAILMENT,
+    {"train": 104_743, "validation": 5_463},
+    GlueArchive("QNLI", ("QNLI.zip", "QNLIv2.zip"), ("question", "sentence"), _ENTAILMENT),
+)
+
+
+QQP = _glue(
+    "qqp",
+    "do two questions mean the same, 363,846 / 40,430",
+    ("question1", "question2"),
+    ("not_duplicate", "duplicate"),
+    {"train": 363_846, "validation": 40_430},
+    GlueArchive(
+        folder="QQP",
+        zips=("QQP.zip", "QQP-clean.zip"),
+        fields=("question1", "question2"),
+        labels=("0", "1"),
+        label="is_duplicate",
+        skip_short=True,
+    ),
+)
+
+
+SST2 = _glue(
+    "sst2",
+    "sentiment of phrases in film reviews, 67,349 / 872",
+    ("sentence",),
+    ("negative", "positive"),
+    {"train": 67_349, "validation": 872},
+    GlueArchive("SST-2", ("SST-2.zip",), ("sentence",), ("0", "1")),
+)
+
+
+RTE = _glue(
+    "rte",
+    "does a text entail a sentence, 2,490 / 277",
+    ("sentence1", "sentence2"),
+    _ENTAILMENT,
+    {"train": 2_490, "validation": 277},
+    GlueArchive("RTE", ("RTE.zip",), ("sentence1", "sentence2"), _ENTAILMENT),
+)

@@ -1,0 +1,1 @@
+"""The Ray shell around the federation: session, slices, actors, pool, driver."""

@@ -1,0 +1,1 @@
+"""Central pretraining of the built-in backbones."""
