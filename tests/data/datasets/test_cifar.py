@@ -1,4 +1,4 @@
-"""Archives written here in the published format: read back, and refused by name when malformed."""
+"""CIFAR-10 and CIFAR-100 from original archives: read back, or refused when malformed."""
 
 import io
 import pickle
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trishul_ray.data.datasets.cifar import CIFAR10, CIFAR10_ARCHIVE, CIFAR100, CIFAR100_ARCHIVE
+from trishul_ray.data.datasets.cifar import CIFAR10, CIFAR100
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 
@@ -29,7 +29,7 @@ def write_tar(file: Path, members: dict[str, bytes]) -> Path:
 
 
 def pickled(**fields: object) -> bytes:
-    # Protocol 2 with bytes for keys: what Python 2 wrote.
+    # Python 2 wrote protocol 2, with bytes as keys.
     return pickle.dumps({key.encode(): value for key, value in fields.items()}, protocol=2)
 
 
@@ -45,33 +45,33 @@ def cifar100(**replaced: bytes) -> dict[str, bytes]:
 
 def test_cifar100_round_trip(tmp_path):
     file = write_tar(tmp_path / "cifar-100-python.tar.gz", cifar100())
-    assert CIFAR100_ARCHIVE.find(tmp_path) == (file,)
-    told = []
-    splits, names = CIFAR100_ARCHIVE.read((file,), lambda *step: told.append(step))
+    assert CIFAR100.archive.find(tmp_path) == (file,)
+    reported = []
+    splits, names = CIFAR100.archive.read((file,), lambda *step: reported.append(step))
     np.testing.assert_array_equal(splits["train"]["pixels"].reshape(6, -1), rows_of(6, 0))
     assert splits["train"]["pixels"].shape == (6, 3, 32, 32)
     assert splits["train"]["label"].tolist() == [0, 1, 2, 3, 98, 99]
     assert splits["test"]["label"].tolist() == [5, 6, 7]
     assert names is not None and names[99] == "class99"
-    assert {split for split, _ in told} == {"train", "test"}
-    assert all(0 <= done <= 1 for _, done in told)
+    assert {split for split, _ in reported} == {"train", "test"}
+    assert all(0 <= done <= 1 for _, done in reported)
 
 
-def test_cifar10_puts_its_five_batches_together(tmp_path):
+def test_cifar10_joins_its_five_batches_in_order(tmp_path):
     members = {
         f"cifar-10-batches-py/data_batch_{n}": pickled(data=rows_of(2, n), labels=[n, n])
-        for n in (3, 1, 2, 5, 4)  # whatever their order in the file
+        for n in (3, 1, 2, 5, 4)  # in any order in the file
     }
     members["cifar-10-batches-py/test_batch"] = pickled(data=rows_of(1, 9), labels=[9])
     members["cifar-10-batches-py/batches.meta"] = pickled(label_names=[b"n"] * 10)
     members["cifar-10-batches-py/readme.html"] = b"not a pickle"
     file = write_tar(tmp_path / "cifar-10-python.tar.gz", members)
-    splits, _ = CIFAR10_ARCHIVE.read((file,), lambda *_: None)
+    splits, _ = CIFAR10.archive.read((file,), lambda *_: None)
     assert splits["train"]["label"].tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     np.testing.assert_array_equal(splits["train"]["pixels"][2:4].reshape(2, -1), rows_of(2, 2))
 
 
-def test_the_dataset_is_made_of_the_archive_where_the_mirror_has_no_parquet(tmp_path):
+def test_the_archive_is_read_if_the_mirror_has_no_parquet(tmp_path):
     write_tar(tmp_path / "hub/archives/cifar-100-python.tar.gz", cifar100())
     small = replace(CIFAR100, sizes={"train": 6, "test": 3})
     info, columns = small.read(tmp_path / "hub", lambda *_: None)
@@ -86,7 +86,7 @@ def test_the_dataset_is_made_of_the_archive_where_the_mirror_has_no_parquet(tmp_
 
 
 class Evil:
-    """A pickle of this runs a command when it is loaded without care."""
+    """Run a command when unpickled by an unrestricted unpickler."""
 
     def __reduce__(self):
         import os
@@ -97,15 +97,15 @@ class Evil:
 MALFORMED = {
     "a callable": (
         {"train": pickle.dumps({b"data": Evil()}, protocol=2)},
-        r"member cifar-100-python/train is not a pickle of arrays \(it asks for \w+\.system",
+        r"member cifar-100-python/train is not a pickle of arrays \(it refers to \w+\.system",
     ),
     "eval": (
         {"train": b"c__builtin__\neval\n(S'1+1'\ntR."},
-        r"asks for __builtin__\.eval",
+        r"refers to __builtin__\.eval",
     ),
     "a numpy function": (
         {"train": b"cnumpy\nload\n(S'x'\ntR."},
-        r"asks for numpy\.load",
+        r"refers to numpy\.load",
     ),
     "not a pickle": ({"train": b"\x80\x02garbage"}, "train is not a pickle of arrays"),
     "cut": ({"train": pickled(data=rows_of(4, 0))[:-900]}, "train is not a pickle of arrays"),
@@ -144,7 +144,7 @@ def test_a_malformed_member_is_named(tmp_path, case):
     replaced, message = MALFORMED[case]
     file = write_tar(tmp_path / "cifar-100-python.tar.gz", cifar100(**replaced))
     with pytest.raises(CorruptFileError, match=message) as caught:
-        CIFAR100_ARCHIVE.read((file,), lambda *_: None)
+        CIFAR100.archive.read((file,), lambda *_: None)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -153,22 +153,22 @@ def test_a_missing_member_a_link_and_a_cut_file_are_named(tmp_path):
     del members["cifar-100-python/test"]
     file = write_tar(tmp_path / "cifar-100-python.tar.gz", members)
     with pytest.raises(CorruptFileError, match="no member cifar-100-python/test"):
-        CIFAR100_ARCHIVE.read((file,), lambda *_: None)
+        CIFAR100.archive.read((file,), lambda *_: None)
 
     with tarfile.open(file, "w:gz") as tar:
         entry = tarfile.TarInfo("cifar-100-python/train")
         entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(entry)
     with pytest.raises(CorruptFileError, match="member cifar-100-python/train is not a plain file"):
-        CIFAR100_ARCHIVE.read((file,), lambda *_: None)
+        CIFAR100.archive.read((file,), lambda *_: None)
 
     write_tar(file, cifar100())
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(CorruptFileError, match=r"tar.gz: not a readable tar.gz file"):
-        CIFAR100_ARCHIVE.read((file,), lambda *_: None)
+        CIFAR100.archive.read((file,), lambda *_: None)
     file.write_bytes(b"not compressed at all")
     with pytest.raises(CorruptFileError, match=r"tar.gz: not a readable tar.gz file"):
-        CIFAR100_ARCHIVE.read((file,), lambda *_: None)
+        CIFAR100.archive.read((file,), lambda *_: None)
 
 
 def test_parquet_comes_before_the_archive(tmp_path):

@@ -1,3 +1,5 @@
+"""The digits dataset: its splits hold all rows once, and are the same bytes everywhere."""
+
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -11,7 +13,7 @@ def test_splits_are_disjoint_and_hold_all_rows(tmp_path):
     images, labels = load_digits(return_X_y=True)
     rows = np.concatenate([digits.split(n).column("pixels").reshape(-1, 64) for n in sizes])
     held = np.concatenate([digits.split(n).labels for n in sizes])
-    # 0..16 times 255/16, rounded, is one to one: the same rows in another order, each once.
+    # Scaling 0..16 by 255/16 and rounding can be undone: compare the rows in sorted order.
     back = np.rint(rows * (16 / 255)).astype(int)
     want = np.column_stack([images.astype(int), labels])
     got = np.column_stack([back, held])

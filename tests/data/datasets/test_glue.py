@@ -1,3 +1,5 @@
+"""GLUE tasks from original zip files and folders: read back, or refused when malformed."""
+
 import zipfile
 from dataclasses import replace
 
@@ -8,7 +10,7 @@ from trishul_ray.errors import CorruptFileError, InputError
 
 RTE_TRAIN = (
     "index\tsentence1\tsentence2\tlabel\n"
-    '0\tHe said "no.\tHe said yes."\tnot_entailment\n'  # quotes mean nothing
+    '0\tHe said "no.\tHe said yes."\tnot_entailment\n'  # quotes are plain characters
     "1\tA caf\u00e9 opened.\tSomething opened.\tentailment\n"
 )
 RTE_DEV = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"
@@ -68,7 +70,7 @@ def test_mnli_has_both_development_sets_as_groups(tmp_path):
     assert columns["train"]["label"].tolist() == [1] and "group" not in columns["train"]
 
 
-def test_qqp_leaves_out_rows_without_all_fields_as_the_hub_does(tmp_path):
+def test_qqp_skips_rows_with_too_few_cells_as_the_hub_does(tmp_path):
     header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
     torn = "1\t2\t3\tHow do I\nask?\tHow?\t1\n"
     write_zip(
@@ -87,7 +89,7 @@ def test_qqp_leaves_out_rows_without_all_fields_as_the_hub_does(tmp_path):
 def test_qnli_and_sst2(tmp_path):
     header = "index\tquestion\tsentence\tlabel\n"
     rows = {"QNLI/train.tsv": header + "0\tq\ts\tentailment\n", "QNLI/dev.tsv": header + "1\tr\tt"}
-    rows["QNLI/dev.tsv"] += "\tnot_entailment"  # without a line's end
+    rows["QNLI/dev.tsv"] += "\tnot_entailment"  # without a final newline
     write_zip(tmp_path / "archives", "QNLIv2.zip", rows)
     _, columns = replace(QNLI, sizes={"train": 1, "validation": 1}).read(tmp_path, lambda *_: None)
     assert columns["test"]["question"].to_pylist() == ["r"]
@@ -104,10 +106,16 @@ def test_qnli_and_sst2(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (RTE_TRAIN + "2\ta\n", r"line 4: 2 fields, the header has 4"),
-        (RTE_TRAIN + "2\ta\tb\tmaybe\n", r"line 4: label is 'maybe', not one of entailment, not"),
-        ("index\tsentence1\tlabel\n", r"no column 'sentence2'; it has index, sentence1, label"),
-        ("", "no column 'sentence1'; it has "),
+        (RTE_TRAIN + "2\ta\n", r"line 4: 2 cells; the header has 4"),
+        (
+            RTE_TRAIN + "2\ta\tb\tmaybe\n",
+            r"line 4: label is 'maybe'; it must be one of entailment, not",
+        ),
+        (
+            "index\tsentence1\tlabel\n",
+            r"no column 'sentence2'; the columns are index, sentence1, label",
+        ),
+        ("", "no column 'sentence1'; the columns are "),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, text, message):
@@ -129,7 +137,10 @@ def test_malformed_files_are_named(tmp_path):
         RTE.read(tmp_path, lambda *_: None)
     file.unlink()
     write_files(folder, {"RTE/train.tsv": RTE_TRAIN})
-    with pytest.raises(InputError, match=r"archives lacks RTE/dev.tsv beside its other files"):
+    with pytest.raises(
+        InputError,
+        match=r"archives: RTE/dev.tsv is missing, but other files of the dataset are there",
+    ):
         RTE.key(tmp_path)
     write_files(folder, {"RTE/dev.tsv": RTE_DEV})
     (folder / "RTE/train.tsv").write_bytes(RTE_TRAIN.encode("latin-1"))

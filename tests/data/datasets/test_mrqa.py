@@ -1,3 +1,5 @@
+"""MRQA from its original files: read back, or refused when malformed."""
+
 import gzip
 import json
 from dataclasses import replace
@@ -11,12 +13,12 @@ from trishul_ray.errors import CorruptFileError, InputError
 def context(text, *questions):
     qas = [
         {
-            "qid": f"{asked}",
-            "question": asked,
+            "qid": question,
+            "question": question,
             "answers": answers,
             "detected_answers": [{"text": answers[0], "char_spans": [[0, 1]]}],
         }
-        for asked, answers in questions
+        for question, answers in questions
     ]
     return {"id": text, "context": text, "qas": qas}
 
@@ -89,5 +91,5 @@ def test_malformed_files_are_named(hub):
         with pytest.raises(CorruptFileError, match=r"NewsQA.jsonl.gz: not a readable gzip file"):
             MRQA.read(hub, lambda *_: None)
     file.unlink()
-    with pytest.raises(InputError, match=r"archives lacks mrqa/train/NewsQA.jsonl.gz beside"):
+    with pytest.raises(InputError, match=r"archives: mrqa/train/NewsQA.jsonl.gz is missing"):
         MRQA.key(hub)

@@ -1,3 +1,5 @@
+"""20 Newsgroups from its original archive: read back, or refused when malformed."""
+
 import io
 import tarfile
 from dataclasses import replace
@@ -55,7 +57,7 @@ def test_round_trip_stripped_and_in_order(tmp_path):
         "\nIt was the caf\xe9 next door.\nReally.\n",
     ]
     assert columns["train"]["label"].tolist() == [0, 0, 13]
-    # Nothing is left of some posts; they stay, as in the public version.
+    # Some posts are empty after stripping; they are kept, as in the hub's version.
     assert columns["test"]["text"].to_pylist() == [""]
     assert columns["test"]["label"].tolist() == [19]
     assert info.fields == ("text",) and info.classes[13] == "sci.med" and len(info.classes) == 20
@@ -70,7 +72,9 @@ def test_an_unknown_group_a_huge_post_and_a_cut_file_are_named(tmp_path):
     with pytest.raises(CorruptFileError, match=r"sci.magic/1 is of an unknown newsgroup"):
         archive.read((file,), lambda *_: None)
     write(file, POSTS | {"20news-bydate-train/sci.med/1": "x" * (4 * 2**20 + 1)})
-    with pytest.raises(CorruptFileError, match=r"sci.med/1 has 4194305 bytes, at most 4194304"):
+    with pytest.raises(
+        CorruptFileError, match=r"sci.med/1 has 4194305 bytes; the limit is 4194304"
+    ):
         archive.read((file,), lambda *_: None)
     write(file, POSTS)
     file.write_bytes(file.read_bytes()[:300])

@@ -1,3 +1,5 @@
+"""SVHN from its original files: read back, or refused when malformed."""
+
 import hashlib
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ def pixels_of(rows, seed=0):
 
 
 def published(pixels, labels):
-    """[N, C, H, W] and labels as the files hold them."""
+    """Return pixels [N, C, H, W] and labels in the format of the files."""
     return {"X": pixels.transpose(2, 3, 1, 0), "y": np.array(labels)[:, None]}
 
 
@@ -29,7 +31,7 @@ def folder(tmp_path):
 
 
 def archive(folder):
-    """The archive whose official files are those in ``folder``."""
+    """Return an archive that takes the files in ``folder`` for the official ones."""
     files = [folder / "train_32x32.mat", folder / "test_32x32.mat"]
     return SvhnArchive(tuple(hashlib.md5(file.read_bytes()).hexdigest() for file in files))
 
@@ -74,13 +76,13 @@ def test_malformed_files_are_named(folder, fields, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"MATLAB 5.0", b"MATLAB 7.3".ljust(400, b" ")])
-def test_what_is_no_mat_file_is_named(folder, content):
+def test_a_file_that_is_not_a_mat_file_is_named(folder, content):
     (folder / "train_32x32.mat").write_bytes(content)
     with pytest.raises(CorruptFileError, match=r"train_32x32.mat: not a readable .mat file"):
         read(folder)
 
 
-def test_a_damaged_file_never_gets_to_the_reader(folder):
+def test_a_damaged_file_is_never_passed_to_scipy(folder):
     file = folder / "test_32x32.mat"
     ours, whole = archive(folder), file.read_bytes()
     for damaged in (whole[:-1], whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
@@ -89,7 +91,10 @@ def test_a_damaged_file_never_gets_to_the_reader(folder):
             ours.read(ours.find(folder), lambda *_: None)
 
 
-def test_a_lacking_file_is_named(folder):
+def test_a_missing_file_is_named(folder):
     (folder / "test_32x32.mat").unlink()
-    with pytest.raises(InputError, match=r"archives lacks test_32x32.mat beside its other files"):
+    with pytest.raises(
+        InputError,
+        match=r"archives: test_32x32.mat is missing, but other files of the dataset are there",
+    ):
         SVHN.key(folder.parent)

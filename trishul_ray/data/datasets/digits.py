@@ -1,4 +1,4 @@
-"""The handwritten digits embedded in scikit-learn: 1797 images of 8x8, ten classes.
+"""The handwritten digits that come with scikit-learn: 1797 images of 8x8 pixels, ten classes.
 
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository (its test part), as shipped by ``sklearn.datasets.load_digits``.
@@ -13,12 +13,13 @@ from trishul_ray.data.images import pixel_statistics
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.rng import numpy_rng
 
-#: Rows of each split: disjoint, together all 1797. ``pretrain`` is for the built-in backbone.
+#: Rows of each split. The splits are disjoint and hold all 1797 rows; ``pretrain`` is for the
+#: built-in backbone.
 SPLIT_SIZES = {"pretrain": 300, "train": 1000, "test": 497}
 
 
 class Digits:
-    """The ``digits`` dataset; needs neither network nor mirror."""
+    """The ``digits`` dataset. It needs neither a network nor a mirror."""
 
     name = "digits"
     description = "8x8 handwritten digits, 1,000 / 497, nothing to download"
@@ -26,21 +27,24 @@ class Digits:
     official = SPLIT_SIZES
 
     def key(self, hub: Path | None) -> str:
-        """What decides the rows, beside the format: the package's data never change."""
+        """Return a constant: the rows in scikit-learn never change."""
         return "sklearn-digits-split-1"
 
     def read(
         self, hub: Path | None, progress: Callable[[str, float], None]
     ) -> tuple[DatasetInfo, Mapping[str, Mapping[str, np.ndarray]]]:
-        """Rows of every split: ``pixels`` uint8 [N, 1, 8, 8] and ``label`` int64 [N].
+        """Return the dataset's description and the columns of every split.
 
-        The split is a permutation drawn from ``numpy_rng(0, "digits-split")``, the same for every
-        experiment, cut into :data:`SPLIT_SIZES`; rows stand in that permuted order.
+        The splits are consecutive parts, of :data:`SPLIT_SIZES`, of one permutation of the rows
+        drawn from ``numpy_rng(0, "digits-split")``. It is the same for every experiment.
+
+        Returns:
+            the description, and ``pixels`` uint8 [N, 1, 8, 8] and ``label`` int64 [N] by split.
         """
-        from sklearn.datasets import load_digits  # imports scipy: only when needed
+        from sklearn.datasets import load_digits  # imports scipy, which is slow
 
         images, labels = load_digits(return_X_y=True)
-        # Stored values are 0..16; the scale to 0..255 keeps 0 and 16 at the ends.
+        # The stored values are 0..16; scale them to 0..255.
         pixels = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         order = numpy_rng(0, "digits-split").permutation(len(labels))
         columns, start = {}, 0

@@ -1,4 +1,10 @@
-"""GLUE tasks as published: a zip file or its unpacked folder, with ``train.tsv`` and ``dev.tsv``.
+"""Five GLUE tasks: MNLI, QNLI, QQP, SST-2 and RTE, each with one or two texts and a label.
+
+The test rows are the development sets, since the labels of the official test sets are not public.
+MNLI has two development sets, ``matched`` and ``mismatched``, which are groups of its test rows.
+
+The original archive of a task is a zip file, or the folder unpacked from it, with ``train.tsv``
+and ``dev.tsv``.
 
 Source: A. Wang et al., "GLUE", ICLR 2019, https://gluebenchmark.com/tasks.
 """
@@ -12,29 +18,29 @@ from typing import IO
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.archives_files import all_or_none, zip_member
+from trishul_ray.data.archives import find_files, zip_member
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.public import Columns, PublicDataset, TextLayout
 from trishul_ray.errors import CorruptFileError
 
-#: Above the largest file, MNLI's training rows.
-_LIMIT = 2**30
+#: Maximum bytes of a member, above the largest, MNLI's training rows.
+_MEMBER_LIMIT = 2**30
 
 
 @dataclass(frozen=True)
 class GlueArchive:
-    """One task's archive.
+    """The original files of one task.
 
     Attributes:
-        folder: the folder inside the zip file, or beside it if unpacked.
-        zips: names the zip file has had.
+        folder: the folder that holds the ``.tsv`` files, inside the zip file or unpacked.
+        zips: the names under which the zip file has been published.
         fields: text columns, named as on the hub.
-        labels: how the labels are spelled, in the order of their numbers.
+        labels: the labels as spelled in the files, in the order of their numbers.
         label: label column.
-        columns: what the text columns are called in the files, where that differs.
-        members: pairs of the hub's split and its ``.tsv`` file.
-        skip_short: leave out rows with too few fields. QQP has three such training rows, which
-            the hub's version leaves out as well.
+        columns: names of the text columns in the files, where they differ from ``fields``.
+        members: pairs of a split on the hub and its ``.tsv`` file.
+        skip_short: skip rows with too few cells. QQP has three such training rows, which the
+            hub's version skips as well.
     """
 
     folder: str
@@ -48,64 +54,68 @@ class GlueArchive:
 
     @property
     def title(self) -> str:
-        """What is looked for, for people."""
+        """Names of the zip file and the folder, for messages."""
         return f"{self.zips[0]} or {self.folder}/"
 
     def find(self, folder: Path) -> tuple[Path, ...] | None:
-        """The zip file in ``folder``, or else the unpacked files."""
+        """Return the path of the zip file in ``folder``, else of the unpacked files, else None."""
         for name in self.zips:
             if (folder / name).is_file():
                 return (folder / name,)
-        return all_or_none(folder, tuple(f"{self.folder}/{name}" for _, name in self.members))
+        return find_files(folder, tuple(f"{self.folder}/{name}" for _, name in self.members))
 
     def read(
-        self, files: Sequence[Path], tell: Callable[[str, float], None]
+        self, files: Sequence[Path], progress: Callable[[str, float], None]
     ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """The texts and ``label`` int64 [N] by split.
+        """Read all splits.
+
+        Returns:
+            the text columns and ``label`` int64 [N] by split. None for the class names, which the
+            dataset's definition holds.
 
         Raises:
-            CorruptFileError: names the file, the member, the line and the fault.
+            CorruptFileError: a file is malformed; the message names file, member and line.
         """
         splits = {}
-        for number, (split, name) in enumerate(self.members):
+        for index, (split, name) in enumerate(self.members):
             with ExitStack() as stack:
                 if len(files) == 1:
                     member = f"{self.folder}/{name}"
                     where = f"{files[0]}: member {member}"
-                    stream = stack.enter_context(zip_member(files[0], member, _LIMIT))
+                    stream = stack.enter_context(zip_member(files[0], member, _MEMBER_LIMIT))
                 else:
-                    where = str(files[number])
-                    stream = stack.enter_context(files[number].open("rb"))
-                splits[split] = self._rows(stream, where)
-            tell(split, 1.0)
+                    where = str(files[index])
+                    stream = stack.enter_context(files[index].open("rb"))
+                splits[split] = self._read_columns(stream, where)
+            progress(split, 1.0)
         return splits, None
 
-    def _rows(self, stream: IO[bytes], where: str) -> Columns:
+    def _read_columns(self, stream: IO[bytes], where: str) -> Columns:
         lines = _split_lines(stream, where)
         header = next(lines, (0, []))[1]
         wanted = (*(self.columns or self.fields), self.label)
-        lacking = [name for name in wanted if name not in header]
-        if lacking:
-            have = ", ".join(header)
-            raise CorruptFileError(f"{where}: no column {lacking[0]!r}; it has {have}")
-        places = [header.index(name) for name in wanted]
-        numbers = {spelled: label for label, spelled in enumerate(self.labels)}
+        missing = [name for name in wanted if name not in header]
+        if missing:
+            names = ", ".join(header)
+            raise CorruptFileError(f"{where}: no column {missing[0]!r}; the columns are {names}")
+        indices = [header.index(name) for name in wanted]
+        numbers = {spelling: label for label, spelling in enumerate(self.labels)}
         texts: list[list[str]] = [[] for _ in self.fields]
         labels = []
         for line, cells in lines:
-            if len(cells) <= max(places):
+            if len(cells) <= max(indices):
                 if self.skip_short:
                     continue
                 raise CorruptFileError(
-                    f"{where}, line {line}: {len(cells)} fields, the header has {len(header)}"
+                    f"{where}, line {line}: {len(cells)} cells; the header has {len(header)}"
                 )
-            *row, spelled = (cells[place] for place in places)
-            if spelled not in numbers:
+            *row, spelling = (cells[index] for index in indices)
+            if spelling not in numbers:
                 raise CorruptFileError(
-                    f"{where}, line {line}: {self.label} is {spelled[:40]!r}, not one of "
+                    f"{where}, line {line}: {self.label} is {spelling[:40]!r}; it must be one of "
                     f"{', '.join(self.labels)}"
                 )
-            labels.append(numbers[spelled])
+            labels.append(numbers[spelling])
             for column, text in zip(texts, row, strict=True):
                 column.append(text)
         columns: Columns = {
@@ -116,7 +126,7 @@ class GlueArchive:
 
 
 def _split_lines(stream: IO[bytes], where: str) -> Iterator[tuple[int, list[str]]]:
-    """Line number (from 1) and fields of each line. Quotes mean nothing in these files."""
+    """Yield line number (from 1) and cells of each line. Quotes are plain characters here."""
     for number, line in enumerate(stream, start=1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -126,7 +136,10 @@ def _split_lines(stream: IO[bytes], where: str) -> Iterator[tuple[int, list[str]
             yield number, text.rstrip("\r\n").split("\t")
 
 
-_GLUE_REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"
+#: The commit of the hub's repository that is read.
+_REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"
+
+_ENTAILMENT = ("entailment", "not_entailment")
 
 
 def _glue(
@@ -138,14 +151,14 @@ def _glue(
     archive: GlueArchive,
     groups: tuple[str, ...] = (),
 ) -> PublicDataset:
-    """A GLUE task; its test rows are the public development sets."""
+    """Return the definition of a task; its test rows are the development sets."""
     return PublicDataset(
         name=f"glue/{task}",
         description=description,
         repo=HubRepo(
             "nyu-mll/glue",
             config=task,
-            revision=_GLUE_REVISION,
+            revision=_REVISION,
             layouts=(f"{task}/{{split}}-*.parquet",),
         ),
         layout=TextLayout(fields=fields, classes=classes),
@@ -156,12 +169,9 @@ def _glue(
     )
 
 
-_ENTAILMENT = ("entailment", "not_entailment")
-
-
 MNLI = _glue(
     "mnli",
-    "entailment, 3 classes, 392,702 / 9,815 matched + 9,832 not",
+    "entailment, 3 classes, 392,702 train / 9,815 + 9,832 test",
     ("premise", "hypothesis"),
     ("entailment", "neutral", "contradiction"),
     {"train": 392_702, "validation_matched": 9_815, "validation_mismatched": 9_832},
@@ -181,7 +191,6 @@ MNLI = _glue(
     groups=("matched", "mismatched"),
 )
 
-
 QNLI = _glue(
     "qnli",
     "does a sentence answer a question, 104,743 / 5,463",
@@ -190,7 +199,6 @@ QNLI = _glue(
     {"train": 104_743, "validation": 5_463},
     GlueArchive("QNLI", ("QNLI.zip", "QNLIv2.zip"), ("question", "sentence"), _ENTAILMENT),
 )
-
 
 QQP = _glue(
     "qqp",
@@ -208,7 +216,6 @@ QQP = _glue(
     ),
 )
 
-
 SST2 = _glue(
     "sst2",
     "sentiment of phrases in film reviews, 67,349 / 872",
@@ -217,7 +224,6 @@ SST2 = _glue(
     {"train": 67_349, "validation": 872},
     GlueArchive("SST-2", ("SST-2.zip",), ("sentence",), ("0", "1")),
 )
-
 
 RTE = _glue(
     "rte",

@@ -1,7 +1,9 @@
-"""MRQA 2019 as published: ``mrqa/train/<subset>.jsonl.gz`` and ``mrqa/dev/<subset>.jsonl.gz``.
+"""MRQA 2019: extractive question answering, 516,819 train and 58,221 test questions.
 
-A file's first line is a header; every other line is a context with its questions. The six
-in-domain sub-datasets are read.
+The six in-domain sub-datasets are read. The test rows are their development sets.
+
+The original files are ``mrqa/train/<subset>.jsonl.gz`` and ``mrqa/dev/<subset>.jsonl.gz``. The
+first line of a file is a header; every other line holds a context with its questions.
 
 Source: A. Fisch et al., "MRQA 2019 Shared Task", https://github.com/mrqa/MRQA-Shared-Task-2019.
 """
@@ -13,44 +15,48 @@ from typing import Any
 
 import pyarrow as pa
 
-from trishul_ray.data.archives_files import DAMAGE, all_or_none
+from trishul_ray.data.archives import DAMAGED_FILE_ERRORS, find_files
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.public import Columns, PublicDataset, QaLayout
 from trishul_ray.data.tables import dump_answers, json_lines
 from trishul_ray.errors import CorruptFileError
 
-#: The sub-datasets that clients train on, in the order of their numbers.
+#: The sub-datasets, in the order of their group numbers.
 SUBSETS = ("SQuAD", "NewsQA", "TriviaQA-web", "SearchQA", "HotpotQA", "NaturalQuestionsShort")
 
-
+#: Split on the hub to folder of the original files.
 _FOLDERS = {"train": "train", "validation": "dev"}
 
 
 class MrqaArchive:
-    """The twelve files."""
+    """The twelve original files."""
 
     names = tuple(f"mrqa/{folder}/{s}.jsonl.gz" for folder in _FOLDERS.values() for s in SUBSETS)
     title = "mrqa/train/*.jsonl.gz and mrqa/dev/*.jsonl.gz"
 
     def find(self, folder: Path) -> tuple[Path, ...] | None:
-        """All files below ``folder``, if they are there."""
-        return all_or_none(folder, self.names)
+        """Return the paths of all files below ``folder``, or None if none is there."""
+        return find_files(folder, self.names)
 
     def read(
-        self, files: Sequence[Path], tell: Callable[[str, float], None]
+        self, files: Sequence[Path], progress: Callable[[str, float], None]
     ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """``question``, ``context``, ``answers`` (JSON lists) and ``group``, texts [N], by split.
+        """Read both splits, one row for each question.
+
+        Returns:
+            ``question``, ``context``, ``answers`` (JSON lists) and ``group`` (the sub-dataset's
+            name) by split, all text columns [N]. None for the class names: there are no classes.
 
         Raises:
-            CorruptFileError: names the file, the line and the fault.
+            CorruptFileError: a file is malformed; the message names file and line.
         """
         splits: dict[str, Columns] = {}
-        for number, split in enumerate(_FOLDERS):
+        remaining = iter(files)
+        for split in _FOLDERS:
             rows: list[tuple[str, str, str, str]] = []
-            for place, subset in enumerate(SUBSETS):
-                file = files[number * len(SUBSETS) + place]
-                rows += ((*row, subset) for row in _questions(file))
-                tell(split, (place + 1) / len(SUBSETS))
+            for count, subset in enumerate(SUBSETS, start=1):
+                rows += ((*row, subset) for row in _read_questions(next(remaining)))
+                progress(split, count / len(SUBSETS))
             names = ("question", "context", "answers", "group")
             texts = zip(*rows, strict=True) if rows else ([] for _ in names)
             splits[split] = {
@@ -60,24 +66,26 @@ class MrqaArchive:
         return splits, None
 
 
-def _questions(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Question, context and answers of every question of a file."""
+def _read_questions(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield question, context and answers (a JSON list) of every question in a file."""
     try:
         with gzip.open(file) as lines:
             for line, row in json_lines(lines, str(file)):
                 where = f"{file}, line {line}"
                 if line == 1:
                     if "header" not in row:
-                        raise CorruptFileError(f"{where}: no header, which MRQA files begin with")
+                        raise CorruptFileError(f"{where}: no header; an MRQA file starts with one")
                     continue
                 context = _text(row, "context", where)
-                asked = row.get("qas")
-                if not isinstance(asked, list) or not all(isinstance(q, dict) for q in asked):
+                questions = row.get("qas")
+                if not isinstance(questions, list) or not all(
+                    isinstance(question, dict) for question in questions
+                ):
                     raise CorruptFileError(f"{where}: 'qas' is not a list of questions")
-                for question in asked:
+                for question in questions:
                     answers = dump_answers(question.get("answers"), where)
                     yield _text(question, "question", where), context, answers
-    except (*DAMAGE, OSError) as error:
+    except (*DAMAGED_FILE_ERRORS, OSError) as error:
         raise CorruptFileError(f"{file}: not a readable gzip file ({error})") from error
 
 

@@ -1,7 +1,9 @@
-"""20 Newsgroups by date as published: ``20news-bydate.tar.gz``.
+"""20 Newsgroups, split by date: posts of 20 groups, 11,314 train and 7,532 test.
 
-Headers, signatures and quotes are stripped by scikit-learn's functions, in its order, as in the
-public version ``SetFit/20_newsgroups``. Rows stand in the order of their paths.
+The original archive is ``20news-bydate.tar.gz``, with one member for each post. Headers,
+signatures and quotes are stripped with scikit-learn's functions, in scikit-learn's order, as in
+the hub's version ``SetFit/20_newsgroups``. Some posts are empty afterwards; they are kept, as
+there. Rows are sorted by group and post number.
 
 Source: K. Lang, collected by J. Rennie, http://qwone.com/~jason/20Newsgroups/.
 """
@@ -13,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.archives_files import all_or_none, tar_members
+from trishul_ray.data.archives import find_files, tar_members
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.public import Columns, PublicDataset, TextLayout
 from trishul_ray.errors import CorruptFileError
 
-#: The groups, in the order of their labels.
+#: Class names: the newsgroups, in the order of their labels.
 GROUPS = (
     "alt.atheism",
     "comp.graphics",
@@ -43,50 +45,55 @@ GROUPS = (
 )
 
 
+#: Path of a post in the archive: split, group and post number.
 _MEMBER = re.compile(r"20news-bydate-(train|test)/([^/]+)/(\d+)")
 
-
-#: Far above the longest post.
-_LIMIT = 4 * 2**20
+#: Maximum bytes of a post, far above the longest.
+_MEMBER_LIMIT = 4 * 2**20
 
 
 class NewsgroupsArchive:
-    """The archive of posts, one member each."""
+    """The original archive."""
 
     title = "20news-bydate.tar.gz"
 
     def find(self, folder: Path) -> tuple[Path, ...] | None:
-        """The archive in ``folder``, if it is there."""
-        return all_or_none(folder, (self.title,))
+        """Return the archive's path in ``folder``, or None if it is not there."""
+        return find_files(folder, (self.title,))
 
     def read(
-        self, files: Sequence[Path], tell: Callable[[str, float], None]
+        self, files: Sequence[Path], progress: Callable[[str, float], None]
     ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """``text`` and ``label`` int64 [N] by split.
+        """Read both splits.
+
+        Returns:
+            ``text`` and ``label`` int64 [N] by split. None for the class names, which are
+            :data:`GROUPS`.
 
         Raises:
-            CorruptFileError: names the file, the member where there is one, and the fault.
+            CorruptFileError: the archive is damaged or has an unknown group; the message names
+                the file and the member.
         """
-        from sklearn.datasets._twenty_newsgroups import (  # seconds to import
+        from sklearn.datasets._twenty_newsgroups import (  # takes seconds to import
             strip_newsgroup_footer,
             strip_newsgroup_header,
             strip_newsgroup_quoting,
         )
 
         posts: dict[str, list[tuple[int, int, str]]] = {"train": [], "test": []}
-        members = tar_members(files[0], lambda name: bool(_MEMBER.fullmatch(name)), _LIMIT)
-        for number, (name, data, done) in enumerate(members):
+        members = tar_members(files[0], lambda name: bool(_MEMBER.fullmatch(name)), _MEMBER_LIMIT)
+        for count, (name, data, fraction) in enumerate(members):
             match = _MEMBER.fullmatch(name)
-            assert match is not None  # it was wanted
+            assert match is not None  # other members are skipped
             split, group, post = match.groups()
             if group not in GROUPS:
                 raise CorruptFileError(f"{files[0]}: member {name} is of an unknown newsgroup")
-            # Any byte is a character of Latin 1, which is what scikit-learn reads them as.
+            # scikit-learn reads the posts as Latin-1, too, in which every byte is a character.
             text = strip_newsgroup_header(data.decode("latin-1"))
             text = strip_newsgroup_quoting(strip_newsgroup_footer(text))
             posts[split].append((GROUPS.index(group), int(post), text))
-            if number % 500 == 0:
-                tell(split, done)
+            if count % 500 == 0:
+                progress(split, fraction)
         splits = {}
         for split, rows in posts.items():
             rows.sort()
@@ -94,7 +101,7 @@ class NewsgroupsArchive:
                 "text": pa.array([text for *_, text in rows], pa.large_string()),
                 "label": np.array([label for label, *_ in rows], dtype=np.int64),
             }
-            tell(split, 1.0)
+            progress(split, 1.0)
         return splits, None
 
 

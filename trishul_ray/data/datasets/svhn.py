@@ -1,11 +1,14 @@
-"""SVHN's cropped digits as published: ``train_32x32.mat`` and ``test_32x32.mat``.
+"""SVHN (cropped digits): 32x32 color photos of house numbers, 73,257 train and 26,032 test.
 
-SciPy's reader of such files is not proof against damage (a wrong tag can end the process), so
-nothing but the official files, told by their MD5 sums, gets to it.
+The original files are ``train_32x32.mat`` and ``test_32x32.mat``. Each holds ``X`` uint8
+[32, 32, 3, N] and ``y`` [N, 1] with labels 1..10, where 10 is the digit 0. The 531,131 images of
+the ``extra`` split are not read.
+
+A damaged file can crash SciPy's reader, and the whole process with it. Therefore only the official
+files, identified by their MD5 sums, are passed to it.
 
 Source: Y. Netzer et al., "Reading Digits in Natural Images with Unsupervised Feature Learning",
-2011, http://ufldl.stanford.edu/housenumbers/. A file holds ``X`` uint8 [32, 32, 3, N] and ``y``
-[N, 1] with labels 1..10, where 10 stands for the digit 0.
+2011, http://ufldl.stanford.edu/housenumbers/.
 """
 
 import hashlib
@@ -15,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trishul_ray.data.archives_files import all_or_none
+from trishul_ray.data.archives import find_files
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.public import Columns, ImageLayout, PublicDataset
 from trishul_ray.errors import CorruptFileError
@@ -25,50 +28,54 @@ _FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
 
 @dataclass(frozen=True)
 class SvhnArchive:
-    """Both files; the 531,131 ``extra`` images are not read.
+    """The two original files.
 
     Attributes:
-        md5: hex MD5 of the training and of the test file.
+        md5: hexadecimal MD5 sums of the train and the test file.
     """
 
     md5: tuple[str, str] = ("e26dedcc434d2e4c54c9b2d4a06d8373", "eb5a983be6a315427106f1b164d9cef3")
     title = " and ".join(_FILES.values())
 
     def find(self, folder: Path) -> tuple[Path, ...] | None:
-        """Both files in ``folder``, if they are there."""
-        return all_or_none(folder, tuple(_FILES.values()))
+        """Return the paths of both files in ``folder``, or None if neither is there."""
+        return find_files(folder, tuple(_FILES.values()))
 
     def read(
-        self, files: Sequence[Path], tell: Callable[[str, float], None]
+        self, files: Sequence[Path], progress: Callable[[str, float], None]
     ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """``pixels`` uint8 [N, 3, 32, 32] and ``label`` int64 [N] (digits) by split.
+        """Read both splits.
+
+        Returns:
+            ``pixels`` uint8 [N, 3, 32, 32] and ``label`` int64 [N] (the digit) by split. None for
+            the class names, which the files do not hold.
 
         Raises:
-            CorruptFileError: names the file, the row where there is one, and the fault.
+            CorruptFileError: a file is not the official one or malformed; the message names it.
         """
         splits = {}
         for split, file, official in zip(_FILES, files, self.md5, strict=True):
             with file.open("rb") as stream:
-                found = hashlib.file_digest(stream, "md5").hexdigest()
-            if found != official:
+                md5 = hashlib.file_digest(stream, "md5").hexdigest()
+            if md5 != official:
                 raise CorruptFileError(
-                    f"{file}: damaged or not the official file (MD5 {found}, not {official})"
+                    f"{file}: damaged or not the official file (MD5 {md5}, not {official})"
                 )
-            splits[split] = _rows(file)
-            tell(split, 1.0)
+            splits[split] = _read_columns(file)
+            progress(split, 1.0)
         return splits, None
 
 
-def _rows(file: Path) -> Columns:
-    from scipy.io import loadmat  # only where it is needed
+def _read_columns(file: Path) -> Columns:
+    from scipy.io import loadmat  # slow to import
     from scipy.io.matlab import MatReadError
 
     try:
-        found = loadmat(file, variable_names=("X", "y"))
+        content = loadmat(file, variable_names=("X", "y"))
     except (MatReadError, OSError, TypeError, ValueError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CorruptFileError(f"{file}: not a readable .mat file ({reason})") from error
-    pixels, labels = found.get("X"), found.get("y")
+    pixels, labels = content.get("X"), content.get("y")
     if pixels is None or pixels.dtype != np.uint8 or pixels.shape[:-1] != (32, 32, 3):
         raise CorruptFileError(f"{file}: 'X' is not uint8 of shape [32, 32, 3, N]")
     if labels is None or labels.dtype.kind not in "ui" or labels.size != pixels.shape[-1]:
@@ -92,7 +99,8 @@ SVHN = PublicDataset(
         config="cropped_digits",
         revision="f9e1717d73324ebbc1ece84267ccd80d0aca0690",
         layouts=("cropped_digits/{split}-*.parquet",),
-        # The configuration's third split, `extra`, is six times as large and not used.
+        # Do not fetch the configuration's third split, `extra`: it is five times as large as
+        # the other two together.
         fetch="cropped_digits/{split}-*.parquet",
     ),
     layout=ImageLayout(label="label", classes=10, image="image"),

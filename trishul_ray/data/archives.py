@@ -1,4 +1,4 @@
-"""Members of tar and zip files, read one by one into memory, never extracted to disk."""
+"""Read members of tar and zip files into memory, one at a time, without extracting to disk."""
 
 import gzip
 import tarfile
@@ -12,37 +12,45 @@ from typing import IO
 from trishul_ray.errors import CorruptFileError, InputError
 
 #: What the standard library raises on damaged compressed files.
-DAMAGE = (tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, EOFError)
+DAMAGED_FILE_ERRORS = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    gzip.BadGzipFile,
+    EOFError,
+)
 
 
-def all_or_none(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...] | None:
-    """The files ``names`` of ``folder``, or None where it has none of them.
+def find_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...] | None:
+    """Return the paths of ``names`` in ``folder``, or None if the folder has none of them.
 
     Raises:
-        InputError: it has a part of them.
+        InputError: some of the files are there and others are missing.
     """
     files = tuple(folder / name for name in names)
-    lacking = [file for file in files if not file.is_file()]
-    if len(lacking) == len(files):
+    missing = [file for file in files if not file.is_file()]
+    if len(missing) == len(files):
         return None
-    if lacking:
-        raise InputError(f"{folder} lacks {lacking[0].relative_to(folder)} beside its other files")
+    if missing:
+        name = missing[0].relative_to(folder)
+        raise InputError(f"{folder}: {name} is missing, but other files of the dataset are there")
     return files
 
 
 def tar_members(
-    file: Path, wanted: Callable[[str], bool], limit: int
+    file: Path, is_wanted: Callable[[str], bool], limit: int
 ) -> Iterator[tuple[str, bytes, float]]:
-    """Name, bytes and the share of the file read so far, of each wanted member in file order.
+    """Yield name, content and the fraction of the file read so far, in the order of the file.
 
     Args:
         file: a ``.tar.gz`` file.
-        wanted: whether a member's name, without a leading ``./``, is to be read.
-        limit: most bytes of a member.
+        is_wanted: takes a member's name, without a leading ``./``; only members for which it
+            returns True are read.
+        limit: maximum size of a member in bytes.
 
     Raises:
-        CorruptFileError: the file is damaged, or a wanted member is a link, twice there, or
-            larger than ``limit``.
+        CorruptFileError: the file is damaged, or a wanted member is not a plain file, occurs twice
+            or is larger than ``limit``.
     """
     seen = set()
     size = max(1, file.stat().st_size)
@@ -50,30 +58,31 @@ def tar_members(
         with file.open("rb") as raw, tarfile.open(fileobj=raw, mode="r|gz") as tar:
             for member in tar:
                 name = member.name.removeprefix("./")
-                if member.isdir() or not wanted(name):
+                if member.isdir() or not is_wanted(name):
                     continue
                 if not member.isfile():
                     raise CorruptFileError(f"{file}: member {name} is not a plain file")
                 if member.size > limit:
                     raise CorruptFileError(
-                        f"{file}: member {name} has {member.size} bytes, at most {limit} belong"
+                        f"{file}: member {name} has {member.size} bytes; the limit is {limit}"
                     )
                 if name in seen:
-                    raise CorruptFileError(f"{file}: member {name} is there twice")
+                    raise CorruptFileError(f"{file}: member {name} occurs twice")
                 seen.add(name)
                 stream = tar.extractfile(member)
-                assert stream is not None  # a plain file
+                assert stream is not None  # it is a plain file
                 yield name, stream.read(), min(1.0, raw.tell() / size)
-    except DAMAGE as error:
+    except DAMAGED_FILE_ERRORS as error:
         raise CorruptFileError(f"{file}: not a readable tar.gz file ({error})") from error
 
 
 @contextmanager
 def zip_member(file: Path, name: str, limit: int) -> Iterator[IO[bytes]]:
-    """The member ``name`` of a zip file, opened for reading.
+    """Open the member ``name`` of a zip file for reading.
 
     Raises:
-        CorruptFileError: the file is damaged, has no such member, or it is larger than ``limit``.
+        CorruptFileError: the file is damaged, or the member is missing or larger than ``limit``
+            bytes.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -83,5 +92,6 @@ def zip_member(file: Path, name: str, limit: int) -> Iterator[IO[bytes]]:
                 raise CorruptFileError(f"{file}: member {name} has more than {limit} bytes")
             with archive.open(name) as stream:
                 yield stream
-    except (*DAMAGE, RuntimeError, NotImplementedError) as error:  # encrypted; odd compression
+    # RuntimeError: encrypted; NotImplementedError: an unsupported compression.
+    except (*DAMAGED_FILE_ERRORS, RuntimeError, NotImplementedError) as error:
         raise CorruptFileError(f"{file}: not a readable zip file ({error})") from error
