@@ -1,17 +1,39 @@
+"""Partitions: every row at one client, reproducible, and as skewed as configured."""
+
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trishul_ray.config import PartitionConfig
-from trishul_ray.data.partition import partition
+from trishul_ray.data.partition import Partition, partition, partition_column, skewed_by
+from trishul_ray.data.prepared import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
 
 KINDS = [("iid", "per-client"), ("dirichlet", "per-client"), ("dirichlet", "per-label")]
 
 
+NATURAL = PartitionConfig(kind="natural")
+
+
 def labels_of(rows: int, classes: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, classes, rows)
+
+
+def clients_of_rows(shards: Partition) -> np.ndarray:
+    """Return the client that holds each row, [n]."""
+    clients = np.empty(len(shards.permutation), dtype=np.int64)
+    for client in range(shards.clients):
+        clients[shards.shard(client)] = client
+    return clients
+
+
+def label_counts(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray:
+    """Count the rows of each label at each client, [C, classes]."""
+    return np.stack(
+        [np.bincount(labels[shards.shard(c)], minlength=classes) for c in range(shards.clients)]
+    )
 
 
 @st.composite
@@ -31,23 +53,23 @@ def cases(draw):
 
 @settings(deadline=None, max_examples=150)
 @given(case=cases())
-def test_every_row_is_dealt_once_and_nobody_is_short(case):
+def test_every_row_is_held_once_and_every_client_has_min_size(case):
     labels, config, clients, seed = case
-    dealt = partition(labels, config, clients, seed)
-    np.testing.assert_array_equal(np.sort(dealt.permutation), np.arange(len(labels)))
-    assert dealt.clients == clients and dealt.sizes.sum() == len(labels)
-    assert dealt.sizes.min() >= config.min_size
+    shards = partition(labels, config, clients, seed)
+    np.testing.assert_array_equal(np.sort(shards.permutation), np.arange(len(labels)))
+    assert shards.clients == clients and shards.sizes.sum() == len(labels)
+    assert shards.sizes.min() >= config.min_size
     if config.kind == "iid" or config.variant == "per-client":
-        assert dealt.sizes.max() - dealt.sizes.min() <= 1
+        assert shards.sizes.max() - shards.sizes.min() <= 1
     for client in range(clients):
-        shard = dealt.shard(client)
-        assert (np.diff(shard) > 0).all() and (dealt.owners()[shard] == client).all()
-    counts = dealt.label_counts(labels, int(labels.max()) + 1)
+        shard = shards.shard(client)
+        assert (np.diff(shard) > 0).all() and (clients_of_rows(shards)[shard] == client).all()
+    counts = label_counts(shards, labels, int(labels.max()) + 1)
     np.testing.assert_array_equal(counts.sum(axis=0), np.bincount(labels))
-    np.testing.assert_array_equal(counts.sum(axis=1), dealt.sizes)
+    np.testing.assert_array_equal(counts.sum(axis=1), shards.sizes)
     for client in (0, clients - 1):
         np.testing.assert_array_equal(
-            counts[client], np.bincount(labels[dealt.shard(client)], minlength=counts.shape[1])
+            counts[client], np.bincount(labels[shards.shard(client)], minlength=counts.shape[1])
         )
 
 
@@ -63,7 +85,7 @@ def test_the_seed_decides(kind, variant):
 
 def skew(labels: np.ndarray, config: PartitionConfig, clients: int, seed: int) -> float:
     """Mean total variation distance of the clients' label shares from those of all rows."""
-    counts = partition(labels, config, clients, seed).label_counts(labels, int(labels.max()) + 1)
+    counts = label_counts(partition(labels, config, clients, seed), labels, int(labels.max()) + 1)
     shares = counts / counts.sum(axis=1, keepdims=True)
     return float(np.abs(shares - counts.sum(axis=0) / counts.sum()).sum(axis=1).mean() / 2)
 
@@ -78,7 +100,7 @@ def test_skew_falls_with_alpha(variant, seed):
     ]
     assert skews == sorted(skews, reverse=True)
     iid = skew(labels, PartitionConfig(kind="iid"), 20, seed)
-    # Even cuts of every label are more alike than random parts: iid bounds from above.
+    # Even cuts of every label are more alike than random parts, so iid is an upper bound.
     assert skews[0] > 0.5 and skews[-1] < iid + 0.03
 
 
@@ -87,8 +109,8 @@ def test_per_client_shares_follow_the_dirichlet():
     alpha, classes, size = 0.5, 5, 200
     labels = np.repeat(np.arange(classes), 100_000)
     config = PartitionConfig(alpha=alpha)
-    dealt = partition(labels, config, len(labels) // size, 0)
-    shares = dealt.label_counts(labels, classes) / size
+    shards = partition(labels, config, len(labels) // size, 0)
+    shares = label_counts(shards, labels, classes) / size
     # A multinomial of `size` rows adds (p - p^2) / size to the square.
     square = (alpha + 1) / (classes * (classes * alpha + 1))
     want = square + (1 / classes - square) / size
@@ -98,40 +120,134 @@ def test_per_client_shares_follow_the_dirichlet():
 def test_moved_rows_reach_the_smallest_from_the_largest():
     labels = labels_of(300, 3)
     config = PartitionConfig(alpha=1e-3, variant="per-label", min_size=9)
-    dealt = partition(labels, config, 30, 0)
-    # Three classes with nearly all their rows at one client each: only moving fills thirty.
-    assert dealt.sizes.min() == 9
+    shards = partition(labels, config, 30, 0)
+    # Nearly all rows of each of three classes are at one client: thirty are filled only by moves.
+    assert shards.sizes.min() == 9
 
 
 @pytest.mark.parametrize("variant", ["per-client", "per-label"])
 def test_ten_thousand_clients_cost_two_small_arrays(variant):
     labels = labels_of(50_000, 100)
-    dealt = partition(labels, PartitionConfig(variant=variant), 10_000, 0)
-    assert dealt.nbytes <= 4 * 50_000 + 8 * 10_001
-    assert dealt.sizes.min() >= 1
-    assert np.shares_memory(dealt.shard(9_999), dealt.permutation)
+    shards = partition(labels, PartitionConfig(variant=variant), 10_000, 0)
+    assert shards.permutation.nbytes + shards.offsets.nbytes <= 4 * 50_000 + 8 * 10_001
+    assert shards.sizes.min() >= 1
+    assert np.shares_memory(shards.shard(9_999), shards.permutation)
 
 
 def test_shards_cannot_be_written():
-    dealt = partition(labels_of(10, 2), PartitionConfig(), 2, 0)
+    shards = partition(labels_of(10, 2), PartitionConfig(), 2, 0)
     with pytest.raises(ValueError, match="read-only"):
-        dealt.shard(0)[0] = 1
+        shards.shard(0)[0] = 1
     with pytest.raises(IndexError, match=r"client 2 is not in 0\.\.1"):
-        dealt.shard(2)
+        shards.shard(2)
 
 
 def test_too_few_rows_are_refused():
-    with pytest.raises(InputError, match=r"clients=5 .*min_size=3 need 15 .* there are 14"):
+    with pytest.raises(InputError, match=r"clients=5 .*min_size=3 needs 15 .* there are 14"):
         partition(labels_of(14, 2), PartitionConfig(min_size=3), 5, 0)
 
 
 @pytest.mark.parametrize("variant", ["per-client", "per-label"])
 @pytest.mark.parametrize("alpha", [1e-300, 1e-12, 1e12, 1e300])
-def test_extreme_alphas_deal_or_say_so(variant, alpha):
+def test_extreme_alphas_work_or_are_named(variant, alpha):
     labels = labels_of(200, 10)
     try:
-        dealt = partition(labels, PartitionConfig(alpha=alpha, variant=variant), 10, 0)
+        shards = partition(labels, PartitionConfig(alpha=alpha, variant=variant), 10, 0)
     except InputError as error:
         assert "partition.alpha" in str(error)
     else:
-        assert dealt.sizes.sum() == 200 and dealt.sizes.min() >= 1
+        assert shards.sizes.sum() == 200 and shards.sizes.min() >= 1
+
+
+def split_of(folder, columns, kind="text", **fields):
+    info = DatasetInfo("toy", kind, "test", **fields)
+    write_split(folder / "train.arrow", columns, info)
+    return Split(folder / "train.arrow")
+
+
+def test_natural_clients_keep_their_rows():
+    members = np.array([7, 3, 7, 9, 3, 7])
+    shards = partition(members, NATURAL, 3, seed=0)
+    assert [shards.shard(c).tolist() for c in range(3)] == [[1, 4], [0, 2, 5], [3]]
+    assert partition(members, NATURAL, 3, seed=5).permutation.tolist() == [1, 4, 0, 2, 5, 3]
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data(), members=st.lists(st.integers(0, 9), min_size=1, max_size=60))
+def test_fewer_clients_hold_whole_natural_clients_evenly(data, members):
+    members = np.array(members)
+    distinct, sizes = np.unique(members, return_counts=True)
+    clients = data.draw(st.integers(1, len(distinct)))
+    shards = partition(members, NATURAL, clients, seed=0)
+    np.testing.assert_array_equal(np.sort(shards.permutation), np.arange(len(members)))
+    homes = [np.unique(clients_of_rows(shards)[members == member]) for member in distinct]
+    assert all(len(home) == 1 for home in homes)
+    # Largest first to the smallest: no two differ by more than the largest natural client.
+    assert shards.sizes.min() >= 1 and shards.sizes.max() - shards.sizes.min() <= sizes.max()
+
+
+def test_natural_limits_are_named():
+    members = np.array([0, 0, 0, 1])
+    with pytest.raises(
+        InputError, match=r"clients=3: the training rows have 2 natural clients; 2 or fewer"
+    ):
+        partition(members, NATURAL, 3, seed=0)
+    strict = PartitionConfig(kind="natural", min_size=2)
+    with pytest.raises(InputError, match=r"min_size=2: client 1 holds 1 rows; reduce fed"):
+        partition(members, strict, 2, seed=0)
+    assert partition(members, strict, 1, seed=0).sizes.tolist() == [4]
+
+
+def test_the_column_that_each_kind_uses(tmp_path):
+    texts = pa.array(["a", "b", "c"])
+    numbers = {"label": np.array([0, 1, 1]), "group": np.array([1, 0, 1]), "client": np.arange(3)}
+    split = split_of(
+        tmp_path,
+        {"text": texts, **numbers},
+        classes=("x", "y"),
+        groups=("g", "h"),
+        fields=("text",),
+    )
+    for config, want in (
+        (PartitionConfig(), "label"),
+        (PartitionConfig(by="label"), "label"),
+        (PartitionConfig(by="group"), "group"),
+        (NATURAL, "client"),
+    ):
+        np.testing.assert_array_equal(partition_column(split, config), numbers[want])
+    assert partition_column(split, PartitionConfig(kind="iid")).tolist() == [0, 0, 0]
+
+
+def test_questions_are_partitioned_by_sub_dataset(tmp_path):
+    groups = np.repeat([0, 1, 2], [600, 300, 100])
+    columns = {"question": pa.array(["q"] * 1000), "group": groups}
+    split = split_of(tmp_path, columns, kind="qa", groups=("a", "b", "c"))
+    assert skewed_by(split.info, PartitionConfig()) == "group"
+    for variant in ("per-client", "per-label"):
+        config = PartitionConfig(alpha=0.1, variant=variant)
+        shards = partition(partition_column(split, config), config, 10, seed=1)
+        shares = label_counts(shards, groups, 3) / shards.sizes[:, None]
+        assert shares.max(axis=1).mean() > 0.75  # iid: 0.6
+        assert (shards.sizes.max() - shards.sizes.min() <= 1) == (variant == "per-client")
+
+
+def test_rows_without_classes_and_groups_need_an_iid_partition(tmp_path):
+    split = split_of(tmp_path, {"question": pa.array(["q"] * 10)}, kind="qa")
+    iid = PartitionConfig(kind="iid")
+    assert partition(partition_column(split, iid), iid, 3, seed=0).sizes.tolist() == [4, 3, 3]
+    with pytest.raises(
+        InputError, match=r"by='auto' needs a label or group column; .* toy have question; "
+    ):
+        partition_column(split, PartitionConfig())
+    with pytest.raises(InputError, match=r"kind='natural' needs a client column"):
+        partition_column(split, NATURAL)
+
+
+def test_a_dirichlet_by_a_missing_column_is_named(tmp_path):
+    # Like MNLI, where only the test rows have groups.
+    columns = {"text": pa.array(["a"]), "label": np.array([0])}
+    split = split_of(tmp_path, columns, classes=("x", "y"), groups=("matched", "mismatched"))
+    with pytest.raises(
+        InputError, match=r"by='group' needs a group column; .* dataset toy have text, label; "
+    ):
+        partition_column(split, PartitionConfig(by="group"))

@@ -1,15 +1,15 @@
-"""How training rows are dealt to clients: every row to exactly one of them.
+"""Partition the training rows among the clients; each row goes to exactly one client.
 
-A partition is one permutation of the rows and C + 1 offsets into it, so ten thousand clients cost
-two small arrays. Legend of shapes: n rows, C clients, K classes that occur.
+A partition is one permutation of the rows and C + 1 offsets into it: two small arrays even for ten
+thousand clients. Legend of shapes: n rows, C clients, K classes that occur.
 
-The paper says "client-specific class proportions ~ Dirichlet(alpha)" and leaves sizes open; the
-two usual readings are the variants ``per-client`` (equal sizes) and ``per-label`` (Hsu, Qi, Brown
-2019 style class-wise split, sizes vary). What stands for classes where a dataset has sub-datasets
-is ``partition.by``; see :func:`skewed_by` and :func:`partition`.
+The paper says "client-specific class proportions ~ Dirichlet(alpha)" and leaves the sizes of the
+shards open. The two usual readings are the variants ``per-client`` (equal sizes) and ``per-label``
+(a class-wise split in the style of Hsu, Qi, Brown 2019; sizes vary). ``partition.by`` selects
+whether a Dirichlet partition is by classes or by sub-datasets; see :func:`skewed_by`.
 
 A client may hold fewer rows than a batch: training wraps around its rows, so that every client
-makes equally many full steps.
+takes the same number of full steps.
 """
 
 import heapq
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from trishul_ray.config import PartitionConfig
     from trishul_ray.data.prepared import DatasetInfo, Split
 
-#: Draws of a per-label partition before rows are moved to reach the minimum size.
+#: How often a per-label partition is redrawn before rows are moved to reach the minimum size.
 REDRAWS = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which rows each client holds, in compressed form.
+    """The rows of each client.
 
     Attributes:
-        permutation: int32 (int64 from 2^31 rows) [n], rows ordered by client, ascending within.
+        permutation: int32 (int64 from 2^31 rows) [n], rows ordered by client, then ascending.
         offsets: int64 [C + 1]; client c holds ``permutation[offsets[c] : offsets[c + 1]]``.
     """
 
@@ -48,47 +48,25 @@ class Partition:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Rows of each client, int64 [C]."""
+        """Number of rows of each client, int64 [C]."""
         return np.diff(self.offsets)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both arrays."""
-        return self.permutation.nbytes + self.offsets.nbytes
-
     def shard(self, client: int) -> np.ndarray:
-        """Rows of ``client``, a read-only ascending view [n_c].
+        """Return the rows of ``client``, a read-only ascending view [n_c].
 
         Raises:
-            IndexError: no such client.
+            IndexError: there is no such client.
         """
         if not 0 <= client < self.clients:
             raise IndexError(f"client {client} is not in 0..{self.clients - 1}")
         return self.permutation[self.offsets[client] : self.offsets[client + 1]]
 
-    def owners(self) -> np.ndarray:
-        """The client that holds each row, int64 [n]."""
-        owners = np.empty(len(self.permutation), dtype=np.int64)
-        owners[self.permutation] = np.repeat(np.arange(self.clients), self.sizes)
-        return owners
-
-    def label_counts(self, labels: np.ndarray, classes: int) -> np.ndarray:
-        """Rows of each label at each client, int64 [C, classes].
-
-        Args:
-            labels: integers [n] in 0..classes-1, of the rows that were partitioned.
-            classes: number of classes.
-        """
-        cells = self.owners() * classes + labels
-        counts = np.bincount(cells, minlength=self.clients * classes)
-        return counts.reshape(self.clients, classes)
-
 
 def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label", "group"] | None:
-    """The column in whose terms clients differ, which is also what their rows are counted by.
+    """Return the column whose distribution differs between the clients.
 
-    ``auto`` takes the classes, or the sub-datasets where there are no classes (MRQA); None where
-    a dataset has neither.
+    Reports count the clients' rows by this column, too. ``partition.by=auto`` selects the classes,
+    or the sub-datasets if there are no classes (MRQA), or None if there is neither.
     """
     if config.by != "auto":
         return config.by
@@ -98,13 +76,13 @@ def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label"
 
 
 def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
-    """What :func:`partition` deals the rows of ``split`` by: integers [n].
+    """Return the labels by which :func:`partition` distributes the rows of ``split``, integers [n].
 
-    Classes or sub-datasets for a Dirichlet partition, natural clients for a natural one, and
-    zeros for an IID one, which looks at nothing.
+    These are classes or sub-datasets for a Dirichlet partition, natural clients for a natural
+    partition, and zeros for an IID partition, which does not use them.
 
     Raises:
-        InputError: the dataset does not have what the partition is by.
+        InputError: the dataset does not have the column that the partition needs.
     """
     name = split.info.name
     if config.kind == "iid":
@@ -112,40 +90,40 @@ def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     if config.kind == "natural":
         if "client" not in split.columns:
             raise InputError(
-                f"partition.kind='natural' needs a column of clients, which dataset {name} does "
-                "not have; your own data may (data.columns.client)"
+                f"partition.kind='natural' needs a client column, which dataset {name} does not "
+                "have; your own data can have one (data.columns.client)"
             )
         return split.column("client")
     column = skewed_by(split.info, config)
     if column is None or column not in split.columns:
-        have = " and ".join(c for c in ("label", "group") if c in split.columns) or "neither"
         raise InputError(
-            f"partition.kind='dirichlet' by {config.by}: the training rows of dataset {name} have "
-            f"{have} of label and group; partition.kind=iid needs none"
+            f"partition.kind='dirichlet' with partition.by={config.by!r} needs a "
+            f"{column or 'label or group'} column; the training rows of dataset {name} have "
+            f"{', '.join(split.columns)}; partition.kind=iid needs none"
         )
     return split.column(column)
 
 
 def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed: int) -> Partition:
-    """Deal the rows with ``labels`` to ``clients``.
+    """Partition the rows with ``labels`` among ``clients``.
 
-    ``iid``: a random permutation cut into parts whose sizes differ by at most one.
+    ``iid``: cut a random permutation into parts whose sizes differ by at most one.
 
-    ``dirichlet``, ``per-client``: client c draws class proportions p_c ~ Dir(alpha 1_K) and then
-    takes its n/C rows (the remainder goes one each to the first clients) without replacement,
-    each row's class from p_c. A class whose rows have run out is struck from p_c, which is
-    renormalised; when nothing of p_c is left, the rest is drawn from the remaining rows evenly.
-    Clients draw in a random order, so that late ones, who find pools emptier, are not the
-    highest-numbered.
+    ``dirichlet``, ``per-client``: client c draws class proportions p_c ~ Dir(alpha 1_K) and takes
+    its n/C rows (the first clients take one more each if n/C is not whole) without replacement,
+    drawing the class of each row from p_c. A class that has no rows left is removed from p_c, which
+    is renormalised. If p_c becomes empty, the client draws uniformly from the remaining rows. The
+    clients draw in random order, so that those with the least choice are not always the last ones.
 
-    ``dirichlet``, ``per-label``: every class draws q_k ~ Dir(alpha 1_C) and its rows are cut into
-    those fractions. Where a client would hold fewer than ``min_size`` rows, the whole is redrawn,
-    up to :data:`REDRAWS` times; then single rows move from the largest client (its most frequent
-    class; ties to the lower number) to the smallest until none is short.
+    ``dirichlet``, ``per-label``: class k draws q_k ~ Dir(alpha 1_C), and its rows are cut into
+    these fractions. If a client would hold fewer than ``min_size`` rows, all classes draw again, up
+    to :data:`REDRAWS` times. After that, single rows move from the largest client (from its most
+    frequent class; ties go to the lower number) to the clients with fewer than ``min_size`` rows.
 
-    ``natural``: the rows of one natural client stay together. With as many clients as there are
-    natural ones, client c is the c-th of them; with fewer, natural clients are put together,
-    largest first, each to the client with the fewest rows so far (ties to the lower number).
+    ``natural``: the rows of a natural client stay together. If there are as many clients as natural
+    clients, client c is the c-th of them. If there are fewer, several natural clients form one
+    client: they are assigned in order of size, the largest first, each to the client with the
+    fewest rows so far (ties go to the lower number).
 
     Args:
         labels: integers [n]: classes, sub-datasets or natural clients (:func:`partition_column`).
@@ -154,80 +132,88 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
         seed: the experiment's seed.
 
     Raises:
-        InputError: fewer than ``clients * min_size`` rows, or alpha too small to draw with; or
-            fewer natural clients than ``clients``, or one of them is left below ``min_size``.
+        InputError: there are fewer than ``clients * min_size`` rows or fewer natural clients than
+            ``clients``, a client of a natural partition holds fewer than ``min_size`` rows, or
+            alpha is too small or too large to draw with.
     """
     rows = len(labels)
     if clients * config.min_size > rows:
         raise InputError(
-            f"federation.clients={clients} with partition.min_size={config.min_size} need "
+            f"federation.clients={clients} with partition.min_size={config.min_size} needs "
             f"{clients * config.min_size} training rows, but there are {rows}"
         )
     if config.kind == "natural":
-        return _from_owners(_natural(labels, clients, config.min_size), clients)
+        return _to_partition(_assign_natural_clients(labels, clients, config.min_size), clients)
     rng = numpy_rng(seed, "partition")
     if config.kind == "iid":
         owners = np.empty(rows, dtype=np.int64)
-        owners[rng.permutation(rows)] = np.repeat(np.arange(clients), _even(rows, clients))
-        return _from_owners(owners, clients)
+        owners[rng.permutation(rows)] = np.repeat(np.arange(clients), _even_sizes(rows, clients))
+        return _to_partition(owners, clients)
     _, classes, pools = np.unique(labels, return_inverse=True, return_counts=True)
     if config.variant == "per-client":
-        counts = _per_client(pools, clients, config.alpha, rng)
+        counts = _draw_per_client(pools, clients, config.alpha, rng)
     else:
-        counts = _per_label(pools, clients, config.alpha, config.min_size, rng)
-    return _from_owners(_hand_out(classes, counts, rng), clients)
+        counts = _draw_per_label(pools, clients, config.alpha, config.min_size, rng)
+    return _to_partition(_assign_rows(classes, counts, rng), clients)
 
 
-def _even(rows: int, clients: int) -> np.ndarray:
-    """Sizes [C] that differ by at most one, the larger first."""
+def _even_sizes(rows: int, clients: int) -> np.ndarray:
+    """Return sizes [C] that differ by at most one, larger ones first."""
     sizes = np.full(clients, rows // clients, dtype=np.int64)
     sizes[: rows % clients] += 1
     return sizes
 
 
-def _natural(members: np.ndarray, clients: int, min_size: int) -> np.ndarray:
-    """Owner of each row [n], given its natural client [n]."""
-    _, inverse, sizes = np.unique(members, return_inverse=True, return_counts=True)
+def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size: int) -> np.ndarray:
+    """Return the client of each row [n], given its natural client [n]."""
+    _, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
     if clients > len(sizes):
         raise InputError(
             f"federation.clients={clients}: the training rows have {len(sizes)} natural clients; "
-            f"{len(sizes)} or fewer is allowed"
+            f"{len(sizes)} or fewer are allowed"
         )
-    homes = np.arange(len(sizes), dtype=np.int64)
+    client_of = np.arange(len(sizes), dtype=np.int64)
     if clients < len(sizes):
-        held = [(0, client) for client in range(clients)]
-        for member in np.argsort(-sizes, kind="stable"):
-            rows, client = heapq.heappop(held)
-            homes[member] = client
-            heapq.heappush(held, (rows + int(sizes[member]), client))
-    totals = np.bincount(homes, weights=sizes, minlength=clients)
+        smallest = [(0, client) for client in range(clients)]
+        for natural in np.argsort(-sizes, kind="stable"):
+            rows, client = heapq.heappop(smallest)
+            client_of[natural] = client
+            heapq.heappush(smallest, (rows + int(sizes[natural]), client))
+    totals = np.bincount(client_of, weights=sizes, minlength=clients)
     if totals.min() < min_size:
         short = int(totals.argmin())
         raise InputError(
-            f"partition.min_size={min_size}: natural client {short} holds {int(totals[short])} "
-            "rows; fewer federation.clients put natural clients together"
+            f"partition.min_size={min_size}: client {short} holds {int(totals[short])} rows; "
+            "reduce federation.clients to combine more natural clients into one"
         )
-    owners: np.ndarray = homes[inverse.reshape(-1)]
+    owners: np.ndarray = client_of[inverse.reshape(-1)]
     return owners
 
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
-    """One draw p [size] of Dir(alpha 1), normalised in float64."""
+    """Draw p [size] from Dir(alpha 1), normalised in float64."""
     drawn = rng.dirichlet(np.full(size, alpha))
     total = float(drawn.sum())
     if not np.isfinite(total) or total <= 0:
-        raise InputError(f"partition.alpha={alpha} is out of what float64 can draw with")
+        raise InputError(f"partition.alpha={alpha} is out of the range that float64 can draw with")
     proportions: np.ndarray = drawn / total
     return proportions
 
 
-def _per_client(
+def _draw_per_client(
     pools: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Rows of each class at each client, int64 [C, K]; ``pools`` [K] are rows per class."""
+    """Draw how many rows of each class each client gets, int64 [C, K].
+
+    Args:
+        pools: number of rows of each class [K].
+        clients: C.
+        alpha: parameter of the Dirichlet distribution over the classes.
+        rng: the generator.
+    """
     left = pools.astype(np.int64)
     counts = np.zeros((clients, len(pools)), dtype=np.int64)
-    sizes = _even(int(pools.sum()), clients)
+    sizes = _even_sizes(int(pools.sum()), clients)
     for client in rng.permutation(clients):
         chances = _dirichlet(alpha, len(pools), rng)
         missing = int(sizes[client])
@@ -235,8 +221,8 @@ def _per_client(
             chances = np.where(left > 0, chances, 0.0)
             total = chances.sum()
             chances = chances / total if total > 0 else left / left.sum()
-            # Drawing all that is missing and keeping what the pools hold is the row-by-row
-            # procedure in law: a rejected row is one whose class had just run out.
+            # Draw all missing rows at once and keep as many as the pools hold. This has the same
+            # distribution as drawing row by row: a rejected row is one whose class just ran out.
             taken = np.minimum(rng.multinomial(missing, chances), left)
             counts[client] += taken
             left -= taken
@@ -244,15 +230,15 @@ def _per_client(
     return counts
 
 
-def _per_label(
+def _draw_per_label(
     pools: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Like :func:`_per_client`, by one Dirichlet over clients for each class."""
+    """Like :func:`_draw_per_client`, with one Dirichlet draw over the clients for each class."""
     counts = np.zeros((clients, len(pools)), dtype=np.int64)
     for _ in range(1 + REDRAWS):
         for k, pool in enumerate(pools):
             cuts = np.floor(np.cumsum(_dirichlet(alpha, clients, rng)) * pool).astype(np.int64)
-            cuts[-1] = pool  # float sums may end just below 1
+            cuts[-1] = pool  # the cumulative sum may end just below 1
             counts[:, k] = np.diff(cuts, prepend=0)
         if counts.sum(axis=1).min() >= min_size:
             return counts
@@ -261,7 +247,7 @@ def _per_label(
 
 
 def _fill_up(counts: np.ndarray, min_size: int) -> None:
-    """Move rows in ``counts`` [C, K] until every client holds ``min_size``; in place."""
+    """Move rows in ``counts`` [C, K], in place, until every client holds ``min_size`` rows."""
     sizes = counts.sum(axis=1)
     largest = [(-int(size), client) for client, size in enumerate(sizes)]
     heapq.heapify(largest)
@@ -274,8 +260,8 @@ def _fill_up(counts: np.ndarray, min_size: int) -> None:
             heapq.heappush(largest, (size + 1, donor))
 
 
-def _hand_out(classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Owner of each row [n], given its class [n] and how many each client gets [C, K]."""
+def _assign_rows(classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the client of each row [n], given its class [n] and each client's counts [C, K]."""
     owners = np.empty(len(classes), dtype=np.int64)
     by_class = np.argsort(classes, kind="stable")
     start = 0
@@ -287,7 +273,8 @@ def _hand_out(classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator)
     return owners
 
 
-def _from_owners(owners: np.ndarray, clients: int) -> Partition:
+def _to_partition(owners: np.ndarray, clients: int) -> Partition:
+    """Return the partition in which row i belongs to client ``owners[i]``."""
     kind = np.int32 if len(owners) < 2**31 else np.int64
     permutation = np.argsort(owners, kind="stable").astype(kind)
     offsets = np.zeros(clients + 1, dtype=np.int64)
