@@ -1,8 +1,11 @@
-"""One's own tables to a dataset, by the names of their columns.
+"""Make a dataset of your own tables, by the names of their columns.
 
-``data.columns`` says what a canonical column is called in the data; a column that already has its
-canonical name needs no word. What the rows are follows from what is there: images, questions, or
-texts. Labels, groups and clients may be texts or integers and are numbered in sorted order.
+``data.columns`` maps the platform's column names (:data:`COLUMN_NAMES`) to those of the data;
+columns that have the platform's name already need no entry. The columns that are there decide what
+the rows are: images, questions or texts. Labels, groups and clients may be texts or integers; they
+are numbered in sorted order.
+
+Legend of shapes: N rows, C channels, H x W pixels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +17,24 @@ import numpy as np
 import pyarrow as pa
 
 from trishul_ray.data.hub import class_names
-from trishul_ray.data.images import Item, decode_all, pixel_statistics
-from trishul_ray.data.prepared import Column, DatasetInfo
+from trishul_ray.data.images import NamedImage, decode_and_resize, pixel_statistics
+from trishul_ray.data.prepared import Column, DatasetInfo, Kind
 from trishul_ray.data.public import Columns
 from trishul_ray.data.tables import (
+    get_column,
     join,
     length,
-    number,
+    number_values,
     read_answers,
     read_labels,
     read_raw,
     read_texts,
-    take,
 )
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.rng import numpy_rng
 
-#: Keys of ``data.columns``.
-CANONICAL = (
+#: The platform's column names: the keys of ``data.columns``.
+COLUMN_NAMES = (
     "text",
     "text_pair",
     "label",
@@ -43,193 +46,159 @@ CANONICAL = (
     "group",
 )
 
-
-#: What a row must have, by what it is; the first that is complete counts.
-_KINDS = {
+#: Columns that rows of each kind must have. If several kinds fit, the first is taken.
+_REQUIRED_COLUMNS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "label"),
     "qa": ("question", "context", "answers"),
     "text": ("text", "label"),
 }
 
-
-#: A file's name and its rows.
-Tables = Sequence[tuple[str, pa.Table]]
+#: Pairs of a table's name, for messages, and its rows.
+NamedTables = Sequence[tuple[str, pa.Table]]
 
 
 @dataclass(frozen=True)
-class Mapped:
+class ColumnMapping:
     """Which column of the data is which.
 
     Attributes:
-        kind: image, qa or text.
-        columns: canonical name to the data's.
+        kind: what the rows are.
+        columns: the platform's column name to that of the data.
     """
 
-    kind: str
+    kind: Kind
     columns: Mapping[str, str]
 
     @classmethod
-    def of(cls, wanted: Mapping[str, str], have: Sequence[str]) -> "Mapped":
-        """What ``data.columns`` and the data's own names make together.
+    def resolve(cls, configured: Mapping[str, str], existing: Sequence[str]) -> "ColumnMapping":
+        """Combine ``data.columns`` with the columns that the data have.
+
+        Args:
+            configured: ``data.columns``.
+            existing: names of the data's columns.
 
         Raises:
-            InputError: an unknown key, a column that the data lack, or too little to train on.
+            InputError: a key or a column is unknown, or columns to train on are missing.
         """
-        for canonical, column in wanted.items():
-            if canonical not in CANONICAL:
-                known = ", ".join(CANONICAL)
-                raise InputError(f"data.columns.{canonical}: unknown; known are {known}")
-            if column not in have:
+        names = ", ".join(existing)
+        for name, column in configured.items():
+            if name not in COLUMN_NAMES:
+                known = ", ".join(COLUMN_NAMES)
+                raise InputError(f"data.columns.{name}: unknown; known are {known}")
+            if column not in existing:
                 raise InputError(
-                    f"data.columns.{canonical}={column!r}: the data have {', '.join(have)}"
+                    f"data.columns.{name}={column!r} is not in the data; its columns are {names}"
                 )
-        found = {name: wanted.get(name, name) for name in CANONICAL}
-        found = {name: column for name, column in found.items() if column in have}
-        for kind, needed in _KINDS.items():
-            if all(name in found for name in needed):
-                return cls(kind, found)
-        ways = "; or ".join(" and ".join(needed) for needed in _KINDS.values())
+        columns = {name: configured.get(name, name) for name in COLUMN_NAMES}
+        columns = {name: column for name, column in columns.items() if column in existing}
+        for kind, required in _REQUIRED_COLUMNS.items():
+            if all(name in columns for name in required):
+                return cls(kind, columns)
+        options = "; or ".join(" and ".join(required) for required in _REQUIRED_COLUMNS.values())
         raise InputError(
-            f"data.columns: the data have {', '.join(have)}; name the columns of {ways} "
+            f"data.columns: the data's columns are {names}; set those of {options} "
             "(e.g. data.columns={text: body, label: topic})"
         )
 
 
-def build(
+def build_dataset(
     name: str,
     source: str,
-    tables: Mapping[str, Tables],
-    wanted: Mapping[str, str],
+    tables: Mapping[str, NamedTables],
+    columns: Mapping[str, str],
     test_share: float,
     *,
-    folder: Path | None,
+    image_folder: Path | None,
     progress: Callable[[str, float], None],
 ) -> tuple[DatasetInfo, dict[str, Columns]]:
-    """The dataset that tables hold.
+    """Make a dataset of tables.
 
     Args:
-        name: of the dataset.
-        source: where it is from, for people.
-        tables: of ``train`` and, if there is one, ``test``.
-        wanted: ``data.columns``.
-        test_share: share of the rows set aside where there is no ``test``.
-        folder: what paths of images are relative to; None: there are none.
-        progress: told of the stage and the fraction done.
+        name: name of the dataset.
+        source: where the tables are from, for ``info.source``.
+        tables: tables of the ``train`` split and, if there is one, of the ``test`` split.
+        columns: ``data.columns``.
+        test_share: share of the train rows to set aside if there is no ``test`` split.
+        image_folder: folder that image paths are relative to; None if images cannot be paths.
+        progress: called with the stage and the fraction done.
+
+    Returns:
+        the description, and the columns [N, ...] of ``train`` and ``test``.
 
     Raises:
         InputError: the columns do not make a dataset.
-        CorruptFileError: a row is not as it should be; names file and row.
+        CorruptFileError: a row is malformed; the message names table and row.
     """
-    mapped = Mapped.of(wanted, tables["train"][0][1].column_names)
+    first_table = tables["train"][0][1]
+    mapping = ColumnMapping.resolve(columns, first_table.column_names)
 
-    def tell(split: str, fraction: float) -> None:
+    def report(split: str, fraction: float) -> None:
         progress(f"{name} {split}", fraction)
 
     fields: dict[str, Any] = {}
     splits: dict[str, Columns] = {}
-    classes = class_names(tables["train"][0][1], mapped.columns.get("label", ""))
+    classes = class_names(first_table, mapping.columns.get("label", ""))
     for split, parts in tables.items():
-        splits[split] = join([_plain(mapped, table, where, classes) for where, table in parts])
-        tell(split, 1.0)
-    if mapped.kind == "image":
-        column = mapped.columns["image"]
-        items = {s: _items(parts, column, folder) for s, parts in tables.items()}
-        pixels, note = decode_all(items, tell)
+        splits[split] = join(
+            [_read_columns(mapping, table, where, classes) for where, table in parts]
+        )
+        report(split, 1.0)
+    if mapping.kind == "image":
+        column = mapping.columns["image"]
+        images = {
+            split: _list_images(parts, column, image_folder) for split, parts in tables.items()
+        }
+        pixels, note = decode_and_resize(images, report)
         source += note
-        for split, stored in pixels.items():
-            splits[split]["pixels"] = stored
-    for canonical, plural in (("label", "classes"), ("group", "groups"), ("client", None)):
-        raw = {s: c[canonical] for s, c in splits.items() if canonical in c}
+        for split, array in pixels.items():
+            splits[split]["pixels"] = array
+    for column, field in (("label", "classes"), ("group", "groups"), ("client", None)):
+        raw = {split: values[column] for split, values in splits.items() if column in values}
         if not raw:
             continue
-        if canonical == "label" and classes is not None:
-            fields["classes"] = classes
+        if column == "label" and classes is not None:
+            fields["classes"] = classes  # the labels are numbers already
             continue
-        numbered, names = number(raw, what=mapped.columns[canonical])
+        numbered, names = number_values(raw, what=mapping.columns[column])
         for split, values in numbered.items():
-            splits[split][canonical] = values
-        if plural is not None:
-            fields[plural] = names
+            splits[split][column] = values
+        if field is not None:
+            fields[field] = names
     if "test" not in splits:
-        splits = set_aside(splits["train"], test_share)
-    return describe(name, mapped.kind, source, splits, fields), splits
+        splits = split_off_test(splits["train"], test_share)
+    return make_info(name, mapping.kind, source, splits, fields), splits
 
 
-def describe(
-    name: str, kind: str, source: str, splits: Mapping[str, Columns], fields: Mapping[str, Any]
-) -> DatasetInfo:
-    """The description of finished columns.
+def _read_columns(
+    mapping: ColumnMapping, table: pa.Table, where: str, classes: tuple[str, ...] | None
+) -> Columns:
+    """Read all columns but the images.
 
-    Raises:
-        InputError: no rows, or a single class.
+    Groups and clients are raw; so are labels, unless their class names are known.
     """
-    more = dict(fields)
-    for split, columns in splits.items():
-        if not length(columns):
-            raise InputError(f"{source}: the {split} split has no rows")
-    if kind != "qa" and len(more["classes"]) < 2:
-        raise InputError(f"{source}: all rows are of class {more['classes'][0]!r}; two are needed")
-    if kind == "image":
-        pixels = splits["train"]["pixels"]
-        mean, std = pixel_statistics(pixels)
-        # A channel that never changes has nothing to scale.
-        more |= {"image_shape": pixels.shape[1:], "mean": mean}
-        more["std"] = tuple(value or 1.0 for value in std)
-    if kind == "text":
-        more["fields"] = tuple(f for f in ("text", "text_pair") if f in splits["train"])
-    return DatasetInfo(name=name, kind=kind, source=source, **more)  # type: ignore[arg-type]  # of _KINDS
-
-
-def set_aside(columns: Columns, share: float) -> dict[str, Columns]:
-    """``train`` and ``test`` of rows without test rows.
-
-    A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment;
-    rows keep their order. Both get at least one row.
-
-    Raises:
-        InputError: fewer than two rows.
-    """
-    rows = length(columns)
-    if rows < 2:
-        raise InputError(f"data.test_share={share}: {rows} rows cannot be split")
-    count = min(rows - 1, max(1, round(share * rows)))
-    order = numpy_rng(0, "test-share").permutation(rows)
-    chosen = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
-    return {
-        split: {name: _pick(column, rows) for name, column in columns.items()}
-        for split, rows in chosen.items()
-    }
-
-
-def _pick(column: Column, rows: np.ndarray) -> Column:
-    return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
-
-
-def _plain(mapped: Mapped, table: pa.Table, where: str, classes: tuple[str, ...] | None) -> Columns:
-    """All columns but the images; labels, groups and clients still raw."""
-    found: Columns = {}
+    columns: Columns = {}
     texts = {"text": ("text", "text_pair"), "qa": ("question", "context")}
-    for canonical in texts.get(mapped.kind, ()):
-        if canonical in mapped.columns:
-            found[canonical] = read_texts(table, mapped.columns[canonical], where)
-    if mapped.kind == "qa":
-        found["answers"] = read_answers(table, mapped.columns["answers"], where)
+    for name in texts.get(mapping.kind, ()):
+        if name in mapping.columns:
+            columns[name] = read_texts(table, mapping.columns[name], where)
+    if mapping.kind == "qa":
+        columns["answers"] = read_answers(table, mapping.columns["answers"], where)
     elif classes is not None:
-        found["label"] = read_labels(table, mapped.columns["label"], len(classes), where)
+        columns["label"] = read_labels(table, mapping.columns["label"], len(classes), where)
     else:
-        found["label"] = read_raw(table, mapped.columns["label"], where)
-    for canonical in ("group", "client"):
-        column = mapped.columns.get(canonical)
+        columns["label"] = read_raw(table, mapping.columns["label"], where)
+    for name in ("group", "client"):
+        column = mapping.columns.get(name)
         if column is not None and column in table.column_names:
-            found[canonical] = read_raw(table, column, where)
-    return found
+            columns[name] = read_raw(table, column, where)
+    return columns
 
 
-def _items(parts: Tables, column: str, folder: Path | None) -> list[Item]:
-    """The images of a split: encoded bytes, or files."""
-    items: list[Item] = []
-    for where, table in parts:
-        values = take(table, column, where)
+def _list_images(tables: NamedTables, column: str, folder: Path | None) -> list[NamedImage]:
+    """Return the images of a split, encoded or as paths of their files."""
+    images: list[NamedImage] = []
+    for where, table in tables:
+        values = get_column(table, column, where)
         kind = values.type
         is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
         is_path = pa.types.is_string(kind) or pa.types.is_large_string(kind)
@@ -239,10 +208,72 @@ def _items(parts: Tables, column: str, folder: Path | None) -> list[Item]:
                 f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
             )
         for row, value in enumerate(values.to_pylist()):
-            encoded = value["bytes"] if is_struct else value
-            if encoded is None:
+            image = value["bytes"] if is_struct else value
+            if image is None:
                 raise CorruptFileError(f"{where}, row {row}: the image has no bytes")
             if is_path and folder is not None:
-                encoded = folder / encoded
-            items.append((encoded, f"{where}, row {row}"))
-    return items
+                image = folder / image
+            images.append((image, f"{where}, row {row}"))
+    return images
+
+
+def split_off_test(columns: Columns, share: float) -> dict[str, Columns]:
+    """Split rows into ``train`` and ``test``, each with at least one row.
+
+    A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
+    Rows keep their order.
+
+    Args:
+        columns: columns [N, ...] of all rows.
+        share: share of the rows that become ``test``.
+
+    Raises:
+        InputError: there are fewer than two rows.
+    """
+    total = length(columns)
+    if total < 2:
+        raise InputError(f"data.test_share={share}: {total} rows cannot be split")
+    count = min(total - 1, max(1, round(share * total)))
+    order = numpy_rng(0, "test-share").permutation(total)
+    rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
+    return {
+        split: {name: _take_rows(column, rows) for name, column in columns.items()}
+        for split, rows in rows_by_split.items()
+    }
+
+
+def _take_rows(column: Column, rows: np.ndarray) -> Column:
+    return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
+
+
+def make_info(
+    name: str, kind: Kind, source: str, splits: Mapping[str, Columns], fields: Mapping[str, Any]
+) -> DatasetInfo:
+    """Return the description of finished columns.
+
+    Args:
+        name: name of the dataset.
+        kind: what its rows are.
+        source: where the rows are from.
+        splits: the columns of every split.
+        fields: ``classes`` and ``groups`` of the description.
+
+    Raises:
+        InputError: a split has no rows, or there is only one class.
+    """
+    fields = dict(fields)
+    for split, columns in splits.items():
+        if not length(columns):
+            raise InputError(f"{source}: the {split} split has no rows")
+    if kind != "qa" and len(fields["classes"]) < 2:
+        only = fields["classes"][0]
+        raise InputError(f"{source}: all rows are of class {only!r}; two classes are needed")
+    if kind == "image":
+        pixels = splits["train"]["pixels"]
+        mean, std = pixel_statistics(pixels)
+        fields |= {"image_shape": pixels.shape[1:], "mean": mean}
+        # Pixels are divided by std: do not divide by zero if a channel is constant.
+        fields["std"] = tuple(value or 1.0 for value in std)
+    if kind == "text":
+        fields["fields"] = tuple(f for f in ("text", "text_pair") if f in splits["train"])
+    return DatasetInfo(name=name, kind=kind, source=source, **fields)

@@ -1,4 +1,4 @@
-"""A dataset of the Hugging Face hub as tables: from a local mirror's files, or from the hub itself.
+"""Tables of a Hugging Face dataset, from the files of a local mirror or from the hub itself.
 
 A mirror is a folder that holds ``<owner>/<dataset>/...`` with the files of the hub's repository.
 """
@@ -13,53 +13,56 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trishul_ray.data.tables import read_table
 from trishul_ray.errors import InputError
 
 
 @dataclass(frozen=True)
 class HubRepo:
-    """Where a dataset lies on the hub and in a mirror.
+    """A dataset's repository on the hub and in a mirror.
 
     Attributes:
         repo: owner/name.
-        config: the configuration's name; None for a dataset that has but one.
-        revision: the commit that is read from the hub; None reads the newest.
-        layouts: the files of a split in a mirror, relative to the repository, as patterns with
-            ``{split}``; the first that fits any file counts.
-        fetch: the pattern of the files to fetch from the hub, where a configuration holds large
-            splits that are not wanted; None fetches the configuration as its card has it.
+        config: name of the configuration; None for a dataset that has only one.
+        revision: commit to read from the hub; None reads the newest.
+        file_patterns: patterns with ``{split}`` for the files of a split in a mirror, relative to
+            the repository. The first that matches any file is used.
+        fetch: pattern with ``{split}`` of the files to fetch from the hub; None fetches all files
+            of the configuration. Set it if a configuration has large splits that are not used.
     """
 
     repo: str
     config: str | None = None
     revision: str | None = None
-    layouts: tuple[str, ...] = ("data/{split}-*.parquet",)
+    file_patterns: tuple[str, ...] = ("data/{split}-*.parquet",)
     fetch: str | None = None
 
     @property
     def key(self) -> str:
-        """What decides the rows that the hub gives."""
+        """What the rows read from the hub depend on: repository, configuration and revision."""
         at = f"@{self.revision}" if self.revision else ""
         return f"hub:{self.repo}/{self.config or ''}{at}"
 
-    def mirrored(self, hub: Path | None, splits: Sequence[str]) -> dict[str, list[Path]] | None:
-        """Files of every split in the mirror, or None where the mirror lacks all of them.
+    def mirror_files(self, hub: Path | None, splits: Sequence[str]) -> dict[str, list[Path]] | None:
+        """Return the files of every split in the mirror, or None if it has none of the splits.
+
+        Args:
+            hub: folder of the mirror; None if there is no mirror.
+            splits: names of the splits on the hub.
 
         Raises:
-            InputError: the mirror has a part of the splits.
+            InputError: the mirror has some of the splits, but not all.
         """
         if hub is None:
             return None
         folder = hub / self.repo
-        for layout in self.layouts:
-            files = {s: sorted(folder.glob(layout.format(split=s))) for s in splits}
-            lacking = [split for split, found in files.items() if not found]
-            if not lacking:
+        for pattern in self.file_patterns:
+            files = {s: sorted(folder.glob(pattern.format(split=s))) for s in splits}
+            missing = [split for split, split_files in files.items() if not split_files]
+            if not missing:
                 return files
-            if len(lacking) < len(splits):
-                pattern = layout.format(split=lacking[0])
-                raise InputError(f"mirror {folder} lacks {pattern} of {self.repo}")
+            if len(missing) < len(splits):
+                name = pattern.format(split=missing[0])
+                raise InputError(f"mirror {folder} lacks {name} of {self.repo}")
         return None
 
     def mirrored_revision(self, hub: Path | None, files: Sequence[Path]) -> str | None:
@@ -81,27 +84,25 @@ class HubRepo:
         return revision if re.fullmatch("[0-9a-f]{40}", revision) else None
 
     def download(self, split: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """A split from the hub or from its own offline cache; images stay encoded.
+        """Return a split from the hub, or from the offline cache of the ``datasets`` library.
+
+        Images stay encoded.
 
         Args:
-            split: its name on the hub.
-            columns: those that are wanted, by default all; one that the data lack is left out.
+            split: name of the split on the hub.
+            columns: columns to read, by default all; columns that the data lack are left out.
 
         Raises:
-            InputError: the hub did not give it; the message is the reason alone.
+            InputError: the download failed; the message is the reason alone.
         """
-        import datasets  # seconds to import: only where the hub is asked
-        from huggingface_hub.errors import HfHubHTTPError
+        import datasets  # takes seconds to import
 
         files = {split: self.fetch.format(split=split)} if self.fetch else None
         name = None if self.fetch else self.config
-        try:
-            with _quiet_attempts():
-                loaded = datasets.load_dataset(
-                    self.repo, name, data_files=files, split=split, revision=self.revision
-                )
-        except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
-            raise _refused(error) from error
+        with _hub_errors_as_input_errors():
+            loaded = datasets.load_dataset(
+                self.repo, name, data_files=files, split=split, revision=self.revision
+            )
         wanted = [column for column in columns or () if column in loaded.column_names]
         if wanted:
             loaded = loaded.select_columns(wanted)
@@ -110,53 +111,42 @@ class HubRepo:
                 loaded = loaded.cast_column(column, datasets.Image(decode=False))
         return loaded.data.table
 
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits on the hub.
+    def split_names(self) -> tuple[str, ...]:
+        """Return the names of the splits on the hub.
 
         Raises:
-            InputError: the hub did not tell; the message is the reason alone.
+            InputError: the hub could not be asked; the message is the reason alone.
         """
-        import datasets
-        from huggingface_hub.errors import HfHubHTTPError
+        import datasets  # takes seconds to import
 
-        try:
-            with _quiet_attempts():
-                names = datasets.get_dataset_split_names(
-                    self.repo, self.config, revision=self.revision
-                )
-        except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
-            raise _refused(error) from error
+        with _hub_errors_as_input_errors():
+            names = datasets.get_dataset_split_names(self.repo, self.config, revision=self.revision)
         return tuple(str(name) for name in names)
 
 
 @contextmanager
-def _quiet_attempts() -> Iterator[None]:
-    """Without the hub client's lines on each of its attempts; what came of them, we say."""
+def _hub_errors_as_input_errors() -> Iterator[None]:
+    """Convert errors of the hub client to an InputError with the reason in one short line.
+
+    The client's log lines on each retry are suppressed: the error tells the outcome.
+    """
+    import datasets  # takes seconds to import
+    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import logging as hub_logging
 
-    before = hub_logging.get_verbosity()
+    verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
     try:
         yield
+    except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(reason if len(reason) <= 300 else f"{reason[:297]}...") from error
     finally:
-        hub_logging.set_verbosity(before)
-
-
-def _refused(error: Exception) -> InputError:
-    """The reason in one line of bearable length."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return InputError(said if len(said) <= 300 else f"{said[:297]}...")
-
-
-def read_files(
-    files: Sequence[Path], columns: Sequence[str] | None = None
-) -> list[tuple[str, pa.Table]]:
-    """Each file's name and its wanted columns; see :func:`trishul_ray.data.tables.read_table`."""
-    return [(str(file), read_table(file, columns)) for file in files]
+        hub_logging.set_verbosity(verbosity)
 
 
 def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
-    """Class names from the Hugging Face metadata of a table, where it carries them."""
+    """Return the class names in a table's Hugging Face metadata, or None if it has none."""
     try:
         features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
         return tuple(str(name) for name in features[column]["names"])

@@ -1,9 +1,12 @@
-"""Images of any size and mode to one array: one's own, which no one has prepared.
+"""Decode images into one array per split.
 
-A prepared dataset holds images of one size. Where they differ, each is resized (bilinear, with
-antialiasing) to the size that most of them have, at most :data:`MAX_SIDE` a side; and where not
-all are gray, gray ones and those with transparency become RGB. ``info.source`` says how many were
-resized.
+A prepared dataset holds images of one size and mode. :func:`decode_images` requires it of a public
+dataset's images. :func:`decode_and_resize` makes your own images meet it: images of other sizes
+are resized (bilinear, with antialiasing) to the most frequent size, scaled down if necessary to at
+most :data:`MAX_SIDE` a side; and unless all images are gray, all are converted to RGB, which drops
+transparency. ``info.source`` tells how many images were resized.
+
+Legend of shapes: N images, C channels, H x W pixels.
 """
 
 from collections import Counter
@@ -16,26 +19,17 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, UnidentifiedImageError
 
-from trishul_ray.data.tables import take
+from trishul_ray.data.tables import get_column
 from trishul_ray.errors import CorruptFileError
 
-#: Pillow mode and channels of what a dataset may hold.
+#: Pillow modes of stored images, with their numbers of channels.
 MODE_CHANNELS = {"RGB": 3, "L": 1}
 
+#: Maximum side of your own images as stored. Backbones for 224 pixels crop from 256.
+MAX_SIDE = 256
 
-def pixel_statistics(pixels: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of ``pixels`` / 255, uint8 [N, C, H, W].
-
-    Counted through 256-bin histograms, so sums are exact integers whatever N.
-    """
-    values = np.arange(256, dtype=np.float64) / 255
-    means, stds = [], []
-    for channel in range(pixels.shape[1]):
-        counts = np.bincount(pixels[:, channel].reshape(-1), minlength=256)
-        mean = float(counts @ values / counts.sum())
-        means.append(round(mean, 6))
-        stds.append(round(float(np.sqrt(counts @ (values - mean) ** 2 / counts.sum())), 6))
-    return tuple(means), tuple(stds)
+#: An encoded image or the path of its file, and its name in messages.
+NamedImage = tuple[bytes | Path, str]
 
 
 def decode_images(
@@ -51,8 +45,8 @@ def decode_images(
     Args:
         table: rows as read from the file.
         column: name of the image column.
-        mode: Pillow mode every image must have, ``"RGB"`` or ``"L"``.
-        size: (height, width) every image must have.
+        mode: Pillow mode that every image must have, ``"RGB"`` or ``"L"``.
+        size: (height, width) that every image must have.
         where: the file, for messages.
         progress: called with the fraction done.
 
@@ -60,9 +54,10 @@ def decode_images(
         uint8 [N, C, H, W].
 
     Raises:
-        CorruptFileError: the column or a row is not as required.
+        CorruptFileError: the column does not hold images, or an image cannot be decoded or has
+            another mode or size.
     """
-    images = take(table, column, where)
+    images = get_column(table, column, where)
     kind = images.type
     if not (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not an image with bytes")
@@ -82,29 +77,66 @@ def decode_images(
 def _decode(encoded: bytes | None, mode: str, size: tuple[int, int], where: str) -> np.ndarray:
     if encoded is None:
         raise CorruptFileError(f"{where}: the image has no bytes")
-    with open_image(encoded, where) as image:
-        # Checked from the header, before a hostile size could be decoded.
+    with _open_image(encoded, where) as image:
+        # Only the header has been read: an image of a huge size is refused before it is decoded.
         if (image.height, image.width) != size:
             raise CorruptFileError(
                 f"{where}: image is {image.width}x{image.height}, not {size[1]}x{size[0]}"
             )
         if image.mode != mode:
             raise CorruptFileError(f"{where}: image mode is {image.mode}, not {mode}")
-        return planes(image)
+        return _to_array(image)
 
 
-def planes(image: Image.Image) -> np.ndarray:
-    """The pixels of an image of a mode in :data:`MODE_CHANNELS`, uint8 [C, H, W]."""
-    return np.asarray(image).reshape(image.height, image.width, -1).transpose(2, 0, 1)
+def decode_and_resize(
+    splits: Mapping[str, Sequence[NamedImage]], progress: Callable[[str, float], None]
+) -> tuple[dict[str, np.ndarray], str]:
+    """Decode images of any size and mode, and convert them to one size and mode.
+
+    Args:
+        splits: the images of every split; at least one image in all.
+        progress: called with the split and the fraction done.
+
+    Returns:
+        the pixels of every split, uint8 [N, C, H, W], and a note for ``info.source`` on how many
+        images were resized, empty if none.
+
+    Raises:
+        CorruptFileError: an image cannot be read; the message names it.
+    """
+    sizes: Counter[tuple[int, int]] = Counter()
+    all_gray = True
+    for images in splits.values():
+        for encoded, where in images:
+            with _open_image(encoded, where) as image:
+                sizes[image.height, image.width] += 1
+                all_gray = all_gray and image.mode in ("1", "L")
+    most_frequent = min(sizes, key=lambda size: (-sizes[size], size))
+    scale = min(1.0, MAX_SIDE / max(most_frequent))
+    height, width = (max(1, round(side * scale)) for side in most_frequent)
+    mode = "L" if all_gray else "RGB"
+    pixels = {}
+    for split, images in splits.items():
+        stored = np.empty((len(images), MODE_CHANNELS[mode], height, width), dtype=np.uint8)
+        for row, (encoded, where) in enumerate(images):
+            with _open_image(encoded, where) as image:
+                converted = image.convert(mode)
+            if converted.size != (width, height):
+                converted = converted.resize((width, height), Image.Resampling.BILINEAR)
+            stored[row] = _to_array(converted)
+            if row % 500 == 0:
+                progress(split, row / len(images))
+        pixels[split] = stored
+        progress(split, 1.0)
+    total = sum(sizes.values())
+    resized = total - sizes[height, width]
+    note = f", {resized} of {total} images resized to {width}x{height}"
+    return pixels, note if resized else ""
 
 
 @contextmanager
-def open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
-    """An image, its header read and its pixels not yet; what goes wrong inside is named.
-
-    Raises:
-        CorruptFileError: the image cannot be read or decoded.
-    """
+def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
+    """Open an image and read its header; convert errors in the body, too, to CorruptFileError."""
     try:
         with Image.open(encoded if isinstance(encoded, Path) else BytesIO(encoded)) as image:
             yield image
@@ -112,50 +144,21 @@ def open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
         raise CorruptFileError(f"{where}: not a readable image ({error})") from error
 
 
-#: Larger images are stored with this longer side: 256 is what backbones for 224 crop from.
-MAX_SIDE = 256
+def _to_array(image: Image.Image) -> np.ndarray:
+    """Return the pixels of an image with a mode in :data:`MODE_CHANNELS`, uint8 [C, H, W]."""
+    return np.asarray(image).reshape(image.height, image.width, -1).transpose(2, 0, 1)
 
 
-#: An encoded image or its file, and what to call it in messages.
-Item = tuple[bytes | Path, str]
+def pixel_statistics(pixels: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation per channel of ``pixels`` / 255, uint8 [N, C, H, W].
 
-
-def decode_all(
-    splits: Mapping[str, Sequence[Item]], tell: Callable[[str, float], None]
-) -> tuple[dict[str, np.ndarray], str]:
-    """Pixels of every split, uint8 [N, C, H, W], and what was done to them, for people.
-
-    Args:
-        splits: the images by split; not all empty.
-        tell: told of the split and the fraction done.
-
-    Raises:
-        CorruptFileError: an image cannot be read; names it.
+    They are computed from 256-bin histograms, so the sums are exact integers for any N.
     """
-    sizes: Counter[tuple[int, int]] = Counter()
-    gray = True
-    for items in splits.values():
-        for encoded, where in items:
-            with open_image(encoded, where) as image:
-                sizes[image.height, image.width] += 1
-                gray = gray and image.mode in ("1", "L")
-    common = min(sizes, key=lambda size: (-sizes[size], size))
-    shrink = min(1.0, MAX_SIDE / max(common))
-    height, width = (max(1, round(side * shrink)) for side in common)
-    mode = "L" if gray else "RGB"
-    pixels = {}
-    for split, items in splits.items():
-        stored = np.empty((len(items), MODE_CHANNELS[mode], height, width), dtype=np.uint8)
-        for row, (encoded, where) in enumerate(items):
-            with open_image(encoded, where) as image:
-                whole = image.convert(mode)
-            if whole.size != (width, height):
-                whole = whole.resize((width, height), Image.Resampling.BILINEAR)
-            stored[row] = planes(whole)
-            if row % 500 == 0:
-                tell(split, row / len(items))
-        pixels[split] = stored
-        tell(split, 1.0)
-    resized = sum(sizes.values()) - sizes[height, width]
-    note = f", {resized} of {sum(sizes.values())} images resized to {width}x{height}"
-    return pixels, note if resized else ""
+    values = np.arange(256, dtype=np.float64) / 255
+    means, stds = [], []
+    for channel in range(pixels.shape[1]):
+        counts = np.bincount(pixels[:, channel].reshape(-1), minlength=256)
+        mean = float(counts @ values / counts.sum())
+        means.append(round(mean, 6))
+        stds.append(round(float(np.sqrt(counts @ (values - mean) ** 2 / counts.sum())), 6))
+    return tuple(means), tuple(stds)

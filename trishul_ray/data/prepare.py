@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from filelock import FileLock
 
+from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.digits import Digits
-from trishul_ray.data.own import OWN
 from trishul_ray.data.prepared import (
     FORMAT_VERSION,
     Column,
@@ -71,13 +71,13 @@ _SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), *PUB
 
 def dataset_names() -> tuple[str, ...]:
     """Names that :func:`prepare` knows: the public ones sorted, then those of one's own data."""
-    return (*sorted(_SOURCES), *OWN)
+    return (*sorted(_SOURCES), *CUSTOM)
 
 
 def describe_datasets() -> dict[str, str]:
     """One line on each dataset, by name."""
     return {
-        name: _SOURCES[name].description if name in _SOURCES else OWN[name].description
+        name: _SOURCES[name].description if name in _SOURCES else CUSTOM[name].description
         for name in dataset_names()
     }
 
@@ -122,10 +122,10 @@ def _source(data: "DataConfig | str") -> Source:
         InputError: no such dataset, or one's own data without ``dataset=`` that reads them.
     """
     name = data if isinstance(data, str) else data.name
-    if name in OWN:
+    if name in CUSTOM:
         if isinstance(data, str):
-            return OWN[name](None, {}, 0.2)
-        return OWN[name](data.path, data.columns, data.test_share)
+            return CUSTOM[name](None, {}, 0.2)
+        return CUSTOM[name](data.path, data.columns, data.test_share)
     if name not in _SOURCES:
         known = dataset_names()
         near = get_close_matches(name, known, n=1)
@@ -134,7 +134,7 @@ def _source(data: "DataConfig | str") -> Source:
     if not isinstance(data, str) and (data.path is not None or data.columns):
         field = "path" if data.path is not None else "columns"
         raise InputError(
-            f"data.{field} is for your own data (dataset {', '.join(OWN)}), not dataset {name}"
+            f"data.{field} is for your own data (dataset {', '.join(CUSTOM)}), not dataset {name}"
         )
     return _SOURCES[name]
 

@@ -13,18 +13,19 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.hub import HubRepo, class_names, read_files
+from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.prepared import Column, DatasetInfo, Kind, Progress
 from trishul_ray.data.tables import (
+    file_signature,
     join,
     length,
-    number,
+    number_values,
     read_answers,
+    read_files,
     read_labels,
     read_raw,
     read_texts,
-    state_of,
 )
 from trishul_ray.errors import CorruptFileError, InputError
 
@@ -189,7 +190,7 @@ class QaLayout:
         self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
     ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
         """Names of the sub-datasets that occur, and ``group`` as int64 [N]."""
-        numbered, groups = number(
+        numbered, groups = number_values(
             {split: columns["group"] for split, columns in splits.items()}, self.subsets, "group"
         )
         stored = {split: columns | {"group": numbered[split]} for split, columns in splits.items()}
@@ -260,11 +261,11 @@ class PublicDataset:
 
     def key(self, hub: Path | None) -> str:
         """What decides the rows, beside the format: the local files, or the hub's revision."""
-        files = self.repo.mirrored(hub, tuple(self.sizes))
+        files = self.repo.mirror_files(hub, tuple(self.sizes))
         if files is not None:
-            return state_of(file for split in self.sizes for file in files[split])
+            return file_signature(file for split in self.sizes for file in files[split])
         archived = self._archived(hub)
-        return self.repo.key if archived is None else f"archives:{state_of(archived)}"
+        return self.repo.key if archived is None else f"archives:{file_signature(archived)}"
 
     def read(
         self, hub: Path | None, progress: Progress
@@ -281,7 +282,7 @@ class PublicDataset:
 
         found: Mapping[str, Columns]
         archived = None
-        if self.repo.mirrored(hub, tuple(self.sizes)) is None:
+        if self.repo.mirror_files(hub, tuple(self.sizes)) is None:
             archived = self._archived(hub)
         if archived is None or self.archive is None:
             found, names, source = self._tables(hub, tell)
@@ -299,7 +300,7 @@ class PublicDataset:
         self, hub: Path | None, tell: Callable[[str, float], None]
     ) -> tuple[dict[str, Columns], tuple[str, ...] | None, str]:
         """Every hub split's columns from mirror or hub, class names, and the source's name."""
-        files = self.repo.mirrored(hub, tuple(self.sizes))
+        files = self.repo.mirror_files(hub, tuple(self.sizes))
         found: dict[str, Columns] = {}
         names = None
         for split in self.sizes:
@@ -355,7 +356,7 @@ class PublicDataset:
             if hub is not None:
                 looked = f"mirror {hub} does not hold it"
                 looked += f", {hub / 'archives'} has no {original}" if original else ""
-            wanted = f"{self.repo.repo}/{self.repo.layouts[0].format(split=split)}"
+            wanted = f"{self.repo.repo}/{self.repo.file_patterns[0].format(split=split)}"
             wanted += f" or archives/{original}" if original else ""
             raise InputError(
                 f"dataset {self.name} ({self.repo.repo}) not found: {looked} (storage.hub or "

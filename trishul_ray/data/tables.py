@@ -1,7 +1,11 @@
-"""Columns of Arrow tables as a dataset's columns, with every fault named by file and row.
+"""Read table files, and convert columns of Arrow tables into columns of a dataset.
 
-A *raw* column holds labels, groups or clients as the data spell them, texts or integers; it
-becomes numbers once all rows of all splits are known (:func:`number`).
+Errors name the file and, where possible, the row.
+
+A *raw* column holds labels, groups or clients as spelled in the data, as text or integers.
+:func:`number_values` turns raw columns into numbers once all rows of all splits are known.
+
+Legend of shapes: N rows.
 """
 
 import json
@@ -18,19 +22,135 @@ import pyarrow.parquet as pq
 from trishul_ray.data.prepared import Column
 from trishul_ray.errors import CorruptFileError
 
-#: How a whole number is spelled that int64 holds and that no other spelling equals.
-_WHOLE = r"^(0|[1-9][0-9]{0,17})$"
+#: File name suffixes that :func:`read_table` can read.
+SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
+
+#: Whole numbers that fit into int64, each in its only spelling (no sign, no leading zeros).
+_WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})$"
 
 
-def take(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
-    """``table[column]``, [N].
+def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the rows of a file.
+
+    Args:
+        file: a file with one of :data:`SUFFIXES`.
+        columns: columns to read, by default all. Columns that the file does not have are left
+            out. If it has none of them, all columns are read, so that an error message can list
+            them.
 
     Raises:
-        CorruptFileError: the column is missing or holds a null; names the row.
+        CorruptFileError: the file cannot be read in the format of its suffix.
+    """
+    readers = {
+        ".parquet": _read_parquet,
+        ".jsonl": _read_json_lines,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+    }
+    return readers[file.suffix.lower()](file, columns)
+
+
+def _read_parquet(file: Path, columns: Sequence[str] | None) -> pa.Table:
+    try:
+        with pq.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            return opened.read(None if columns is None else _select(names, columns))
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, "parquet", error) from error
+
+
+def _read_csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
+    parse = pa.csv.ParseOptions(
+        delimiter="\t" if file.suffix.lower() == ".tsv" else ",", newlines_in_values=True
+    )
+    # With several threads, the parser's errors do not name the row.
+    read = pa.csv.ReadOptions(use_threads=False)
+    try:
+        names = pa.csv.open_csv(file, read, parse).schema.names
+        # Read all columns as text: a text may look like a number.
+        convert = pa.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
+        )
+        table = pa.csv.read_csv(file, read, parse, convert)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, "CSV", error) from error
+    return table if columns is None else table.select(_select(table.column_names, columns))
+
+
+def _read_json_lines(file: Path, columns: Sequence[str] | None) -> pa.Table:
+    try:
+        with file.open("rb") as lines:
+            rows = [row for _, row in json_lines(lines, str(file))]
+    except OSError as error:
+        raise _unreadable(file, "JSON lines", error) from error
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if columns is not None:
+        names = _select(names, columns)
+    arrays = []
+    for name in names:
+        try:
+            arrays.append(pa.array([row.get(name) for row in rows]))
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            message = f"{file}: column {name!r} has values of different types ({reason})"
+            raise CorruptFileError(message) from error
+    return pa.table(arrays, names=names)
+
+
+def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Return the ``names`` that are wanted, or all if none is."""
+    return [name for name in names if name in wanted] or list(names)
+
+
+def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
+    reason = str(error).splitlines()[0]
+    return CorruptFileError(f"{file}: not a readable {kind} file ({reason})")
+
+
+def read_files(
+    files: Sequence[Path], columns: Sequence[str] | None = None
+) -> list[tuple[str, pa.Table]]:
+    """Return each file's name and its rows; see :func:`read_table`."""
+    return [(str(file), read_table(file, columns)) for file in files]
+
+
+def json_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line number (from 1) and object of each line that is not blank.
+
+    Args:
+        lines: the lines of a file.
+        where: the file, for messages.
+
+    Raises:
+        CorruptFileError: a line is not one JSON object in UTF-8.
+    """
+    for line_number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode("utf-8"))
+        except ValueError as error:
+            raise CorruptFileError(f"{where}, line {line_number}: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise CorruptFileError(f"{where}, line {line_number}: not a JSON object")
+        yield line_number, value
+
+
+def file_signature(files: Iterable[Path]) -> str:
+    """Return a text that changes when a file does: path, size and modification time of each."""
+    resolved = [file.resolve() for file in files]
+    return json.dumps([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in resolved])
+
+
+def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
+    """Return ``table[column]``, [N].
+
+    Raises:
+        CorruptFileError: the column is missing or holds a null.
     """
     if column not in table.column_names:
-        have = ", ".join(table.column_names)
-        raise CorruptFileError(f"{where}: no column {column!r}; it has {have}")
+        names = ", ".join(table.column_names)
+        raise CorruptFileError(f"{where}: no column {column!r}; it has {names}")
     values = table.column(column)
     if values.null_count:
         row = pc.index(pc.is_null(values), True).as_py()
@@ -39,12 +159,12 @@ def take(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
 
 
 def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
-    """Texts of ``table[column]``, [N]; empty ones are texts too.
+    """Return the texts of ``table[column]``, [N]; they may be empty.
 
     Raises:
-        CorruptFileError: the column is missing, has a null, is not text or not UTF-8.
+        CorruptFileError: the column is missing, holds a null, or is not text in UTF-8.
     """
-    values = take(table, column, where)
+    values = get_column(table, column, where)
     if not _is_text(values.type):
         raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not text")
     texts = values.cast(pa.large_string()).combine_chunks()
@@ -56,18 +176,19 @@ def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
 
 
 def read_labels(table: pa.Table, column: str, classes: int, where: str) -> np.ndarray:
-    """Labels of ``table[column]``, int64 [N].
+    """Return the labels of ``table[column]``, int64 [N].
 
     Raises:
-        CorruptFileError: the column is missing, not integer, null, or outside 0..classes-1.
+        CorruptFileError: the column is missing, holds a null, is not integer, or a label is
+            outside 0..classes-1.
     """
-    values = take(table, column, where)
+    values = get_column(table, column, where)
     if not pa.types.is_integer(values.type):
         raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not integer")
     labels: np.ndarray = values.to_numpy().astype(np.int64)
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(wrong):
-        row = int(wrong[0])
+    invalid = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(invalid):
+        row = int(invalid[0])
         raise CorruptFileError(
             f"{where}, row {row}: {column} is {labels[row]}, outside 0..{classes - 1}"
         )
@@ -75,51 +196,56 @@ def read_labels(table: pa.Table, column: str, classes: int, where: str) -> np.nd
 
 
 def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
-    """Answers of ``table[column]``, each row's as a JSON list of texts, [N].
+    """Return the answers of ``table[column]``, [N], those of a row as a JSON list of texts.
 
-    A row may hold a list of texts, one text, or a text that is a JSON list of texts.
+    A row may hold a list of texts, a single text, or a JSON list of texts.
 
     Raises:
         CorruptFileError: the column is missing or of another type, or a row has no answer.
     """
-    values = take(table, column, where)
+    values = get_column(table, column, where)
     kind = values.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not (_is_text(kind) or (is_list and _is_text(kind.value_type))):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not a list of texts")
-    written = []
+    rows = []
     for row, value in enumerate(values.to_pylist()):
-        answers = value if is_list else _listed(value)
-        written.append(dump_answers(answers, f"{where}, row {row}", column))
-    return pa.array(written, pa.large_string())
+        answers = value if is_list else _parse_answers(value)
+        rows.append(dump_answers(answers, f"{where}, row {row}", column))
+    return pa.array(rows, pa.large_string())
+
+
+def _parse_answers(text: str) -> list[str]:
+    try:
+        answers = json.loads(text) if text.startswith("[") else None
+    except ValueError:
+        answers = None
+    if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
+        return answers
+    return [text]
 
 
 def dump_answers(answers: Any, where: str, column: str = "answers") -> str:
-    """``answers`` as a JSON list; a CorruptFileError unless it is a list of at least one text."""
+    """Return ``answers`` as JSON.
+
+    Raises:
+        CorruptFileError: ``answers`` is not a list of at least one text.
+    """
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise CorruptFileError(f"{where}: {column} is not a list of texts")
     if not answers:
-        raise CorruptFileError(f"{where}: {column} is empty; at least one answer is needed")
+        raise CorruptFileError(f"{where}: {column} is empty; at least one answer is required")
     return json.dumps(answers, ensure_ascii=False)
 
 
-def _listed(text: str) -> list[str]:
-    try:
-        found = json.loads(text) if text.startswith("[") else None
-    except ValueError:
-        found = None
-    is_list = isinstance(found, list) and all(isinstance(item, str) for item in found)
-    return found if is_list and found is not None else [text]
-
-
 def read_raw(table: pa.Table, column: str, where: str) -> pa.Array:
-    """Raw values of ``table[column]``, [N]: large_string or int64.
+    """Return the raw values of ``table[column]``, large_string or int64 [N].
 
     Raises:
-        CorruptFileError: the column is missing, has a null, or is neither text nor integer; or an
-            integer is negative, which on the hub marks a row without label.
+        CorruptFileError: the column is missing, holds a null, is neither text nor integer, or
+            holds a negative integer, which on the hub marks a row without label.
     """
-    values = take(table, column, where)
+    values = get_column(table, column, where)
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     if _is_text(values.type):
@@ -131,46 +257,50 @@ def read_raw(table: pa.Table, column: str, where: str) -> pa.Array:
     row = pc.index(pc.less(numbers, 0), True).as_py()
     if row >= 0:
         raise CorruptFileError(
-            f"{where}, row {row}: {column} is {numbers[row]}; negative numbers mean no {column}"
+            f"{where}, row {row}: {column} is {numbers[row]}; it must not be negative"
         )
     return numbers
 
 
-def number(
+def number_values(
     raw: Mapping[str, pa.Array], names: Sequence[str] | None = None, what: str = "label"
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Raw columns of all splits to int64 [N] by the sorted order of their values, and the names.
+    """Replace raw values by their indices in the sorted order of all distinct values.
 
-    Texts that all spell whole numbers, as in a CSV file, are sorted as numbers.
+    Texts that are all whole numbers, as in a CSV file, are sorted as numbers.
 
     Args:
-        raw: by split; texts everywhere or integers everywhere.
-        names: what to number by instead: texts that come first, in this order, where they occur.
-        what: the column's name, for messages.
+        raw: the raw column [N] of every split, of one type.
+        names: values that come first, in this order, if they occur; the others follow, sorted.
+        what: name of the column, for messages.
+
+    Returns:
+        the indices int64 [N] of every split, and the values in the order of their indices.
 
     Raises:
-        CorruptFileError: texts in one split and integers in another.
+        CorruptFileError: the column is text in one split and integer in another.
     """
     if len({column.type for column in raw.values()}) > 1:
         kinds = ", ".join(f"{split}: {column.type}" for split, column in raw.items())
-        raise CorruptFileError(f"column {what!r} is not of one kind in all splits ({kinds})")
+        raise CorruptFileError(f"column {what!r} has different types in the splits ({kinds})")
     values = pa.chunked_array(list(raw.values()))
-    if _is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE)).as_py():
+    if _is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
         values = values.cast(pa.int64())
         raw = {split: column.cast(pa.int64()) for split, column in raw.items()}
-    found = pc.unique(values).sort().to_pylist()
+    distinct = pc.unique(values).sort().to_pylist()
     if names is not None:
-        found = [n for n in names if n in found] + [n for n in found if n not in names]
-    order = pa.array(found, values.type)
-    numbered = {
+        known = [name for name in names if name in distinct]
+        distinct = known + [value for value in distinct if value not in names]
+    order = pa.array(distinct, values.type)
+    indices = {
         split: pc.index_in(column, order).to_numpy().astype(np.int64)
         for split, column in raw.items()
     }
-    return numbered, tuple(str(value) for value in found)
+    return indices, tuple(str(value) for value in distinct)
 
 
 def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """Columns [N_i, ...] of consecutive parts as one, [sum of N_i, ...]."""
+    """Concatenate the columns [N_i, ...] of consecutive parts to [sum of N_i, ...]."""
     return {
         name: pa.concat_arrays([part[name] for part in parts])
         if isinstance(parts[0][name], pa.Array)
@@ -180,109 +310,9 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 
 
 def length(columns: Mapping[str, Column]) -> int:
-    """Rows N of columns [N, ...]."""
+    """Return the number of rows N of columns [N, ...]."""
     return len(next(iter(columns.values())))
 
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-#: What :func:`read_table` reads, by the end of the file's name.
-SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
-
-
-def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a file.
-
-    Args:
-        file: ends in one of :data:`SUFFIXES`.
-        columns: those that are wanted; one that the file lacks is left out of the table.
-
-    Raises:
-        CorruptFileError: the file is not what its name says; names file and, where known, row.
-    """
-    readers = {".parquet": _parquet, ".jsonl": _json, ".csv": _csv, ".tsv": _csv}
-    return readers[file.suffix.lower()](file, columns)
-
-
-def json_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number (from 1) and object of each line that is not blank.
-
-    Raises:
-        CorruptFileError: a line is not one JSON object in UTF-8.
-    """
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.decode("utf-8"))
-        except ValueError as error:
-            raise CorruptFileError(f"{where}, line {number}: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise CorruptFileError(f"{where}, line {number}: not a JSON object")
-        yield number, value
-
-
-def state_of(files: Iterable[Path]) -> str:
-    """Text that changes when one of ``files`` does: path, size and time of each."""
-    found = [file.resolve() for file in files]
-    return json.dumps([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in found])
-
-
-def _parquet(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    try:
-        with pq.ParquetFile(file) as opened:
-            have = opened.schema_arrow.names
-            wanted = None if columns is None else [name for name in columns if name in have]
-            # Nothing that is wanted: the whole table, so that the reader can say what it has.
-            return opened.read(wanted or None)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, "parquet", error) from error
-
-
-def _csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    # One thread, or the parser does not know which row it is in.
-    parse = pa.csv.ParseOptions(
-        delimiter="\t" if file.suffix.lower() == ".tsv" else ",", newlines_in_values=True
-    )
-    read = pa.csv.ReadOptions(use_threads=False)
-    # All as text: what looks like a number in a column of texts is a text.
-    try:
-        names = pa.csv.open_csv(file, read, parse).schema.names
-        convert = pa.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
-        )
-        table = pa.csv.read_csv(file, read, parse, convert)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, "CSV", error) from error
-    return table if columns is None else _select(table, columns)
-
-
-def _json(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    try:
-        with file.open("rb") as lines:
-            rows = [row for _, row in json_lines(lines, str(file))]
-    except OSError as error:
-        raise _unreadable(file, "JSON lines", error) from error
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    wanted = [name for name in names if columns is None or name in columns] or names
-    arrays = []
-    for name in wanted:
-        try:
-            arrays.append(pa.array([row.get(name) for row in rows]))
-        except pa.ArrowException as error:
-            reason = str(error).splitlines()[0]
-            message = f"{file}: column {name!r} is of mixed kinds ({reason})"
-            raise CorruptFileError(message) from error
-    return pa.table(arrays, names=wanted)
-
-
-def _select(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    wanted = [name for name in columns if name in table.column_names]
-    return table.select(wanted) if wanted else table
-
-
-def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
-    reason = str(error).splitlines()[0]
-    return CorruptFileError(f"{file}: not a readable {kind} file ({reason})")

@@ -113,9 +113,9 @@ def test_qnli_and_sst2(tmp_path):
         ),
         (
             "index\tsentence1\tlabel\n",
-            r"no column 'sentence2'; the columns are index, sentence1, label",
+            r"no column 'sentence2'; it has index, sentence1, label",
         ),
-        ("", "no column 'sentence1'; the columns are "),
+        ("", "no column 'sentence1'; it has "),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, text, message):

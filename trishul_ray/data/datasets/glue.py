@@ -97,7 +97,7 @@ class GlueArchive:
         missing = [name for name in wanted if name not in header]
         if missing:
             names = ", ".join(header)
-            raise CorruptFileError(f"{where}: no column {missing[0]!r}; the columns are {names}")
+            raise CorruptFileError(f"{where}: no column {missing[0]!r}; it has {names}")
         indices = [header.index(name) for name in wanted]
         numbers = {spelling: label for label, spelling in enumerate(self.labels)}
         texts: list[list[str]] = [[] for _ in self.fields]
@@ -159,7 +159,7 @@ def _glue(
             "nyu-mll/glue",
             config=task,
             revision=_REVISION,
-            layouts=(f"{task}/{{split}}-*.parquet",),
+            file_patterns=(f"{task}/{{split}}-*.parquet",),
         ),
         layout=TextLayout(fields=fields, classes=classes),
         sizes=sizes,

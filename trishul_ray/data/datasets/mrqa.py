@@ -103,7 +103,7 @@ MRQA = PublicDataset(
         "mrqa-workshop/mrqa",
         config="plain_text",
         revision="f3178d9888471dfb2b67c93de14f0ddf499a8d9f",
-        layouts=("data/{split}-*.parquet", "plain_text/{split}-*.parquet"),
+        file_patterns=("data/{split}-*.parquet", "plain_text/{split}-*.parquet"),
     ),
     layout=QaLayout(subsets=SUBSETS),
     sizes={"train": 516_819, "validation": 58_221},

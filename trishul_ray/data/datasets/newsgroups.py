@@ -111,7 +111,7 @@ NEWSGROUPS = PublicDataset(
     repo=HubRepo(
         "SetFit/20_newsgroups",
         revision="f1b91292074e7cfb69be58b642d583ec262f30ed",
-        layouts=("data/{split}-*.parquet", "{split}.jsonl"),
+        file_patterns=("data/{split}-*.parquet", "{split}.jsonl"),
     ),
     layout=TextLayout(fields=("text",), classes=GROUPS),
     sizes={"train": 11_314, "test": 7_532},

@@ -98,7 +98,7 @@ SVHN = PublicDataset(
         "ufldl-stanford/svhn",
         config="cropped_digits",
         revision="f9e1717d73324ebbc1ece84267ccd80d0aca0690",
-        layouts=("cropped_digits/{split}-*.parquet",),
+        file_patterns=("cropped_digits/{split}-*.parquet",),
         # Do not fetch the configuration's third split, `extra`: it is five times as large as
         # the other two together.
         fetch="cropped_digits/{split}-*.parquet",

@@ -1,4 +1,4 @@
-"""One's own data: folders of images and tables in files."""
+"""Your own data: folders of images, table files, and any dataset of a mirror or the hub."""
 
 import json
 
@@ -6,16 +6,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import close_session
 from PIL import Image
 
 from trishul_ray.config import DataConfig
+from trishul_ray.data.custom import CustomHubDataset
+from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}
 
 
-def own(name, path, cache, hub=None, **fields):
+def prepare_own(name, path, cache, hub=None, **fields):
     config = DataConfig(name=name, path=None if path is None else str(path), **fields)
     return prepare(config, cache=cache / "cache", hub=hub)
 
@@ -32,17 +35,17 @@ def test_a_folder_of_class_folders(tmp_path):
             paint(root / name / f"{number}.png", color)
     (root / "red/notes.txt").write_text("not an image")
     (root / ".cache").mkdir()
-    data = own("images", root, tmp_path, test_share=0.3)
+    data = prepare_own("images", root, tmp_path, test_share=0.3)
     assert data.info.classes == ("green", "red") and data.info.image_shape == (3, 6, 8)
     assert (len(data.train), len(data.test)) == (7, 3)
     for split in (data.train, data.test):
         for pixels, label in zip(split.column("pixels"), split.labels, strict=True):
             assert tuple(pixels[:, 0, 0]) == COLORS[data.info.classes[label]]
-    again = own("images", root, tmp_path / "elsewhere", test_share=0.3)
+    again = prepare_own("images", root, tmp_path / "elsewhere", test_share=0.3)
     assert again.fingerprint == data.fingerprint
-    assert own("images", root, tmp_path, test_share=0.5).folder != data.folder
+    assert prepare_own("images", root, tmp_path, test_share=0.5).folder != data.folder
     paint(root / "red/9.png", COLORS["red"])
-    assert own("images", root, tmp_path, test_share=0.3).folder != data.folder
+    assert prepare_own("images", root, tmp_path, test_share=0.3).folder != data.folder
 
 
 def test_images_with_test_folders_gray_and_of_several_sizes(tmp_path):
@@ -51,19 +54,19 @@ def test_images_with_test_folders_gray_and_of_several_sizes(tmp_path):
         for name, value in {"dark": 10, "light": 200}.items():
             for number, size in enumerate(sizes):
                 paint(root / split / name / f"{number}.png", (value,) * 3, size, "L")
-    data = own("images", root, tmp_path)
+    data = prepare_own("images", root, tmp_path)
     assert data.info.image_shape == (1, 8, 8) and (len(data.train), len(data.test)) == (6, 4)
     assert data.info.source.endswith(", 4 of 10 images resized to 8x8")
     assert np.unique(data.test.column("pixels")[data.test.labels == 1]).tolist() == [200]
-    # One image in color: all become RGB.
+    # With one color image, all become RGB.
     paint(root / "train/dark/3.jpg", (10, 10, 10), (8, 8))
-    assert own("images", root, tmp_path).info.image_shape == (3, 8, 8)
+    assert prepare_own("images", root, tmp_path).info.image_shape == (3, 8, 8)
 
 
 def test_large_images_are_stored_smaller(tmp_path):
     for name, color in COLORS.items():
         paint(tmp_path / "photos" / name / "1.png", color, (1000, 500))
-    data = own("images", tmp_path / "photos", tmp_path)
+    data = prepare_own("images", tmp_path / "photos", tmp_path)
     assert data.info.image_shape == (3, 128, 256)
     assert "2 of 2 images resized to 256x128" in data.info.source
 
@@ -71,26 +74,26 @@ def test_large_images_are_stored_smaller(tmp_path):
 def test_what_is_wrong_with_a_folder_of_images_is_named(tmp_path):
     root = tmp_path / "photos"
     with pytest.raises(InputError, match=r"data.path is not set: it must be a folder that holds"):
-        own("images", None, tmp_path)
+        prepare_own("images", None, tmp_path)
     with pytest.raises(InputError, match=r"data.path='.*photos' does not exist"):
-        own("images", root, tmp_path)
+        prepare_own("images", root, tmp_path)
     root.mkdir()
     with pytest.raises(InputError, match=r"photos holds no class folders with images"):
-        own("images", root, tmp_path)
+        prepare_own("images", root, tmp_path)
     paint(root / "a/1.png", COLORS["red"])
     with pytest.raises(InputError, match=r"1 rows cannot be split"):
-        own("images", root, tmp_path)
+        prepare_own("images", root, tmp_path)
     paint(root / "a/2.png", COLORS["red"])
-    with pytest.raises(InputError, match=r"all rows are of class 'a'; two are needed"):
-        own("images", root, tmp_path)
+    with pytest.raises(InputError, match=r"all rows are of class 'a'; two classes are needed"):
+        prepare_own("images", root, tmp_path)
     (root / "b").mkdir()
     with pytest.raises(InputError, match=r"class folder .*/b holds no image"):
-        own("images", root, tmp_path)
+        prepare_own("images", root, tmp_path)
     (root / "b/broken.jpg").write_bytes(b"JFIF?")
     with pytest.raises(CorruptFileError, match=r"/b/broken.jpg: not a readable image"):
-        own("images", root, tmp_path)
+        prepare_own("images", root, tmp_path)
     with pytest.raises(InputError, match=r"data.columns: a folder of images has no columns"):
-        own("images", root, tmp_path, columns={"label": "x"})
+        prepare_own("images", root, tmp_path, columns={"label": "x"})
 
 
 ROWS = [
@@ -119,7 +122,7 @@ def write_rows(file, rows):
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
 def test_a_table_in_a_file(tmp_path, suffix):
     file = write_rows(tmp_path / f"notes{suffix}", ROWS)
-    data = own("table", file, tmp_path, columns=COLUMNS, test_share=0.25)
+    data = prepare_own("table", file, tmp_path, columns=COLUMNS, test_share=0.25)
     assert data.info.kind == "text" and data.info.fields == ("text",)
     assert data.info.classes == ("art", "sport") and data.info.groups == ("x", "y")
     found = {}
@@ -146,7 +149,7 @@ def test_a_folder_with_test_rows_pairs_and_whole_numbers(tmp_path, suffix):
     rows = [{"text": f"t{n}", "text_pair": "p", "label": n, "client": 100 - n} for n in numbers]
     write_rows(folder / f"train{suffix}", rows)
     write_rows(folder / f"test{suffix}", rows[:1])
-    data = own("table", folder, tmp_path)
+    data = prepare_own("table", folder, tmp_path)
     assert data.info.classes == ("1", "2", "10") and data.info.fields == ("text", "text_pair")
     assert data.train.labels.tolist() == [1, 2, 0, 2] and data.test.labels.tolist() == [1]
     assert data.train.column("client").tolist() == [1, 0, 2, 0]
@@ -156,14 +159,14 @@ def test_parquet_shards(tmp_path):
     for number in range(2):
         rows = [{"text": f"{number}{n}", "label": n} for n in range(3)]
         write_rows(tmp_path / "data" / f"train-{number:05d}-of-00002.parquet", rows)
-    data = own("table", tmp_path / "data", tmp_path, test_share=0.01)
+    data = prepare_own("table", tmp_path / "data", tmp_path, test_share=0.01)
     assert len(data.train) == 5 and len(data.test) == 1
 
 
 @pytest.mark.parametrize("answers", [["a", "b"], '["a", "b"]', "a"])
 def test_questions(tmp_path, answers):
     rows = [{"q": f"q{n}?", "context": "c", "gold": answers} for n in range(4)]
-    data = own(
+    data = prepare_own(
         "table",
         write_rows(tmp_path / "qa.jsonl", rows),
         tmp_path,
@@ -179,24 +182,34 @@ def test_images_in_a_table_as_paths_or_bytes(tmp_path):
         paint(tmp_path / f"img/{name}.png", color)
     named = [{"image": f"img/{name}.png", "label": name, "client": 7} for name in COLORS]
     rows = [dict(row) for row in named * 3]
-    by_path = own("table", write_rows(tmp_path / "paths.csv", rows), tmp_path)
+    by_path = prepare_own("table", write_rows(tmp_path / "paths.csv", rows), tmp_path)
     encoded = [
         {"image": (tmp_path / row["image"]).read_bytes(), "label": row["label"], "client": 7}
         for row in rows
     ]
-    by_bytes = own("table", write_rows(tmp_path / "bytes.parquet", encoded), tmp_path)
+    by_bytes = prepare_own("table", write_rows(tmp_path / "bytes.parquet", encoded), tmp_path)
     assert by_path.info.image_shape == (3, 6, 8) and by_path.info.classes == ("green", "red")
     assert by_path.fingerprint == by_bytes.fingerprint
     rows[2]["image"] = "img/none.png"
     with pytest.raises(CorruptFileError, match=r"paths.csv, row 2: not a readable image"):
-        own("table", write_rows(tmp_path / "paths.csv", rows), tmp_path)
+        prepare_own("table", write_rows(tmp_path / "paths.csv", rows), tmp_path)
 
 
 TEXT = {"text": ["a", "b"], "label": [0, 1]}
 BAD_TABLES = {
     "unknown key": ("x.jsonl", TEXT, {"txt": "text"}, r"data.columns.txt: unknown; known are text"),
-    "lacking": ("x.jsonl", TEXT, {"text": "body"}, r"data.columns.text='body': the data have text"),
-    "no label": ("x.csv", {"text": ["a"], "y": [1]}, {}, r"data have text, y; name the columns of"),
+    "lacking": (
+        "x.jsonl",
+        TEXT,
+        {"text": "body"},
+        r"text='body' is not in the data; its columns are text, label",
+    ),
+    "no label": (
+        "x.csv",
+        {"text": ["a"], "y": [1]},
+        {},
+        r"the data's columns are text, y; set those of image and",
+    ),
     "null": ("x.parquet", {"text": ["a", None], "label": [0, 1]}, {}, r"row 1: text is null"),
     "null label": ("x.jsonl", {"text": ["a", "b"], "label": [0, None]}, {}, r"row 1: label is nul"),
     "numbers": ("x.parquet", {"text": [1, 2], "label": [0, 1]}, {}, r"'text' is int64, not text"),
@@ -207,7 +220,12 @@ BAD_TABLES = {
         r"'label' is double, no",
     ),
     "no label -1": ("x.parquet", {"text": ["a", "b"], "label": [0, -1]}, {}, r"row 1: label is -1"),
-    "mixed": ("x.jsonl", {"text": ["a", 2], "label": [0, 1]}, {}, r"'text' is of mixed kinds"),
+    "mixed": (
+        "x.jsonl",
+        {"text": ["a", 2], "label": [0, 1]},
+        {},
+        r"'text' has values of different types",
+    ),
     "one class": ("x.csv", {"text": ["a", "b"], "label": [3, 3]}, {}, r"all rows are of class '3'"),
     "no answer": (
         "x.jsonl",
@@ -224,7 +242,7 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, case):
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     file = write_rows(tmp_path / name, rows)
     with pytest.raises(InputError, match=message) as caught:
-        own("table", file, tmp_path, columns=mapping)
+        prepare_own("table", file, tmp_path, columns=mapping)
     assert "\n" not in str(caught.value)
 
 
@@ -245,29 +263,118 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, case):
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),
         ("x.parquet", b"PAR1 and no more", r"x.parquet: not a readable parquet file"),
-        ("x.xlsx", b"PK", r"data.path='.*x.xlsx': files are .parquet, .jsonl, .csv, .tsv"),
+        (
+            "x.xlsx",
+            b"PK",
+            r"data.path='.*x.xlsx': the file must be one of .parquet, .jsonl, .csv, .tsv",
+        ),
     ],
 )
 def test_malformed_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
-        own("table", tmp_path / name, tmp_path)
+        prepare_own("table", tmp_path / name, tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_train_or_of_two_kinds_is_named(tmp_path):
+def test_a_folder_without_train_or_with_mixed_suffixes_is_named(tmp_path):
     folder = tmp_path / "data"
     write_rows(folder / "test.csv", ROWS)
     with pytest.raises(InputError, match=r"data' has no train\.\* file"):
-        own("table", folder, tmp_path)
+        prepare_own("table", folder, tmp_path)
     write_rows(folder / "train.csv", ROWS)
     write_rows(folder / "train.jsonl", ROWS)
-    with pytest.raises(InputError, match=r"train.csv, train.jsonl: of one kind only"):
-        own("table", folder, tmp_path)
+    with pytest.raises(
+        InputError, match=r"holds train.csv, train.jsonl; all must have the same suffix"
+    ):
+        prepare_own("table", folder, tmp_path)
 
 
-def test_fields_of_ones_own_data_are_refused_elsewhere(tmp_path):
+def test_fields_for_your_own_data_are_refused_for_other_datasets(tmp_path):
     with pytest.raises(InputError, match=r"data.path is for your own data .*, not dataset digits"):
-        own("digits", "x", tmp_path)
+        prepare_own("digits", "x", tmp_path)
     with pytest.raises(InputError, match=r"data.columns is for your own data"):
-        own("digits", None, tmp_path, columns={"text": "x"})
+        prepare_own("digits", None, tmp_path, columns={"text": "x"})
+
+
+def write_split(hub, where, rows):
+    (hub / where).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), hub / where)
+
+
+def test_a_dataset_of_a_mirror_with_mapped_columns(tmp_path):
+    hub = tmp_path / "hub"
+    rows = [{"review": f"r{n}", "stars": n % 3, "idx": n} for n in range(6)]
+    write_split(hub, "me/films/en/train-00000-of-00001.parquet", rows)
+    write_split(hub, "me/films/en/validation-00000-of-00001.parquet", rows[:2])
+    unlabelled = [row | {"stars": -1} for row in rows]
+    write_split(hub, "me/films/en/test-00000-of-00001.parquet", unlabelled)
+    columns = {"text": "review", "label": "stars"}
+    data = prepare_own("hub", "me/films/en", tmp_path, hub, columns=columns)
+    assert data.info.source == "mirror:me/films" and data.info.classes == ("0", "1", "2")
+    assert data.test.texts("text").to_pylist() == ["r0", "r1"]  # the validation split
+    # If there is only one configuration, its name can be left out.
+    same = prepare_own("hub", "me/films", tmp_path, hub, columns=columns)
+    assert same.fingerprint == data.fingerprint
+    write_split(hub, "me/films/fr/train-00000-of-00001.parquet", rows)
+    with pytest.raises(InputError, match=r"use one of me/films/en, me/films/fr"):
+        prepare_own("hub", "me/films", tmp_path, hub, columns=columns)
+
+
+def test_class_names_of_the_hub_are_kept(tmp_path):
+    feature = {"names": ["bad", "fair", "good"], "_type": "ClassLabel"}
+    meta = {"info": {"features": {"label": feature}}}
+    table = pa.table({"text": ["a", "b", "c"], "label": [0, 2, 0]})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(meta)})
+    folder = tmp_path / "hub/me/films/data"
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "train-00000-of-00001.parquet")
+    data = prepare_own("hub", "me/films", tmp_path, tmp_path / "hub")
+    assert data.info.classes == ("bad", "fair", "good")
+    assert sorted([*data.train.labels, *data.test.labels]) == [0, 0, 2]
+
+
+def test_a_hub_dataset_that_cannot_be_found_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    with pytest.raises(InputError) as caught:
+        prepare_own("hub", "me/films@0123abc", tmp_path)
+    message = str(caught.value)
+    assert message.startswith(
+        "data.path='me/films@0123abc' not found: no mirror is set (storage.hub"
+    )
+    assert "set TRISHUL_HUB to a folder with me/films/data/train-*.parquet" in message
+    assert "\n" not in message
+    with pytest.raises(InputError, match=r"data.path='films' must be owner/name"):
+        prepare_own("hub", "films", tmp_path)
+
+
+def test_attempts_to_reach_the_hub_print_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
+    # Nothing answers at this proxy, even on a machine with a network.
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    close_session()
+    waits = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
+    with pytest.raises(InputError, match=r"downloading it from the Hugging Face hub failed"):
+        prepare_own("hub", "me/films", tmp_path)
+    close_session()
+    assert waits  # the client retried
+    assert [r for r in caplog.records if r.name.startswith("huggingface_hub")] == []
+
+
+def test_hub_and_mirror_give_the_same_rows(tmp_path, monkeypatch):
+    """Run `load_dataset` on a folder with the files of a hub repository."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    rows = [{"text": f"t{n}", "label": n % 2} for n in range(6)]
+    write_split(tmp_path / "hub", "me/films/data/train-00000-of-00001.parquet", rows)
+    write_split(tmp_path / "hub", "me/films/data/test-00000-of-00001.parquet", rows[:3])
+    mirrored = prepare_own("hub", "me/films", tmp_path, tmp_path / "hub")
+    source = CustomHubDataset("me/films", {}, 0.2)
+    folder = HubRepo(str(tmp_path / "hub/me/films"))
+    monkeypatch.setattr(CustomHubDataset, "_repo", lambda _: folder)
+    _, splits = source.read(None, lambda *_: None)
+    for split in ("train", "test"):
+        assert splits[split]["text"].to_pylist() == mirrored.split(split).texts("text").to_pylist()
+        np.testing.assert_array_equal(splits[split]["label"], mirrored.split(split).labels)

@@ -1,0 +1,326 @@
+"""Your own data: a folder of images, a table file, or any dataset of the Hugging Face hub.
+
+If there are no test rows, ``data.test_share`` of the rows is set aside as the test split.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trishul_ray.data.column_mapping import (
+    ColumnMapping,
+    NamedTables,
+    build_dataset,
+    make_info,
+    split_off_test,
+)
+from trishul_ray.data.hub import HubRepo
+from trishul_ray.data.images import NamedImage, decode_and_resize
+from trishul_ray.data.prepared import DatasetInfo, Progress
+from trishul_ray.data.public import Columns
+from trishul_ray.data.tables import SUFFIXES, file_signature, read_files
+from trishul_ray.errors import InputError
+
+#: Suffixes of the files that are read as images in a class folder.
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True)
+class CustomDataset:
+    """Base of the three kinds of your own data.
+
+    Attributes:
+        path: ``data.path``.
+        columns: ``data.columns``.
+        test_share: ``data.test_share``.
+    """
+
+    path: str | None
+    columns: Mapping[str, str]
+    test_share: float
+    splits = ("train", "test")
+    official = None
+
+    def _key(self, source: str) -> str:
+        return f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}"
+
+    def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
+        return self._key(file_signature(file for split in files.values() for file in split))
+
+    def _required_path(self, expected: str) -> str:
+        if self.path is None:
+            raise InputError(f"data.path is not set: it must be {expected}")
+        return self.path
+
+    def _existing_path(self, expected: str) -> Path:
+        path = Path(self._required_path(expected)).expanduser()
+        if not path.exists():
+            raise InputError(f"data.path={self.path!r} does not exist; it must be {expected}")
+        return path
+
+
+class LocalImages(CustomDataset):
+    """A folder with one folder of images for each class.
+
+    The images are ``data.path/<class>/<image>``, or ``data.path/train/<class>/<image>`` and
+    ``data.path/test/<class>/<image>``. The classes are the folders' names, sorted.
+    """
+
+    name = "images"
+    description = "your images: data.path, a folder of class folders"
+
+    def key(self, hub: Path | None) -> str:
+        """Return what the rows depend on: the files and the test share."""
+        files = self._find_files()
+        return self._files_key(
+            {split: [file for file, _ in labelled] for split, labelled in files.items()}
+        )
+
+    def read(
+        self, hub: Path | None, progress: Progress
+    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+        """Return the description, and ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
+
+        Raises:
+            InputError: the folder does not exist, or a class folder holds no images.
+            CorruptFileError: an image cannot be read; the message names the file.
+        """
+        files = self._find_files()
+        classes = tuple(sorted({label for labelled in files.values() for _, label in labelled}))
+        images: dict[str, list[NamedImage]] = {
+            split: [(file, str(file)) for file, _ in labelled] for split, labelled in files.items()
+        }
+
+        def report(split: str, fraction: float) -> None:
+            progress(f"images {split}", fraction)
+
+        pixels, note = decode_and_resize(images, report)
+        splits: dict[str, Columns] = {
+            split: {
+                "pixels": pixels[split],
+                "label": np.array([classes.index(label) for _, label in labelled], dtype=np.int64),
+            }
+            for split, labelled in files.items()
+        }
+        if "test" not in splits:
+            splits = split_off_test(splits["train"], self.test_share)
+        source = f"images:{self.path}{note}"
+        return make_info("images", "image", source, splits, {"classes": classes}), splits
+
+    def _find_files(self) -> dict[str, list[tuple[Path, str]]]:
+        """Return pairs of file and class, by split."""
+        root = self._existing_path("a folder that holds one folder of images for each class")
+        if self.columns:
+            raise InputError("data.columns: a folder of images has no columns; use dataset table")
+        folders = {folder.name: folder for folder in _subfolders(root)}
+        if "train" in folders and set(folders) <= {"train", "test"}:
+            return {s: _class_files(folders[s]) for s in self.splits if s in folders}
+        return {"train": _class_files(root)}
+
+
+def _class_files(root: Path) -> list[tuple[Path, str]]:
+    """Return pairs of file and class of the class folders in ``root``, sorted."""
+    pairs = []
+    for folder in _subfolders(root):
+        files = sorted(
+            file
+            for file in folder.iterdir()
+            if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()
+        )
+        if not files:
+            raise InputError(f"class folder {folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
+        pairs += [(file, folder.name) for file in files]
+    if not pairs:
+        raise InputError(f"{root} holds no class folders with images")
+    return pairs
+
+
+def _subfolders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        raise InputError(f"data.path={str(root)!r} is not a folder of class folders")
+    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+class LocalTable(CustomDataset):
+    """A CSV, TSV, JSONL or Parquet file, or a folder with ``train.*`` and, optionally, ``test.*``.
+
+    The dataset is prepared again when one of these files changes, but not when only an image file
+    changes whose path a table holds.
+    """
+
+    name = "table"
+    description = "your CSV, TSV, JSONL or Parquet: data.path, data.columns"
+
+    def key(self, hub: Path | None) -> str:
+        """Return what the rows depend on: the files, the columns and the test share."""
+        return self._files_key(self._find_files())
+
+    def read(
+        self, hub: Path | None, progress: Progress
+    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+        """Return the description, and the columns [N, ...] by split.
+
+        Image paths in a table are relative to the folder of its first file.
+
+        Raises:
+            InputError: the file does not exist, or its columns do not make a dataset.
+            CorruptFileError: a file or row is malformed; the message names file and row.
+        """
+        files = self._find_files()
+        tables = {split: read_files(split_files) for split, split_files in files.items()}
+        return build_dataset(
+            "table",
+            f"table:{self.path}",
+            tables,
+            self.columns,
+            self.test_share,
+            image_folder=files["train"][0].parent,
+            progress=progress,
+        )
+
+    def _find_files(self) -> dict[str, list[Path]]:
+        """Return the files of ``train`` and, if there are any, of ``test``."""
+        suffixes = ", ".join(SUFFIXES)
+        path = self._existing_path(
+            f"a file ({suffixes}) or a folder with train.* and, optionally, test.*"
+        )
+        if path.is_file():
+            if path.suffix.lower() not in SUFFIXES:
+                raise InputError(f"data.path={self.path!r}: the file must be one of {suffixes}")
+            return {"train": [path]}
+        files_by_split = {}
+        for split in self.splits:
+            pattern = re.compile(rf"{split}(-.*)?\.[a-z]+", re.IGNORECASE)
+            files = sorted(
+                file
+                for file in path.iterdir()
+                if pattern.fullmatch(file.name) and file.suffix.lower() in SUFFIXES
+            )
+            if len({file.suffix.lower() for file in files}) > 1:
+                names = ", ".join(file.name for file in files)
+                raise InputError(
+                    f"data.path={self.path!r} holds {names}; all must have the same suffix"
+                )
+            if files:
+                files_by_split[split] = files
+        if "train" not in files_by_split:
+            raise InputError(f"data.path={self.path!r} has no train.* file ({suffixes})")
+        return files_by_split
+
+
+class CustomHubDataset(CustomDataset):
+    """Any dataset of the hub or a mirror: ``owner/name``, ``owner/name/config``, ``...@commit``.
+
+    The test rows are its ``test`` split. If that is missing or has no labels, as in benchmarks
+    that do not publish them, the ``validation`` split is used; without one, a share of ``train``.
+    Without ``@commit`` the newest version is read once and then kept in the cache.
+    """
+
+    name = "hub"
+    description = "any hub dataset: data.path=owner/name[/config][@commit]"
+
+    def key(self, hub: Path | None) -> str:
+        """Return what the rows depend on: the mirror's files or the hub's name, and the columns."""
+        repo = self._repo()
+        files = self._find_in_mirror(repo, hub)
+        return self._key(repo.key) if files is None else self._files_key(files)
+
+    def read(
+        self, hub: Path | None, progress: Progress
+    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+        """Return the description, and the columns [N, ...] by split.
+
+        Raises:
+            InputError: neither the mirror nor the hub has the dataset, or its columns do not make
+                a dataset.
+            CorruptFileError: a file or row is malformed; the message names file and row.
+        """
+        repo = self._repo()
+        files = self._find_in_mirror(repo, hub)
+        tables: dict[str, NamedTables]
+        if files is None:
+            tables = self._download(repo, hub)
+            source = repo.key
+        else:
+            tables = {split: read_files(split_files) for split, split_files in files.items()}
+            source = f"mirror:{repo.repo}"
+        used = {"train": tables["train"]}
+        for split in ("test", "validation"):
+            if split in tables and self._has_labels(tables[split]):
+                used["test"] = tables[split]
+                break
+        return build_dataset(
+            "hub", source, used, self.columns, self.test_share, image_folder=None, progress=progress
+        )
+
+    def _repo(self) -> HubRepo:
+        """Return the repository that ``data.path`` names."""
+        expected = "owner/name of a hub dataset, owner/name/config, or either with @commit"
+        path, _, revision = self._required_path(expected).partition("@")
+        parts = path.split("/")
+        if not 2 <= len(parts) <= 3 or not all(parts):
+            raise InputError(f"data.path={self.path!r} must be {expected}")
+        repo, config = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+        patterns: tuple[str, ...] = (f"{config}/{{split}}-*.parquet",)
+        if config is None:
+            patterns = ("data/{split}-*.parquet", "{split}-*.parquet", "*/{split}-*.parquet")
+            patterns += tuple("{split}" + suffix for suffix in SUFFIXES)
+        return HubRepo(repo, config, revision or None, patterns)
+
+    def _find_in_mirror(self, repo: HubRepo, hub: Path | None) -> dict[str, list[Path]] | None:
+        """Return the files of the splits in the mirror, or None if it has no train split."""
+        for pattern in repo.file_patterns:
+            candidate = replace(repo, file_patterns=(pattern,))
+            files = candidate.mirror_files(hub, ("train",))
+            if files is None:
+                continue
+            folders = sorted({file.parent.name for file in files["train"]})
+            if len(folders) > 1:
+                names = ", ".join(f"{repo.repo}/{folder}" for folder in folders)
+                raise InputError(
+                    f"data.path={self.path!r} has several configurations: use one of {names}"
+                )
+            for split in ("test", "validation"):
+                files |= candidate.mirror_files(hub, (split,)) or {}
+            return files
+        return None
+
+    def _download(self, repo: HubRepo, hub: Path | None) -> dict[str, NamedTables]:
+        try:
+            names = repo.split_names()
+            if "train" not in names:
+                raise InputError("it has no train split")
+            return {
+                split: [(f"hub dataset {repo.repo}, split {split}", repo.download(split))]
+                for split in names
+                if split in ("train", "test", "validation")
+            }
+        except InputError as error:
+            example = f"{repo.repo}/{repo.file_patterns[0].format(split='train')}"
+            mirror = f"mirror {hub} does not have it" if hub else "no mirror is set"
+            raise InputError(
+                f"data.path={self.path!r} not found: {mirror} (storage.hub or TRISHUL_HUB), and "
+                f"downloading it from the Hugging Face hub failed: {error}; set TRISHUL_HUB to a "
+                f"folder with {example}, or run once with internet access"
+            ) from error
+
+    def _has_labels(self, tables: NamedTables) -> bool:
+        """Return False if all labels of a split are -1, which marks unlabelled rows on the hub."""
+        table = tables[0][1]
+        mapping = ColumnMapping.resolve(self.columns, table.column_names)
+        label = mapping.columns.get("label")
+        if label is None or not pa.types.is_integer(table.schema.field(label).type):
+            return True
+        values: Any = table.column(label).to_numpy()
+        return bool(len(values)) and not bool((values == -1).all())
+
+
+#: The classes for your own data, by dataset name.
+CUSTOM: dict[str, type[LocalImages] | type[LocalTable] | type[CustomHubDataset]] = {
+    source.name: source for source in (LocalImages, LocalTable, CustomHubDataset)
+}
