@@ -1,15 +1,5 @@
-"""Datasets as memory-mapped Arrow tables, and how their rows are dealt to clients."""
+"""Datasets as memory-mapped Arrow files, and the partition of their rows among the clients.
 
-from trishul_ray.data.partition import Partition, partition
-from trishul_ray.data.prepare import dataset_names, describe_datasets, prepare
-from trishul_ray.data.prepared import PreparedDataset, Split
-
-__all__ = [
-    "Partition",
-    "PreparedDataset",
-    "Split",
-    "dataset_names",
-    "describe_datasets",
-    "partition",
-    "prepare",
-]
+``prepare.py`` looks up a dataset by name and writes it to the cache; ``prepared.py`` is the format
+of the files. ``datasets/`` holds the public datasets and ``custom.py`` your own data.
+"""

@@ -113,7 +113,8 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
     its n/C rows (the first clients take one more each if n/C is not whole) without replacement,
     drawing the class of each row from p_c. A class that has no rows left is removed from p_c, which
     is renormalised. If p_c becomes empty, the client draws uniformly from the remaining rows. The
-    clients draw in random order, so that those with the least choice are not always the last ones.
+    clients draw in random order, so that the nearly empty classes are not always left to the
+    clients with the highest numbers.
 
     ``dirichlet``, ``per-label``: class k draws q_k ~ Dir(alpha 1_C), and its rows are cut into
     these fractions. If a client would hold fewer than ``min_size`` rows, all classes draw again, up
