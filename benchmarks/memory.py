@@ -55,26 +55,25 @@ class Holder:
 
     def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:
         """Load the backbone and run it once; seconds of loading, and its bytes."""
-        from trishul_ray.models.backbone import backbone_config, load_backbone, usual_architecture
-        from trishul_ray.models.compute import cast, run_dtype, set_up
-        from trishul_ray.models.lookup import load_model_config
-        from trishul_ray.models.shared_weights import resident_backbone
+        from trishul_ray.models.backbone import Backbone
+        from trishul_ray.models.compute import cast, configure_compute, run_dtype
+        from trishul_ray.storage import Places
 
-        places: dict[str, Any] = {"hub": None, "cache": cache}
-        kind = usual_architecture(load_model_config(config, **places))
+        backbone = Backbone(config, Places(cache, hub=None))
+        kind = backbone.family
         classes = CLASSES if kind.endswith("classification") else None
         began = time.perf_counter()
         if shared:
-            model = resident_backbone(config, kind, classes, seed=0, **places).model
+            model = backbone.load_resident(kind, classes, seed=0).model
         else:
-            model = load_backbone(config, kind, classes, seed=0, **places)
+            model = backbone.load(kind, classes, seed=0)
             cast(model, run_dtype(config))
-            set_up(model, config)
+            configure_compute(model, config)
         took = time.perf_counter() - began
         self.model = model.requires_grad_(False)
         for tensor in self.model.parameters():
             tensor.sum()  # every page is read: a forward looks up a few rows of an embedding
-        _run_once(self.model, backbone_config(config, kind, classes, **places))
+        _run_once(self.model, backbone.model_config(kind, classes))
         return took, sum(p.numel() * p.element_size() for p in model.parameters())
 
 

@@ -21,9 +21,9 @@ from _runs import PLACES, Run, add_places, run_all, words_of
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import load_experiment
-from trishul_ray.pretrain.training import ensure_backbone
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.report.figures import metric_curve
-from trishul_ray.storage import Places
 from trishul_ray.tracking.progress import RunProgress
 
 #: Dataset, model, and what makes the run small: tokens that hold a question's end and its context.
@@ -50,10 +50,9 @@ def main() -> None:
         cells = {label: experiment_of(options, *cell) for label, cell in CELLS.items()}
         # Before processes that would wait for each other's pretraining.
         for name, cell in {c.model.name: c for c in cells.values()}.items():
-            places = Places.of(cell)
             with RunProgress(1, console) as progress:
                 tell = progress.task_progress(f"pretraining {name}")
-                ensure_backbone(cell.model, places.cache, tell, hub=places.hub, on_ray=False)
+                ensure_pretrained(Backbone.of(cell), tell, on_ray=False)
         runs = run_all(cells, options.processes, console)
     except (InputError, RunError) as error:
         sys.exit(f"error: {error}")

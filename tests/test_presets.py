@@ -10,8 +10,9 @@ from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.federation.prepare import build_site
 from trishul_ray.loading import load_experiment
 from trishul_ray.methods.base import build_method
-from trishul_ray.models.backbone import meta_backbone
-from trishul_ray.tasks.registry import build_task
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.storage import Places
+from trishul_ray.tasks.build import build_task
 
 VIT, T5, LLAMA = (
     "google/vit-base-patch16-224-in21k",
@@ -64,7 +65,7 @@ def info_of(dataset):
 def test_prompts_fit_fields_classes_and_families(dataset, model, text_rows):
     made = load_experiment(None, [f"dataset={dataset}", f"model={model}"])
     info = info_of(dataset)
-    task = build_task(made, info, hub=None, cache=Path("none"))
+    task = build_task(made, info, Backbone(made.model, Places(Path("none"), None)))
     columns = task.encoder.encode(text_rows(info), lambda done: None)
     assert columns["input_ids"].shape[0] == 2
     assert columns["length"].max() <= made.task.max_length
@@ -136,7 +137,7 @@ def test_bases_and_ranks_are_those_of_the_papers_tables(dataset, trishul, ravan,
 
 @functools.cache
 def shapes_of(config):
-    return meta_backbone(config, hub=None, cache=Path("none"))
+    return Backbone(config, Places(Path("none"), None)).meta_model()
 
 
 def adapters_of(experiment):

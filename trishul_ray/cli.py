@@ -143,16 +143,15 @@ def pretrain(
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; then `model=FOLDER` takes it
     """
     from trishul_ray.federation.on_ray.session import ray_session
-    from trishul_ray.pretrain.training import builtin_named
+    from trishul_ray.pretrain.training import get_builtin
     from trishul_ray.pretrain.training import pretrain as train
     from trishul_ray.storage import Places
     from trishul_ray.tracking.progress import RunProgress
 
-    builtin = builtin_named(name, dataset)
-    places = Places.at(cache, hub)
+    builtin = get_builtin(name, dataset)
     with RunProgress(1, err) as progress, ray_session():
         told = progress.task_progress(f"pretraining {name}")
-        folder = train(builtin, places.cache, hub=places.hub, progress=told)
+        folder = train(builtin, Places.at(cache, hub), progress=told)
     out.print(f"{name}: {folder}", highlight=False, soft_wrap=True)
 
 

@@ -12,34 +12,27 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.experiment import Experiment
 from trishul_ray.tracking.store import redact
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
 
+T = TypeVar("T")
 
 #: Bytes of the largest object that S3 and its relatives copy in one request.
 COPY_LIMIT = 5 * 2**30
 
-
 #: What another attempt will not change.
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-
-
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG)
-
-
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
-
-
 _REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
-
 
 _logger = logging.getLogger(__name__)
 
@@ -261,6 +254,6 @@ class Places:
         return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
 
     @classmethod
-    def of(cls, experiment: Experiment) -> "Places":
+    def of(cls, experiment: "Experiment") -> "Places":
         """From the experiment's storage section; see :meth:`at`."""
         return cls.at(experiment.storage.cache, experiment.storage.hub)

@@ -18,9 +18,9 @@ from transformers import (
 
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models.backbone import load_backbone, meta_backbone
-from trishul_ray.models.lookup import load_model_config, load_preprocessing
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
+from trishul_ray.storage import Places
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -41,8 +41,8 @@ def saved(tmp_path):
 
 def load(where: Path, classes: int, *, seed: int = 0, **fields):
     config = ModelConfig(name=fields.pop("name", "owner/vit"), **fields)
-    return load_backbone(
-        config, "image-classification", classes, seed=seed, hub=where / "hub", cache=where
+    return Backbone(config, Places(where, where / "hub")).load(
+        "image-classification", classes, seed=seed
     )
 
 
@@ -102,12 +102,11 @@ def test_known_architectures_need_no_network(tmp_path):
         ("meta-llama/Llama-3.2-1B", None): 1_235_814_400,
     }
     for (name, classes), want in counts.items():
-        model = meta_backbone(ModelConfig(name=name), None, classes, hub=None, cache=tmp_path)
+        model = Backbone(ModelConfig(name=name), Places(tmp_path, None)).meta_model(None, classes)
         assert sum(p.numel() for p in model.parameters()) == want
         assert {p.device.type for p in model.parameters()} == {"meta"}
-    images = load_preprocessing(
-        ModelConfig(name="google/vit-base-patch16-224-in21k"), hub=None, cache=tmp_path
-    )
+    vit = ModelConfig(name="google/vit-base-patch16-224-in21k")
+    images = Backbone(vit, Places(tmp_path, None)).preprocessing
     assert (images.image_size, images.channels, images.mean) == (224, 3, (0.5, 0.5, 0.5))
 
 
@@ -120,7 +119,7 @@ def test_another_image_size_interpolates_positions_as_transformers_does(saved):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     assert resized.config.image_size == 12
     config = ModelConfig(name="owner/vit", image_size=12)
-    assert load_preprocessing(config, hub=saved / "hub", cache=saved).image_size == 12
+    assert Backbone(config, Places(saved, saved / "hub")).preprocessing.image_size == 12
 
 
 def test_an_image_size_that_the_model_cannot_take_is_refused(saved):
@@ -135,7 +134,7 @@ def test_an_image_size_that_the_model_cannot_take_is_refused(saved):
 def test_normalization_is_read_where_it_is_given(saved):
     config = ModelConfig(name="owner/vit")
     file = saved / "hub/owner/vit/preprocessor_config.json"
-    read = lambda: load_preprocessing(config, hub=saved / "hub", cache=saved)  # noqa: E731
+    read = lambda: Backbone(config, Places(saved, saved / "hub")).preprocessing  # noqa: E731
     assert read().mean is None and read().image_size == 8 and read().channels == 3
     file.write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
     assert read().mean == (0.1, 0.2, 0.3) and read().std == (1.0, 2.0, 3.0)
@@ -200,7 +199,7 @@ def test_names_that_lead_nowhere_are_refused(saved):
     with pytest.raises(InputError, match=r"'vit-digits' is not pretrained yet .*trishul pretrain"):
         load(saved, 10, name="vit-digits")
     (saved / "empty").mkdir()
-    with pytest.raises(InputError, match=r"empty holds no config\.json"):
+    with pytest.raises(InputError, match=r"empty has no config\.json"):
         load(saved, 10, name=str(saved / "empty"))
     (saved / "hub/owner/none").mkdir()
     with pytest.raises(InputError, match=r"mirror folder .*owner/none has no config\.json"):
@@ -219,10 +218,11 @@ import sys
 from pathlib import Path
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import ModelConfig
-from trishul_ray.models import load_backbone
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.storage import Places
 try:
-    where = {"hub": None, "cache": Path(sys.argv[1])}
-    load_backbone(ModelConfig(name="nobody/vit"), "image-classification", 2, seed=0, **where)
+    backbone = Backbone(ModelConfig(name="nobody/vit"), Places(Path(sys.argv[1]), None))
+    backbone.load("image-classification", 2, seed=0)
 except InputError as error:
     print(error)
 """
@@ -248,12 +248,11 @@ NAME = "trishul/vit-cifar10-128x6"
     not HUB or not (Path(HUB) / NAME).is_dir(), reason=f"TRISHUL_HUB is not set or lacks {NAME}"
 )
 def test_real_pretrained_vit(tmp_path):
-    config = ModelConfig(name=NAME)
-    hub = Path(HUB)
-    model = load_backbone(config, "image-classification", 100, seed=0, hub=hub, cache=tmp_path)
-    stored = load_file(hub / NAME / "model.safetensors")
+    backbone = Backbone(ModelConfig(name=NAME), Places(tmp_path, Path(HUB)))
+    model = backbone.load("image-classification", 100, seed=0)
+    stored = load_file(Path(HUB) / NAME / "model.safetensors")
     assert model.classifier.weight.shape == (100, 128)
     assert torch.equal(model.vit.embeddings.cls_token, stored["vit.embeddings.cls_token"])
-    images = load_preprocessing(config, hub=hub, cache=tmp_path)
+    images = backbone.preprocessing
     assert images.mean == (0.4914, 0.4822, 0.4465) and images.image_size == 32
-    assert load_model_config(config, hub=hub, cache=tmp_path).num_labels == 10
+    assert backbone.architecture.num_labels == 10

@@ -9,8 +9,14 @@ from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError
-from trishul_ray.models.backbone import load_backbone
-from trishul_ray.models.compute import WIDE, cast, recompute_activations, set_up
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.compute import (
+    FLOAT32_ATTENTION,
+    cast,
+    configure_compute,
+    recompute_activations,
+)
+from trishul_ray.storage import Places
 
 KINDS = {
     "vit-digits": "image-classification",
@@ -23,10 +29,10 @@ KINDS = {
 def backbone(name, tmp_path, **fields):
     config = ModelConfig(name=name, init="random", **fields)
     classes = 4 if KINDS[name].endswith("classification") else None
-    model = load_backbone(config, KINDS[name], classes, seed=0, hub=None, cache=tmp_path)
+    model = Backbone(config, Places(tmp_path, None)).load(KINDS[name], classes, seed=0)
     if fields.get("precision") == "bf16":
         cast(model, torch.bfloat16)
-    set_up(model, config)
+    configure_compute(model, config)
     return model
 
 
@@ -120,7 +126,7 @@ def test_a_model_without_blocks_says_so():
 def test_bf16_is_close_to_fp32_in_logits_and_gradient(name, tmp_path):
     given = inputs(name)
     full, half = backbone(name, tmp_path), backbone(name, tmp_path, precision="bf16")
-    assert half.config._attn_implementation == WIDE
+    assert half.config._attn_implementation == FLOAT32_ATTENTION
     assert full.config._attn_implementation == "sdpa"
     lower = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
     with torch.inference_mode():
@@ -131,7 +137,7 @@ def test_bf16_is_close_to_fp32_in_logits_and_gradient(name, tmp_path):
     assert float((got - want).norm()) < 0.1 * float(want.norm())
 
 
-def test_wide_attention_is_attention_in_float32(tmp_path):
+def test_float32_attention_is_attention_in_float32(tmp_path):
     model = backbone("t5-tiny", tmp_path, precision="bf16")
     attention = model.encoder.block[0].layer[0].SelfAttention
     generator = torch.Generator().manual_seed(0)

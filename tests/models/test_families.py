@@ -23,9 +23,10 @@ from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import head_parameters
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models.backbone import load_backbone, meta_backbone
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import byte_tokenizer
 from trishul_ray.rng import torch_rng
+from trishul_ray.storage import Places
 
 ENCODER = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -60,7 +61,7 @@ def save(family, folder):
 
 def load(name, kind, classes, where, *, seed=0, **fields):
     config = ModelConfig(name=str(name), **fields)
-    return load_backbone(config, kind, classes, seed=seed, hub=where / "hub", cache=where)
+    return Backbone(config, Places(where, where / "hub")).load(kind, classes, seed=seed)
 
 
 def same(one, two, *, but=()):
@@ -198,7 +199,7 @@ def test_sizes_of_known_encoders_on_the_meta_device(tmp_path):
         "sentence-transformers/all-MiniLM-L6-v2": 22_713_216 + 2 * 384 + 2,
     }
     for name, want in counts.items():
-        model = meta_backbone(ModelConfig(name=name), None, 2, hub=None, cache=tmp_path)
+        model = Backbone(ModelConfig(name=name), Places(tmp_path, None)).meta_model(None, 2)
         assert sum(p.numel() for p in model.parameters()) == want
 
 
@@ -250,10 +251,8 @@ def test_the_real_minilm_by_name_and_in_a_mirror(tmp_path):
         stored["encoder.layer.5.output.dense.weight"],
     )
     assert model.classifier.weight.shape == (20, 384)
-    known = meta_backbone(
-        ModelConfig(name="sentence-transformers/all-MiniLM-L6-v2"), kind, 20, hub=None,
-        cache=tmp_path,
-    )  # fmt: skip
+    by_hub_name = ModelConfig(name="sentence-transformers/all-MiniLM-L6-v2")
+    known = Backbone(by_hub_name, Places(tmp_path, None)).meta_model(kind, 20)
     assert {n: p.shape for n, p in known.named_parameters()} == {
         n: p.shape for n, p in model.named_parameters()
     }

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.models.backbone import backbone_config, load_backbone
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
 from trishul_ray.models.shared_weights import (
     ALIGNMENT,
     KEPT_SECONDS,
-    resident_backbone,
     weights_file,
     write_aligned,
 )
 from trishul_ray.pretrain.objectives import new_backbone
+from trishul_ray.storage import Places
 
 ROOT = Path(__file__).parents[2]
 KINDS = [
@@ -38,10 +38,14 @@ def tensors(model):
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
-def plain(config, kind, classes, **places):
-    model = load_backbone(config, kind, classes, **places)
+def plain(config, kind, classes, cache, seed=0):
+    model = Backbone(config, Places(cache, None)).load(kind, classes, seed=seed)
     cast(model, run_dtype(config))
     return model
+
+
+def resident(config, kind, classes, cache, seed=0):
+    return Backbone(config, Places(cache, None)).load_resident(kind, classes, seed=seed)
 
 
 def assert_same_bits(one, two):
@@ -58,9 +62,8 @@ def assert_same_bits(one, two):
 @pytest.mark.parametrize(("name", "kind", "classes"), KINDS)
 def test_shared_weights_are_those_of_a_plain_load(name, kind, classes, precision, tmp_path):
     config = ModelConfig(name=name, init="random", precision=precision)
-    places = {"seed": 3, "hub": None, "cache": tmp_path}
-    want = plain(config, kind, classes, **places)
-    first, second = (resident_backbone(config, kind, classes, **places).model for _ in range(2))
+    want = plain(config, kind, classes, tmp_path, seed=3)
+    first, second = (resident(config, kind, classes, tmp_path, seed=3).model for _ in range(2))
     assert_same_bits(first, want)
     assert_same_bits(second, want)
     assert not second.training
@@ -80,11 +83,10 @@ def bert(tmp_path):
 
 
 def test_a_head_that_is_drawn_is_no_part_of_the_file(bert, tmp_path):
-    places = {"hub": None, "cache": tmp_path}
     kind = "sequence-classification"
-    models = [resident_backbone(bert, kind, 3, seed=n, **places).model for n in (0, 1, 0)]
+    models = [resident(bert, kind, 3, tmp_path, seed=n).model for n in (0, 1, 0)]
     for model, seed in zip(models, (0, 1, 0), strict=True):
-        assert_same_bits(model, plain(bert, kind, 3, seed=seed, **places))
+        assert_same_bits(model, plain(bert, kind, 3, tmp_path, seed=seed))
     assert not torch.equal(models[0].classifier.weight, models[1].classifier.weight)
     (file,) = (tmp_path / "weights").glob("*.safetensors")
     with safe_open(file, "pt") as stored:
@@ -93,12 +95,9 @@ def test_a_head_that_is_drawn_is_no_part_of_the_file(bert, tmp_path):
 
 def test_whatever_decides_the_weights_is_in_the_files_name(bert, tmp_path):
     def name(config, classes=3, seed=0):
-        shape = backbone_config(
-            config, "sequence-classification", classes, hub=None, cache=tmp_path
-        )
-        return weights_file(
-            config, shape, "sequence-classification", seed=seed, hub=None, cache=tmp_path
-        ).name
+        backbone = Backbone(config, Places(tmp_path, None))
+        built_from = backbone.model_config("sequence-classification", classes)
+        return weights_file(backbone, built_from, "sequence-classification", seed=seed).name
 
     drawn = ModelConfig(name="bert-tiny", init="random")
     half = bert.model_copy(update={"precision": "bf16"})
@@ -111,44 +110,39 @@ def test_whatever_decides_the_weights_is_in_the_files_name(bert, tmp_path):
 
 
 def test_the_source_is_what_lies_in_the_folder_not_when_or_where(bert, tmp_path):
-    places = {"seed": 0, "hub": None, "cache": tmp_path}
     kind = "sequence-classification"
-    first = resident_backbone(bert, kind, 3, **places).source
+    first = resident(bert, kind, 3, tmp_path).source
     shutil.copytree(tmp_path / "bert", tmp_path / "copy")
     copied = bert.model_copy(update={"name": str(tmp_path / "copy"), "precision": "bf16"})
     assert first.startswith("sha256:")
-    assert resident_backbone(copied, kind, 2, **places).source == first
+    assert resident(copied, kind, 2, tmp_path).source == first
     file = tmp_path / "copy/model.safetensors"
     state = load_file(file)
     state["bert.embeddings.word_embeddings.weight"][7, 7] += 1.0
     save_file(state, file, metadata={"format": "pt"})
-    assert resident_backbone(copied, kind, 2, **places).source != first
+    assert resident(copied, kind, 2, tmp_path).source != first
     drawn = ModelConfig(name="bert-tiny", init="random")
-    assert resident_backbone(drawn, kind, 3, **places).source == ""
+    assert resident(drawn, kind, 3, tmp_path).source == ""
 
 
 def test_a_write_stays_in_the_process(bert, tmp_path):
-    places = {"seed": 0, "hub": None, "cache": tmp_path}
-    model = resident_backbone(bert, "sequence-classification", 3, **places).model
+    model = resident(bert, "sequence-classification", 3, tmp_path).model
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight.zero_()
-    again = resident_backbone(bert, "sequence-classification", 3, **places).model
-    assert_same_bits(again, plain(bert, "sequence-classification", 3, **places))
+    again = resident(bert, "sequence-classification", 3, tmp_path).model
+    assert_same_bits(again, plain(bert, "sequence-classification", 3, tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["cut", "other", "empty"])
 def test_a_damaged_file_is_made_again(bert, damage, tmp_path):
-    places = {"seed": 0, "hub": None, "cache": tmp_path}
     kind = "sequence-classification"
-    resident_backbone(bert, kind, 3, **places)
+    resident(bert, kind, 3, tmp_path)
     (file,) = (tmp_path / "weights").glob("*.safetensors")
     if damage == "other":
         save_file({"weight": torch.zeros(3)}, file, metadata={"drawn": "[]"})
     else:
         file.write_bytes(file.read_bytes()[: -1000 if damage == "cut" else 0])
-    assert_same_bits(
-        resident_backbone(bert, kind, 3, **places).model, plain(bert, kind, 3, **places)
-    )
+    assert_same_bits(resident(bert, kind, 3, tmp_path).model, plain(bert, kind, 3, tmp_path))
 
 
 def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
@@ -157,7 +151,7 @@ def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
     state["bert.embeddings.word_embeddings.weight"][7, 7] = float("nan")
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(CorruptFileError, match=r"word_embeddings\.weight of checkpoint"):
-        resident_backbone(bert, "sequence-classification", 3, seed=0, hub=None, cache=tmp_path)
+        resident(bert, "sequence-classification", 3, tmp_path)
     assert not list((tmp_path / "weights").glob("*.safetensors"))
 
 
@@ -168,7 +162,7 @@ def test_what_nobody_opened_for_a_month_is_removed(bert, tmp_path):
     for file, age in ((old, KEPT_SECONDS + 60), (young, KEPT_SECONDS - 60)):
         file.write_bytes(b"")
         os.utime(file, (time.time() - age,) * 2)
-    resident_backbone(bert, "sequence-classification", 3, seed=0, hub=None, cache=tmp_path)
+    resident(bert, "sequence-classification", 3, tmp_path)
     assert young.exists() and not old.exists()
 
 
@@ -192,10 +186,11 @@ HOLD = """
 import sys
 from pathlib import Path
 from trishul_ray.experiment import ModelConfig
-from trishul_ray.models.shared import resident_backbone
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.storage import Places
 config = ModelConfig(name="bert-tiny", init="random")
-places = {"seed": 0, "hub": None, "cache": Path(sys.argv[1])}
-model = resident_backbone(config, "sequence-classification", 3, **places).model
+backbone = Backbone(config, Places(Path(sys.argv[1]), None))
+model = backbone.load_resident("sequence-classification", 3, seed=0).model
 print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/weights/" in line))
 """
 
@@ -203,8 +198,7 @@ print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/w
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="no /proc on this system")
 def test_two_processes_map_the_same_file(tmp_path):
     config = ModelConfig(name="bert-tiny", init="random")
-    places = {"seed": 0, "hub": None, "cache": tmp_path}
-    model = resident_backbone(config, "sequence-classification", 3, **places).model
+    model = resident(config, "sequence-classification", 3, tmp_path).model
     (file,) = (tmp_path / "weights").glob("*.safetensors")
     written = file.stat().st_ino
     other = subprocess.run(

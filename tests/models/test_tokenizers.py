@@ -6,17 +6,25 @@ from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Con
 
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models import builtin as bytelevel
-from trishul_ray.models import lookup as registry
-from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
-from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
+from trishul_ray.models import lookup
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.builtin import (
+    BUILTINS,
+    FIRST_BYTE,
+    FIRST_SENTINEL,
+    PAD,
+    VOCABULARY,
+    byte_tokenizer,
+)
+from trishul_ray.models.tokenizers import tokenizer_key
+from trishul_ray.storage import Places
 
 TEXT = "Grüße, 世界! \n\t<b> ~ \x00"
 FAMILIES = {"bert-tiny": "bert", "t5-tiny": "t5", "llama-tiny": "llama"}
 
 
 def load(name, tmp_path):
-    return load_tokenizer(ModelConfig(name=str(name)), hub=tmp_path / "hub", cache=tmp_path)
+    return Backbone(ModelConfig(name=str(name)), Places(tmp_path, tmp_path / "hub")).tokenizer
 
 
 @pytest.fixture
@@ -32,11 +40,11 @@ def words():
 def test_built_in_tokens_are_the_bytes_of_the_text(name, tmp_path):
     tokenizer = load(name, tmp_path)
     plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert [i - bytelevel.FIRST_BYTE for i in plain] == list(TEXT.encode())
+    assert [i - FIRST_BYTE for i in plain] == list(TEXT.encode())
     assert tokenizer.decode(plain) == TEXT
-    assert len(tokenizer) == bytelevel.VOCABULARY == BUILTINS[name].config().vocab_size
+    assert len(tokenizer) == VOCABULARY == BUILTINS[name].config().vocab_size
     shape = BUILTINS[name].config()
-    assert shape.pad_token_id == tokenizer.pad_token_id == bytelevel.PAD
+    assert shape.pad_token_id == tokenizer.pad_token_id == PAD
     assert sorted(tokenizer(TEXT)) == ["attention_mask", "input_ids"]
 
 
@@ -54,7 +62,7 @@ def test_each_family_has_its_marks_around_texts(name, one, two, tmp_path):
     assert tokenizer("a")["input_ids"] == ids(one)
     assert tokenizer("a", "b")["input_ids"] == ids(two)
     marks = ["<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>", "<extra_id_0>"]
-    want = [0, 1, 2, 3, 4, 5, 6, bytelevel.FIRST_SENTINEL]
+    want = [0, 1, 2, 3, 4, 5, 6, FIRST_SENTINEL]
     assert tokenizer.convert_tokens_to_ids(marks) == want
 
 
@@ -115,7 +123,7 @@ def test_a_model_of_images_takes_no_text(tmp_path):
 
 
 def test_a_model_of_a_package_that_is_missing_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
+    monkeypatch.setitem(lookup.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
     with pytest.raises(InputError, match=r"package some-lm, .*trishul-ray\[somelm\]"):
         load("Some-LM", tmp_path)
 

@@ -8,7 +8,7 @@ import torch
 from trishul_ray.config import ModelConfig
 from trishul_ray.data.prepared import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
-from trishul_ray.models.backbone import load_backbone
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import (
     BOS,
     BUILTINS,
@@ -19,15 +19,22 @@ from trishul_ray.models.builtin import (
     MASK,
     SEP,
 )
-from trishul_ray.models.tokenizers import load_tokenizer
-from trishul_ray.pretrain.objectives import CUTS, causal, denoise, masked, new_backbone, tokens_of
+from trishul_ray.pretrain.objectives import (
+    REMOVED_SPANS,
+    byte_tokens,
+    causal_batch,
+    denoising_batch,
+    masked_batch,
+    new_backbone,
+)
 from trishul_ray.pretrain.training import (
-    builtin_named,
-    ensure_backbone,
+    ensure_pretrained,
+    get_builtin,
     save_backbone,
     train_backbone,
 )
 from trishul_ray.rng import numpy_rng
+from trishul_ray.storage import Places
 
 TEXT_MODELS = {
     "bert-tiny": "sequence-classification",
@@ -58,7 +65,7 @@ def texts(tmp_path):
 
 
 def test_tokens_are_all_fields_of_all_rows_in_order(texts):
-    tokens = tokens_of(texts)
+    tokens = byte_tokens(texts)
     ends = np.flatnonzero(tokens == EOS)
     assert len(ends) == 60
     first = bytes((tokens[: ends[0]] - FIRST_BYTE).astype(np.uint8))
@@ -66,14 +73,14 @@ def test_tokens_are_all_fields_of_all_rows_in_order(texts):
 
 
 def test_a_causal_row_is_its_own_label():
-    batch = causal(ROWS, numpy_rng(0, "test"))
+    batch = causal_batch(ROWS, numpy_rng(0, "test"))
     assert (batch["input_ids"][:, 0] == BOS).all()
     assert (batch["input_ids"][:, 1:] == ROWS).all()
     assert (batch["labels"] == batch["input_ids"]).all()
 
 
 def test_masked_places_are_labelled_with_what_stood_there():
-    batch = masked(np.repeat(ROWS, 50, 0), numpy_rng(0, "test"))
+    batch = masked_batch(np.repeat(ROWS, 50, 0), numpy_rng(0, "test"))
     seen, labels = batch["input_ids"], batch["labels"]
     rows = np.repeat(ROWS, 50, 0)
     assert (seen[:, 0] == CLS).all() and (seen[:, -1] == SEP).all()
@@ -88,11 +95,11 @@ def test_masked_places_are_labelled_with_what_stood_there():
 
 def test_what_was_cut_out_can_be_put_back():
     for draw in range(8):
-        batch = denoise(ROWS, numpy_rng(draw, "test"))
+        batch = denoising_batch(ROWS, numpy_rng(draw, "test"))
         for given, target, row in zip(batch["input_ids"], batch["labels"], ROWS, strict=True):
             assert given[-1] == EOS and target[-1] == EOS
             marks = np.flatnonzero(target >= FIRST_SENTINEL)
-            assert list(target[marks] - FIRST_SENTINEL) == list(range(CUTS))
+            assert list(target[marks] - FIRST_SENTINEL) == list(range(REMOVED_SPANS))
             spans = {t: s for t, *s in np.split(target[:-1], marks[1:])}
             restored = [b for a in given[:-1] for b in spans.get(a, [a])]
             assert restored == list(row)
@@ -118,25 +125,23 @@ def test_a_pretrained_text_model_is_found_under_its_name(name, texts, tmp_path):
     builtin = BUILTINS[name]
     model = new_backbone(builtin)
     save_backbone(model, builtin, texts, builtin.folder(tmp_path))
+    places = Places(tmp_path, None)
     kind = TEXT_MODELS[name]
     classes = 3 if kind == "sequence-classification" else None
     for where in (name, str(builtin.folder(tmp_path))):
-        config = ModelConfig(name=where)
-        loaded = load_backbone(config, kind, classes, seed=1, hub=None, cache=tmp_path)
+        backbone = Backbone(ModelConfig(name=where), places)
+        loaded = backbone.load(kind, classes, seed=1)
         stored = dict(model.named_parameters())
         both = [n for n, _ in loaded.named_parameters() if n in stored]
         assert len(both) >= len(stored) - 6  # all but the head of the masked model
         assert all(torch.equal(loaded.get_parameter(n), stored[n]) for n in both)
-        tokenizer = load_tokenizer(config, hub=None, cache=tmp_path)
-        assert (
-            tokenizer("ab")["input_ids"]
-            == (load_tokenizer(ModelConfig(name=name), hub=None, cache=tmp_path)("ab")["input_ids"])
-        )
+        want = Backbone(ModelConfig(name=name), places).tokenizer("ab")["input_ids"]
+        assert backbone.tokenizer("ab")["input_ids"] == want
 
 
 def test_another_dataset_makes_another_model():
-    assert builtin_named("t5-tiny", "20newsgroups").hash == BUILTINS["t5-tiny"].hash
-    other = builtin_named("t5-tiny", "mrqa")
+    assert get_builtin("t5-tiny", "20newsgroups").hash == BUILTINS["t5-tiny"].hash
+    other = get_builtin("t5-tiny", "mrqa")
     assert other.recipe.dataset == "mrqa" and other.hash != BUILTINS["t5-tiny"].hash
     assert len({builtin.hash for builtin in BUILTINS.values()}) == len(BUILTINS)
 
@@ -153,7 +158,7 @@ def test_rows_without_text_or_with_too_little_are_refused(texts, tmp_path):
 
 
 def test_where_the_text_is_not_to_be_had_one_line_says_so(tmp_path):
-    config = ModelConfig(name="llama-tiny")
+    backbone = Backbone(ModelConfig(name="llama-tiny"), Places(tmp_path, tmp_path / "nowhere"))
     with pytest.raises(InputError, match=r"'llama-tiny' is not pretrained yet.*init=random") as e:
-        ensure_backbone(config, tmp_path, hub=tmp_path / "nowhere", on_ray=False)
+        ensure_pretrained(backbone, on_ray=False)
     assert "\n" not in str(e.value) and str(tmp_path / "nowhere") in str(e.value)

@@ -7,18 +7,17 @@ import torch
 from trishul_ray.config import ModelConfig
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
-from trishul_ray.models import builtin as tiny
-from trishul_ray.models.backbone import load_backbone
-from trishul_ray.models.builtin import VIT_DIGITS
-from trishul_ray.models.lookup import load_preprocessing
-from trishul_ray.pretrain import training as pretrain
-from trishul_ray.pretrain.objectives import new_backbone, task_for
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.builtin import BUILTINS, VIT_DIGITS
+from trishul_ray.pretrain.objectives import classification_task, new_backbone
 from trishul_ray.pretrain.training import (
-    builtin_named,
-    ensure_backbone,
+    ensure_pretrained,
+    get_builtin,
+    pretrain,
     save_backbone,
     train_backbone,
 )
+from trishul_ray.storage import Places
 
 SHORT = dataclasses.replace(VIT_DIGITS, recipe=dataclasses.replace(VIT_DIGITS.recipe, epochs=2))
 
@@ -33,7 +32,7 @@ def weights(model: torch.nn.Module) -> bytes:
 
 
 def accuracy(model: torch.nn.Module, split) -> float:
-    task = task_for(VIT_DIGITS, split)
+    task = classification_task(VIT_DIGITS, split)
     batch = task.prepare_batch(split.batch(np.arange(len(split))), "cpu", torch.float32)
     with torch.inference_mode():
         return task.merge([task.evaluate(model(**task.inputs(batch)), batch)])["accuracy"]
@@ -69,10 +68,10 @@ def test_saved_weights_load_back(digits, tmp_path):
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     assert not list(folder.parent.glob(".*"))
-    config = ModelConfig(name="vit-digits")
-    loaded = load_backbone(config, "image-classification", 10, seed=0, hub=None, cache=tmp_path)
+    backbone = Backbone(ModelConfig(name="vit-digits"), Places(tmp_path, None))
+    loaded = backbone.load("image-classification", 10, seed=0)
     assert weights(loaded) == weights(model)
-    images = load_preprocessing(config, hub=None, cache=tmp_path)
+    images = backbone.preprocessing
     assert images.image_size == 8 and images.channels == 1
     assert (images.mean, images.std) == (digits.info.mean, digits.info.std)
 
@@ -89,34 +88,33 @@ def test_everything_that_decides_the_weights_is_in_the_folders_name():
 
 
 def test_random_backbones_need_no_pretraining(tmp_path):
-    config = ModelConfig(name="vit-digits", init="random")
-    ensure_backbone(config, tmp_path)
-    ensure_backbone(ModelConfig(name="owner/model"), tmp_path)
+    places = Places(tmp_path, None)
+    backbone = Backbone(ModelConfig(name="vit-digits", init="random"), places)
+    ensure_pretrained(backbone)
+    ensure_pretrained(Backbone(ModelConfig(name="owner/model"), places))
     assert not list(tmp_path.iterdir())
-    model = load_backbone(
-        config, "image-classification", 10, seed=VIT_DIGITS.recipe.seed, hub=None, cache=tmp_path
-    )
+    model = backbone.load("image-classification", 10, seed=VIT_DIGITS.recipe.seed)
     assert weights(model) == weights(new_backbone(VIT_DIGITS))
 
 
 def test_unknown_built_ins_are_refused():
     with pytest.raises(InputError, match=r"'vit-huge' is not a built-in.*vit-digits"):
-        builtin_named("vit-huge")
+        get_builtin("vit-huge")
     with pytest.raises(InputError, match="vit-digits is pretrained on digits alone, not mrqa"):
-        builtin_named("vit-digits", "mrqa")
+        get_builtin("vit-digits", "mrqa")
 
 
 @pytest.mark.slow
 def test_ray_train_gives_the_same_bytes_as_the_plain_loop(digits, tmp_path, monkeypatch, local_ray):
-    monkeypatch.setitem(tiny.BUILTINS, SHORT.name, SHORT)
+    monkeypatch.setitem(BUILTINS, SHORT.name, SHORT)
     told = []
-    folder = pretrain.pretrain(SHORT, tmp_path, progress=lambda stage, done: told.append(done))
+    places = Places(tmp_path, None)
+    folder = pretrain(SHORT, places, progress=lambda stage, done: told.append(done))
     assert told == [0.5, 1.0]
-    loaded = load_backbone(
-        ModelConfig(name=SHORT.name), "image-classification", 10, seed=0, hub=None, cache=tmp_path
-    )
+    backbone = Backbone(ModelConfig(name=SHORT.name), places)
+    loaded = backbone.load("image-classification", 10, seed=0)
     assert weights(loaded) == weights(train_backbone(SHORT, digits.split("pretrain")))
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert pretrain.pretrain(SHORT, tmp_path) == folder  # found
+    assert pretrain(SHORT, places) == folder  # found
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert not list(tmp_path.glob("train-*"))

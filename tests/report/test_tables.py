@@ -7,7 +7,7 @@ from rich.console import Console
 
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.methods.base import method_names
-from trishul_ray.models.builtin import builtin_names
+from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.report.tables import datasets_table, methods_table, models_table
 
 
@@ -40,8 +40,8 @@ def test_the_papers_backbones(name, short, parameters, adapted, tmp_path):
 
 def test_built_in_and_packaged_models_are_listed(tmp_path):
     rows = rows_of(models_table(tmp_path))
-    assert {*builtin_names(), "all-MiniLM-L6-v2"} <= set(rows)
-    assert all("`trishul pretrain`" in rows[name][-1] for name in builtin_names())
+    assert {*BUILTINS, "all-MiniLM-L6-v2"} <= set(rows)
+    assert all("`trishul pretrain`" in rows[name][-1] for name in BUILTINS)
     assert not list(tmp_path.iterdir())  # nothing is loaded, nothing written
     narrow = Console(width=80, file=io.StringIO())
     narrow.print(models_table(tmp_path))

@@ -27,7 +27,9 @@ from transformers import (
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.config import ModelConfig
 from trishul_ray.data.prepared import DatasetInfo, Split, write_split
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import EOS, PAD, VOCABULARY
+from trishul_ray.storage import Places
 from trishul_ray.tasks.text import TokenizerRef
 
 WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -47,8 +49,8 @@ def byte_tokens():
     """``byte_tokens("t5")``: the tokenizer of a built-in model, one token a byte."""
 
     def make(family, vocabulary=VOCABULARY):
-        model = ModelConfig(name=f"{family}-tiny")
-        return TokenizerRef(model, hub=None, cache=Path("none"), vocabulary=vocabulary)
+        backbone = Backbone(ModelConfig(name=f"{family}-tiny"), Places(Path("none"), None))
+        return TokenizerRef(backbone, vocabulary_size=vocabulary)
 
     return make
 
@@ -65,11 +67,11 @@ def word_tokens():
     )  # fmt: skip
     fast.train_from_iterator(["a fine film, yes yes no no maybe\nAnswer: Answer:"] * 9, trainer)
     fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made = TokenizerRef(ModelConfig(name="none"), hub=None, cache=Path("none"), vocabulary=400)
-    made.__dict__["tokenizer"] = PreTrainedTokenizerFast(
+    backbone = Backbone(ModelConfig(name="none"), Places(Path("none"), None))
+    backbone.__dict__["tokenizer"] = PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
-    return made
+    return TokenizerRef(backbone, vocabulary_size=400)
 
 
 @pytest.fixture

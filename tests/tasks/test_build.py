@@ -7,10 +7,12 @@ import pytest
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.loading import load_experiment
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import PAD
+from trishul_ray.storage import Places
+from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.tasks.question_answering import QuestionAnswering
-from trishul_ray.tasks.registry import build_task
 from trishul_ray.tasks.sequence_classification import SequenceClassification
 from trishul_ray.tasks.text2text import TextToClass
 from trishul_ray.tasks.verbalizer import Verbalizer
@@ -25,11 +27,11 @@ PROMPT = ["task.template='{text} or {more}?'", "task.verbalizers=[good, bad]"]
 
 def build(info, *overrides):
     experiment = load_experiment(None, ["task.max_length=64", *overrides])
-    return build_task(experiment, info, hub=None, cache=Path("none"))
+    return build_task(experiment, info, Backbone(experiment.model, Places(Path("none"), None)))
 
 
 @pytest.mark.parametrize(
-    ("info", "overrides", "kind", "architecture", "metrics"),
+    ("info", "overrides", "kind", "model_kind", "metrics"),
     [
         (IMAGES, [], ImageClassification, "image-classification", ("accuracy", "loss")),
         (
@@ -69,12 +71,12 @@ def build(info, *overrides):
         ),
     ],
 )
-def test_the_task_follows_from_rows_and_family(info, overrides, kind, architecture, metrics):
+def test_the_task_follows_from_rows_and_family(info, overrides, kind, model_kind, metrics):
     task = build(info, *overrides)
     assert type(task) is kind
-    assert (task.architecture, task.metrics) == (architecture, metrics)
+    assert (task.model_kind, task.metrics) == (model_kind, metrics)
     assert (task.encoder is None) == (kind is ImageClassification)
-    head = architecture.endswith("classification")
+    head = model_kind.endswith("classification")
     assert task.num_classes == (2 if head else None)
 
 
@@ -88,7 +90,9 @@ def test_what_is_not_set_follows_from_the_dataset():
         "question: {question} context: {context}"
     )
     words = build(TEXTS, "model=llama-tiny", "task.template='{text}:'")
-    assert words.answers == build(TEXTS, "model=llama-tiny", "task.template='{more}:'").answers
+    assert (
+        words.answer_ids == build(TEXTS, "model=llama-tiny", "task.template='{more}:'").answer_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,17 +104,17 @@ def test_what_is_not_set_follows_from_the_dataset():
         (
             TEXTS,
             ["model=bert-tiny", "task.kind=text2text"],
-            r"'text2text' goes with an encoder-decoder, but .*bert.* set task\.kind=classification",
+            r"'text2text' needs an encoder-decoder, but .*bert.* set task\.kind=classification",
         ),
         (
             TEXTS,
             ["model=t5-tiny", "task.kind=classification"],
-            r"goes with an encoder or a decoder, but .*t5.* set task\.kind=text2text",
+            r"needs an encoder or a decoder, but .*t5.* set task\.kind=text2text",
         ),
         (
             TEXTS,
             ["model=t5-tiny", "task.kind=verbalizer"],
-            "'verbalizer' goes with a decoder, but .*'t5-tiny'",
+            "'verbalizer' needs a decoder, but .*'t5-tiny'",
         ),
         (TEXTS, ["model=llama-tiny", "task.kind=text2text"], r"set task\.kind=verbalizer"),
         (QUESTIONS, ["model=bert-tiny"], "'asked' asks questions, .*t5.* here .*bert"),
@@ -167,5 +171,5 @@ def test_an_answer_must_begin_with_something(tmp_path):
     T5Config(vocab_size=300, pad_token_id=None, decoder_start_token_id=None).save_pretrained(
         tmp_path
     )
-    with pytest.raises(InputError, match="names neither decoder_start_token_id nor pad_token_id"):
+    with pytest.raises(InputError, match="has neither decoder_start_token_id nor pad_token_id"):
         build(TEXTS, f"model={tmp_path}")

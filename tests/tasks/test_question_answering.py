@@ -9,7 +9,7 @@ import torch
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.models.builtin import EOS, FIRST_BYTE, PAD
-from trishul_ray.tasks.question_answering import QuestionAnswering, pack, unpack
+from trishul_ray.tasks.question_answering import QuestionAnswering, pack_answers, unpack_answers
 from trishul_ray.tasks.text import Template
 from trishul_ray.tasks.text2text import Generated
 
@@ -22,11 +22,11 @@ def made(tokens, **options):
     return QuestionAnswering(tokens, template=template, **options)
 
 
-def judged(task, text, *references):
+def scored(task, text, *references):
     line = json.dumps(list(references)).encode()
     packed = torch.zeros(1, len(line) + 5, dtype=torch.uint8)
     packed[0, : len(line)] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-    scores = task.judge([text], {"references": packed})
+    scores = task.score([text], {"references": packed})
     return float(scores["exact_match"][0]), float(scores["f1"][0])
 
 
@@ -48,7 +48,7 @@ def judged(task, text, *references):
     ],
 )
 def test_exact_match_and_f1_by_hand(byte_tokens, text, references, exact, f1):
-    found = judged(made(byte_tokens("t5")), text, *references)
+    found = scored(made(byte_tokens("t5")), text, *references)
     assert found == (exact, pytest.approx(f1, abs=1e-6))
 
 
@@ -60,7 +60,7 @@ def test_rows_become_inputs_targets_and_references(questions, encode_split, byte
     cut = [FIRST_BYTE + byte for byte in b"a red o"]  # the first answer, cut, and still ended
     assert columns["target_ids"][1].tolist() == [*cut, EOS]
     assert columns["references"].dtype == torch.uint8
-    assert unpack(columns["references"][3].numpy()) == ["Žižkov", "zizkov"]
+    assert unpack_answers(columns["references"][3].numpy()) == ["Žižkov", "zizkov"]
     start = b"question: which? context: a red one"
     assert columns["input_ids"][1, : len(start)].tolist() == [FIRST_BYTE + b for b in start]
     batch = task.prepare_batch(columns, "cpu", torch.float32)
@@ -75,7 +75,7 @@ def test_training_rows_carry_no_references(text_split, byte_tokens):
     rows = {"question": ["q"], "context": ["c"], "answers": ['["c", "c"]']}
     split = text_split(info, "train", **rows)
     assert "references" not in made(byte_tokens("t5")).encoder.encode(split, lambda done: None)
-    assert unpack(pack(split)[0]) == ["c"]
+    assert unpack_answers(pack_answers(split)[0]) == ["c"]
 
 
 def test_the_loss_falls_and_groups_are_told_apart(

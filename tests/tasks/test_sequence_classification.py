@@ -16,7 +16,9 @@ from transformers import BertConfig, PreTrainedTokenizerFast
 from trishul_ray.config import ModelConfig
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BOS, CLS, FIRST_BYTE, PAD, SEP
+from trishul_ray.storage import Places
 from trishul_ray.tasks.sequence_classification import SequenceClassification
 from trishul_ray.tasks.text import TokenizerRef
 
@@ -39,7 +41,8 @@ def word_tokens(tmp_path):
         unk_token="[UNK]", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     ).save_pretrained(folder)  # fmt: skip
     BertConfig(vocab_size=9).save_pretrained(folder)
-    return TokenizerRef(ModelConfig(name=str(folder)), hub=None, cache=tmp_path, vocabulary=9)
+    backbone = Backbone(ModelConfig(name=str(folder)), Places(tmp_path, None))
+    return TokenizerRef(backbone, vocabulary_size=9)
 
 
 def test_a_text_is_bytes_between_marks(reviews, encode_split, byte_tokens):
@@ -134,7 +137,7 @@ def test_it_pickles_small_without_its_tokenizer(byte_tokens):
     stored = pickle.dumps(task)
     assert len(stored) < 2000
     again = pickle.loads(stored)
-    assert "tokenizer" not in vars(again.tokens) and again.encoder.key == key
+    assert set(vars(again.tokens.backbone)) == {"config", "places"} and again.encoder.key == key
     assert one_field(byte_tokens("bert"), max_length=41).encoder.key != key
     assert one_field(byte_tokens("llama")).encoder.key != key
 

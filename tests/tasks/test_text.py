@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.tasks.text import PromptRows, Template, levelled
+from trishul_ray.tasks.text import PromptTokenizer, Template, shorten_longest
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,12 @@ from trishul_ray.tasks.text import PromptRows, Template, levelled
     ],
 )
 def test_whichever_is_longest_gives(lengths, excess, kept):
-    assert levelled(lengths, excess) == kept
+    assert shorten_longest(lengths, excess) == kept
 
 
 @given(lengths=st.lists(st.integers(0, 50), max_size=4), excess=st.integers(0, 120))
 def test_levelling_is_one_by_one(lengths, excess):
-    kept = levelled(lengths, excess)
+    kept = shorten_longest(lengths, excess)
     assert sum(kept) == max(0, sum(lengths) - excess)
     cut = [i for i in range(len(kept)) if kept[i] < lengths[i]]
     assert all(kept[i] <= lengths[i] for i in range(len(kept)))
@@ -40,13 +40,13 @@ WORDS = st.text(st.sampled_from("ab \n.,é€😀"), max_size=60)
 def test_prompts_fit_and_keep_what_is_around_the_fields(byte_tokens, rows, room):
     template = Template("A: {one}\nB: {two}\nWell?", ("one", "two"), "toy")
     tokens = byte_tokens("t5")
-    bare = len(tokens.plain(template.fill(["", ""]))) + 1  # and the end token
-    found = PromptRows(tokens, template, bare + room, marks=True).ids(rows)
+    bare = len(tokens.ids(template.fill(["", ""]))) + 1  # and the end token
+    found = PromptTokenizer(tokens, template, bare + room, add_special_tokens=True).ids(rows)
     for (one, two), ids in zip(rows, found, strict=True):
         assert len(ids) <= bare + room and ids[-1] == tokens.eos_id
         text = tokens.tokenizer.decode(ids, skip_special_tokens=True)
         assert text.startswith("A: ") and text.endswith("\nWell?")
-        if len(tokens.plain(template.fill([one, two]))) < bare + room:
+        if len(tokens.ids(template.fill([one, two]))) < bare + room:
             assert text == template.fill([one, two])
         else:  # cut, and never within a character
             first, _, second = text[3 : -len("\nWell?")].partition("\nB: ")

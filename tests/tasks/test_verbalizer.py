@@ -37,16 +37,16 @@ def test_classes_are_told_apart_by_the_first_token_that_differs(
     byte_tokens, words, bridge, answers
 ):
     task = made(byte_tokens("llama"), words=words)
-    assert task.bridge == letters(bridge) and task.answers == letters(answers)
+    assert task.common_prefix == letters(bridge) and task.answer_ids == letters(answers)
     # A prompt that ends in white space needs no space of ours.
     spaced = made(byte_tokens("llama"), text="{sentence}: ", words=[w.strip() for w in words])
-    assert spaced.bridge == letters(bridge[1:]) and spaced.answers == letters(answers)
+    assert spaced.common_prefix == letters(bridge[1:]) and spaced.answer_ids == letters(answers)
 
 
 def test_a_word_with_the_space_before_it_is_one_token(word_tokens):
     task = made(word_tokens, text="{sentence}\nAnswer:")
-    assert task.bridge == ()
-    assert [word_tokens.tokenizer.decode([token]) for token in task.answers] == [" no", " yes"]
+    assert task.common_prefix == ()
+    assert [word_tokens.tokenizer.decode([token]) for token in task.answer_ids] == [" no", " yes"]
     with pytest.raises(InputError, match=r"ends in .*Answer: ', which the tokenizer joins"):
         made(word_tokens, text="{sentence}\nAnswer: ")
 
@@ -56,9 +56,9 @@ def test_prompts_of_words_are_cut_to_the_limit(word_tokens, text_split, encode_s
     texts = ["a fine film, yes " * n for n in range(1, 40, 3)]
     task = made(word_tokens, text="{sentence}\nAnswer:", max_length=32)
     columns = encode_split(text_split(info, sentence=texts, label=[0] * len(texts)), task)
-    tail = word_tokens.plain("\nAnswer:")
+    tail = word_tokens.ids("\nAnswer:")
     for text, ids, length in zip(texts, columns["input_ids"], columns["length"], strict=True):
-        whole = [0, *word_tokens.plain(text + "\nAnswer:")]
+        whole = [0, *word_tokens.ids(text + "\nAnswer:")]
         assert ids[:length].tolist()[-len(tail) :] == tail
         if len(whole) <= 32:
             assert ids[:length].tolist() == whole
@@ -122,7 +122,7 @@ def test_the_loss_falls_and_padding_changes_nothing(
 
 def test_loss_is_over_the_vocabulary_and_the_choice_among_verbalizers(byte_tokens):
     task = made(byte_tokens("llama"))
-    no, yes = task.answers
+    no, yes = task.answer_ids
     logits = torch.zeros(3, 1, VOCABULARY)
     logits[0, 0, yes], logits[0, 0, PAD] = 1.0, 9.0  # the likeliest token is no verbalizer
     logits[1, 0, no] = 2.0
@@ -146,7 +146,7 @@ def test_it_pickles_small(byte_tokens):
     task = made(byte_tokens("llama"))
     again = pickle.loads(pickle.dumps(task))
     assert len(pickle.dumps(task)) < 2500 and "tokenizer" not in vars(again.tokens)
-    assert again.answers == task.answers and again.encoder.key == task.encoder.key
+    assert again.answer_ids == task.answer_ids and again.encoder.key == task.encoder.key
     assert made(byte_tokens("llama"), text="{sentence}:").encoder.key != task.encoder.key
 
 
@@ -161,7 +161,7 @@ def test_it_pickles_small(byte_tokens):
         ({"text": "{}"}, "{} is no field"),
         ({"text": "{sentence!r}"}, "{sentence!r} is no field"),
         ({"text": "{sentence:>9}"}, "{sentence:>9} is no field"),
-        ({"text": "{sentence} {sentence}"}, "{sentence} stands in it twice"),
+        ({"text": "{sentence} {sentence}"}, "{sentence} occurs twice"),
         ({"text": "{sentence"}, r"expected '}' .*a literal brace is doubled"),
     ],
 )

@@ -16,11 +16,11 @@ from trishul_ray.data.prepared import PreparedDataset, Progress
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
-from trishul_ray.models.backbone import meta_backbone
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import numpy_rng
 from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
-from trishul_ray.tasks.registry import build_task
+from trishul_ray.tasks.build import build_task
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def prepare_run(experiment: Experiment, progress: Progress | None = None) -> Pre
     Raises:
         InputError: no such dataset, or it cannot be dealt out as asked.
     """
-    dataset, _, sources = _dataset_and_task(experiment, progress)
+    dataset, _, sources = _dataset_and_task(experiment, Backbone.of(experiment), progress)
     return Prepared(dataset, deal(dataset, experiment), sources)
 
 
@@ -84,13 +84,13 @@ def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:
 
 
 def _dataset_and_task(
-    experiment: Experiment, progress: Progress | None = None
+    experiment: Experiment, backbone: Backbone, progress: Progress | None = None
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """The dataset as the task trains on it, the task, and what the data are."""
-    places = Places.of(experiment)
+    places = backbone.places
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
     sources = {"rows": dataset.fingerprint}
-    task = build_task(experiment, dataset.info, hub=places.hub, cache=places.cache)
+    task = build_task(experiment, dataset.info, backbone)
     if task.encoder is not None:
         dataset = encode(dataset, task.encoder, cache=places.cache, progress=progress)
         sources["tokens"] = dataset.fingerprint
@@ -103,9 +103,7 @@ def check_fits(experiment: Experiment) -> None:
     Raises:
         InputError: a rank or heads x rank exceed a layer's width, a target is unknown, ...
     """
-    places = Places.of(experiment)
-    model = meta_backbone(experiment.model, hub=places.hub, cache=places.cache)
-    site = build_site(model, experiment)
+    site = build_site(Backbone.of(experiment).meta_model(), experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
     for layer in site.layers:
         rank = getattr(adapters.get(layer.name), "rank", 0)

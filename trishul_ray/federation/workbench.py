@@ -21,13 +21,12 @@ from trishul_ray.federation.prepare import Prepared, _dataset_and_task, build_si
 from trishul_ray.federation.reduce import unit_sizes
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State, build_method
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
-from trishul_ray.models.shared_weights import resident_backbone
-from trishul_ray.pretrain.training import ensure_backbone
+from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
-from trishul_ray.tasks.registry import build_task
+from trishul_ray.tasks.build import build_task
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -153,14 +152,14 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     Raises:
         InputError: the backbone, the budget or the data do not fit together.
     """
-    places = Places.of(experiment)
+    backbone = Backbone.of(experiment)
     # An actor on a node that the driver's cache does not reach makes its own copy, from the same
     # source and with the same bytes.
     dataset = prepared.dataset
     if dataset.folder.is_dir():
-        task = build_task(experiment, dataset.info, hub=places.hub, cache=places.cache)
+        task = build_task(experiment, dataset.info, backbone)
     else:
-        dataset, task, sources = _dataset_and_task(experiment)
+        dataset, task, sources = _dataset_and_task(experiment, backbone)
         changed = changed_sources(prepared.sources, sources)
         if changed:
             raise InputError(
@@ -168,19 +167,14 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
                 "storage.hub and folders of models must hold the same on every node"
             )
     device = pick_device(experiment)
-    ensure_backbone(experiment.model, places.cache, hub=places.hub, on_ray=False)
-    backbone, origin = resident_backbone(
-        experiment.model,
-        task.architecture,
-        task.num_classes,
-        seed=experiment.seed,
-        hub=places.hub,
-        cache=places.cache,
+    ensure_pretrained(backbone, on_ray=False)
+    module, weights_source = backbone.load_resident(
+        task.model_kind, task.num_classes, seed=experiment.seed
     )
-    backbone = backbone.to(device)
+    module = module.to(device)
     method = build_method(experiment.method, experiment.adapter)
-    site = build_site(backbone, experiment)
-    model = attach(backbone, experiment, method, site, device)
+    site = build_site(module, experiment)
+    model = attach(module, experiment, method, site, device)
     test_rows = np.arange(len(dataset.test))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
@@ -201,7 +195,7 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         device=device,
         dtype=run_dtype(experiment.model),
         site=site,
-        sources=prepared.sources | ({"backbone": origin} if origin else {}),
+        sources=prepared.sources | ({"backbone": weights_source} if weights_source else {}),
     )
 
 

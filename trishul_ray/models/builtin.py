@@ -1,6 +1,7 @@
-"""The tokenizer of the built-in text models: one token a byte of UTF-8, made here, without files.
+"""The built-in backbones: tiny models, their training recipes, and their byte-level tokenizer.
 
-Legend: ids 0..6 are the marks below, 7..262 the bytes, from 263 on the sentinels of T5.
+The tokenizer makes one token of each byte of UTF-8 and needs no files. Ids 0 to 6 are special
+tokens, 7 to 262 the bytes, and those from 263 on the sentinels of T5.
 """
 
 import dataclasses
@@ -29,27 +30,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: Ids of the special tokens.
 PAD, EOS, UNK, CLS, SEP, BOS, MASK = range(7)
-
-
-_MARKS = ("<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>")
-
+_SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>")
 
 #: Id of byte 0.
-FIRST_BYTE = len(_MARKS)
+FIRST_BYTE = len(_SPECIAL_TOKENS)
 
-
-#: Marks of cut out spans, as T5's, in ascending ids.
+#: Number of sentinels, which mark removed spans as in T5; their ids ascend.
 SENTINELS = 16
 
-
+#: Id of the first sentinel.
 FIRST_SENTINEL = FIRST_BYTE + 256
 
-
+#: Size of the vocabulary.
 VOCABULARY = FIRST_SENTINEL + SENTINELS
 
+#: Raise it when :mod:`trishul_ray.pretrain.training` changes what it computes.
+RECIPE_VERSION = 1
 
-#: What stands around one text, and around a pair, by family.
+#: Pretraining objective of a text model: fill in masked bytes (BERT), continue a text (LLaMA), or
+#: restore removed spans (T5).
+Objective = Literal["masked", "causal", "denoise"]
+
+#: ``model_type`` of a built-in's architecture in transformers.
+ModelType = Literal["vit", "bert", "t5", "llama"]
+
+_CONFIGS: dict[ModelType, type[PretrainedConfig]] = {
+    "vit": ViTConfig,
+    "bert": BertConfig,
+    "t5": T5Config,
+    "llama": LlamaConfig,
+}
+
+#: Special tokens around one text, and around a pair, by model type.
 _TEMPLATES = {
     "bert": ("<cls> $A <sep>", "<cls> $A <sep> $B <sep>"),
     "t5": ("$A </s>", "$A </s> $B </s>"),
@@ -57,69 +71,9 @@ _TEMPLATES = {
 }
 
 
-def _letters() -> list[str]:
-    """The visible character by which byte-level tokenizers write each byte, in byte order.
-
-    Printable Latin-1 stands for itself; the other 68 bytes, in order, for U+0100 and on (Radford
-    et al. 2019).
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
-
-
-def byte_tokenizer(family: str) -> "PreTrainedTokenizerBase":
-    """The byte-level tokenizer with the marks a family puts around its texts.
-
-    Args:
-        family: ``bert``, ``t5`` or ``llama``.
-    """
-    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    pieces = [*_MARKS, *_letters(), *sentinels]
-    fast = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = ByteLevelDecoder()
-    single, pair = _TEMPLATES[family]
-    marks = [(mark, i) for i, mark in enumerate(_MARKS)]
-    fast.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=marks)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        pad_token=_MARKS[PAD],
-        eos_token=_MARKS[EOS],
-        unk_token=_MARKS[UNK],
-        cls_token=_MARKS[CLS],
-        sep_token=_MARKS[SEP],
-        bos_token=_MARKS[BOS],
-        mask_token=_MARKS[MASK],
-        additional_special_tokens=sentinels,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-#: Raise it when :mod:`trishul_ray.pretrain.training` changes what it computes.
-RECIPE_VERSION = 1
-
-
-#: What a text model learns: to fill in masked bytes (BERT), to continue a text (LLaMA), to
-#: restore spans that were cut out (T5).
-Objective = Literal["masked", "causal", "denoise"]
-
-
-Family = Literal["vit", "bert", "t5", "llama"]
-
-
-_CONFIGS: dict[Family, type[PretrainedConfig]] = {
-    "vit": ViTConfig,
-    "bert": BertConfig,
-    "t5": T5Config,
-    "llama": LlamaConfig,
-}
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """How a built-in backbone is trained centrally (Adam, shuffled epochs)."""
+    """How a built-in backbone is pretrained: Adam, shuffled epochs."""
 
     dataset: str
     split: str
@@ -131,12 +85,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
-    """How a built-in text model is trained: Adam, the rate falling linearly to zero.
+    """How a built-in text model is pretrained: Adam, with linear warm-up and decay of the rate.
 
     Attributes:
-        objective: what is learned.
-        length: tokens of a row.
-        steps: batches of an epoch, drawn at random places of the text.
+        objective: Pretraining objective.
+        length: Tokens of a row.
+        steps: Batches of an epoch, drawn at random positions of the text.
     """
 
     objective: Objective = "causal"
@@ -146,39 +100,39 @@ class TextRecipe(Recipe):
 
 @dataclass(frozen=True)
 class Builtin:
-    """A built-in backbone: its architecture and its training."""
+    """A built-in backbone: its architecture and how it is pretrained."""
 
     name: str
     description: str
     recipe: Recipe
     architecture: Mapping[str, Any] = field(default_factory=dict)
-    family: Family = "vit"
+    model_type: ModelType = "vit"
 
     def config(self) -> PretrainedConfig:
-        """A fresh transformers configuration."""
-        return _CONFIGS[self.family](**self.architecture)
+        """Return a new configuration of the architecture."""
+        return _CONFIGS[self.model_type](**self.architecture)
 
     @property
     def hash(self) -> str:
-        """Eight hex digits of everything that decides the weights."""
-        decides = [RECIPE_VERSION, dict(self.architecture), dataclasses.asdict(self.recipe)]
-        if self.family != "vit":
-            decides.append(self.family)
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+        """Eight hex digits of everything that determines the weights."""
+        key = [RECIPE_VERSION, dict(self.architecture), dataclasses.asdict(self.recipe)]
+        if self.model_type != "vit":
+            key.append(self.model_type)
+        return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
 
     def folder(self, cache: Path) -> Path:
-        """Where the pretrained weights lie under ``cache``."""
+        """Return the folder of the pretrained weights in a cache."""
         return cache / "models" / f"{self.name}-{self.hash}"
 
-    def on(self, dataset: str) -> "Builtin":
-        """The same model trained on another dataset's training split."""
+    def trained_on(self, dataset: str) -> "Builtin":
+        """Return the same model with the training split of another dataset in its recipe."""
         recipe = dataclasses.replace(self.recipe, dataset=dataset, split="train")
         return dataclasses.replace(self, recipe=recipe)
 
 
 VIT_DIGITS = Builtin(
     name="vit-digits",
-    description="ViT for 8x8 digits: 64 wide, 4 blocks, pretrained on 300 digits nobody holds",
+    description="ViT for 8x8 digits: 64 wide, 4 blocks, pretrained on 300 digits held by no client",
     recipe=Recipe(dataset="digits", split="pretrain", epochs=24, batch_size=30, lr=1e-3),
     architecture={
         "hidden_size": 64,
@@ -209,9 +163,9 @@ def _text_recipe(objective: Objective, lr: float = 2e-3) -> TextRecipe:
 BERT_TINY = Builtin(
     name="bert-tiny",
     description="BERT on bytes: 128 wide, 2 blocks, pretrained to fill in masked bytes",
-    # At 2e-3 it never learns more than how frequent a byte is (loss 3.5; at 1e-3, 3.0).
+    # At 2e-3 it learns nothing but the frequencies of bytes (loss 3.5, against 3.0 at 1e-3).
     recipe=_text_recipe("masked", lr=1e-3),
-    family="bert",
+    model_type="bert",
     architecture={
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -228,9 +182,9 @@ BERT_TINY = Builtin(
 
 T5_TINY = Builtin(
     name="t5-tiny",
-    description="T5 on bytes: 128 wide, 2 + 2 blocks, pretrained to restore spans cut out",
+    description="T5 on bytes: 128 wide, 2 + 2 blocks, pretrained to restore removed spans",
     recipe=_text_recipe("denoise"),
-    family="t5",
+    model_type="t5",
     architecture={
         "vocab_size": VOCABULARY,
         "d_model": 128,
@@ -250,7 +204,7 @@ LLAMA_TINY = Builtin(
     name="llama-tiny",
     description="LLaMA on bytes: 128 wide, 2 blocks, grouped queries, pretrained to continue text",
     recipe=_text_recipe("causal"),
-    family="llama",
+    model_type="llama",
     architecture={
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -267,11 +221,49 @@ LLAMA_TINY = Builtin(
 )
 
 
+#: The built-in backbones by name.
 BUILTINS: dict[str, Builtin] = {
     builtin.name: builtin for builtin in (VIT_DIGITS, BERT_TINY, T5_TINY, LLAMA_TINY)
 }
 
 
-def builtin_names() -> tuple[str, ...]:
-    """Names of the built-in backbones."""
-    return tuple(BUILTINS)
+def _byte_characters() -> list[str]:
+    """Return the visible character that byte-level tokenizers write for each byte, in byte order.
+
+    Printable Latin-1 bytes map to their own characters, the other 68 in order to U+0100 and on
+    (Radford et al. 2019).
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+
+
+def byte_tokenizer(model_type: str) -> "PreTrainedTokenizerBase":
+    """Return the byte-level tokenizer with the special tokens that a model type puts around texts.
+
+    Args:
+        model_type: ``bert``, ``t5`` or ``llama``.
+    """
+    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
+    pieces = [*_SPECIAL_TOKENS, *_byte_characters(), *sentinels]
+    fast = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = ByteLevelDecoder()
+    single, pair = _TEMPLATES[model_type]
+    special_tokens = [(token, i) for i, token in enumerate(_SPECIAL_TOKENS)]
+    fast.post_processor = TemplateProcessing(
+        single=single, pair=pair, special_tokens=special_tokens
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        pad_token=_SPECIAL_TOKENS[PAD],
+        eos_token=_SPECIAL_TOKENS[EOS],
+        unk_token=_SPECIAL_TOKENS[UNK],
+        cls_token=_SPECIAL_TOKENS[CLS],
+        sep_token=_SPECIAL_TOKENS[SEP],
+        bos_token=_SPECIAL_TOKENS[BOS],
+        mask_token=_SPECIAL_TOKENS[MASK],
+        additional_special_tokens=sentinels,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )

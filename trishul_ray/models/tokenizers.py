@@ -1,4 +1,4 @@
-"""Tokenizers by the backbone's name: fast ones only, no code from a checkpoint."""
+"""Load tokenizers: fast ones only, without running any code of a checkpoint."""
 
 import hashlib
 import json
@@ -10,64 +10,57 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
-from trishul_ray.models.lookup import not_found, quiet_transformers, resolve_model
+from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers
 
 if TYPE_CHECKING:
-    from trishul_ray.config import ModelConfig
+    from trishul_ray.models.backbone import Backbone
 
 
-def load_tokenizer(
-    config: "ModelConfig", *, hub: Path | None, cache: Path
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``config.name``; one without a padding token pads with its end token.
-
-    Args:
-        config: names the model: a built-in (bytes), a folder, or a name of the mirror or hub.
-        hub: a local mirror.
-        cache: folder of built-in backbones.
+def load_tokenizer(backbone: "Backbone") -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a backbone; see :attr:`Backbone.tokenizer`.
 
     Raises:
-        InputError: the model is not found, takes no text, or has no tokenizer files.
-        CorruptFileError: a tokenizer file of a local folder is not readable.
+        InputError: The model cannot be found, takes no text, or has no tokenizer files.
+        CorruptFileError: A tokenizer file of a local folder is not readable.
     """
-    name = config.name
+    name = backbone.name
     if name in BUILTINS:
-        family = BUILTINS[name].family
-        if family == "vit":
+        model_type = BUILTINS[name].model_type
+        if model_type == "vit":
             raise InputError(f"model.name={name!r} classifies images: it takes no text")
-        return byte_tokenizer(family)
-    where = resolve_model(config, hub=hub, cache=cache)
-    if isinstance(where, Path):
-        _check_file(where / "tokenizer.json")
+        return byte_tokenizer(model_type)
+    location = backbone.location
+    if isinstance(location, Path):
+        _check_file(location / "tokenizer.json")
     with quiet_transformers():
         try:
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                where, trust_remote_code=False, use_fast=True
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                location, trust_remote_code=False, use_fast=True
             )
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
-            if isinstance(where, Path) and not list(where.glob("*token*")):
-                raise _without_files(name, where) from error
-            raise not_found(config, where, hub, error) from error
-    if not found.is_fast:
+        except (*READ_ERRORS, ImportError) as error:
+            if isinstance(location, Path) and not list(location.glob("*token*")):
+                raise _missing_files(name, location) from error
+            raise backbone.load_error(error) from error
+    if not tokenizer.is_fast:
         raise InputError(
-            f"model.name={name!r}: {where} has no fast tokenizer (tokenizer.json), and no other "
-            "kind is taken"
+            f"model.name={name!r}: {location} has no fast tokenizer (tokenizer.json), and other "
+            "tokenizers are not supported"
         )
-    if _is_empty(found):
-        raise _without_files(name, where)
-    if found.pad_token is None:
-        if found.eos_token is None:
+    if _is_empty(tokenizer):
+        raise _missing_files(name, location)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
             raise InputError(
                 f"model.name={name!r}: its tokenizer has neither a padding nor an end token"
             )
-        found.pad_token = found.eos_token
-    return found
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hex SHA-256 of everything that decides a tokenizer's output.
+    """Return a hex SHA-256 of everything that determines a tokenizer's output.
 
-    Not of the truncation and padding of an earlier call, which the tokenizer remembers.
+    Truncation and padding of an earlier call, which the tokenizer remembers, are left out.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
@@ -81,28 +74,28 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _check_file(file: Path) -> None:
-    """Refuse a file that the compiled library would refuse with a bare Exception."""
+    """Reject a file for which the compiled library would raise a bare Exception."""
     if not file.is_file():
         return
     try:
-        whole = "model" in json.loads(file.read_text(encoding="utf-8"))
+        has_model = "model" in json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError) as error:
         raise CorruptFileError(f"{file}: not a readable tokenizer file ({error})") from error
-    if not whole:
+    if not has_model:
         raise CorruptFileError(f"{file}: not a tokenizer file: it has no field 'model'")
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it knows nothing but special tokens.
+    """Whether the tokenizer knows special tokens only.
 
-    What transformers makes of a folder without tokenizer files: no error, and every word unknown.
+    For a folder without tokenizer files transformers makes such a tokenizer instead of raising.
     """
     special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
     return not {piece for piece in tokenizer.get_vocab() if piece not in special} - {"▁"}
 
 
-def _without_files(name: str, where: Path | str) -> InputError:
+def _missing_files(name: str, location: Path | str) -> InputError:
     return InputError(
-        f"model.name={name!r}: no tokenizer in {where}: tokenizer.json (or the vocabulary files "
-        "of its family) must lie beside config.json"
+        f"model.name={name!r}: no tokenizer in {location}: tokenizer.json (or the vocabulary files "
+        "of its family) must be beside config.json"
     )

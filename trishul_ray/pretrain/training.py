@@ -1,8 +1,8 @@
-"""Central training of the built-in backbones: a Ray Train job around a plain training loop.
+"""Pretrain the built-in backbones centrally: a plain training loop inside a Ray Train job.
 
-The weights are a function of the recipe and its dataset alone: initial values, batch order and
-thread count are fixed, so a rerun writes the same bytes. The digits it trains on are a split that
-no client holds; text models read a dataset's raw training texts, never a label.
+The weights are a function of the recipe and its dataset alone. Initial values, batch order and
+thread count are fixed, so a rerun writes the same bytes. The image model trains on a split of the
+digits that no client holds. Text models read the raw training texts of a dataset, never a label.
 """
 
 import json
@@ -25,75 +25,83 @@ from trishul_ray.data.prepared import Progress, Split
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.models.builtin import BUILTINS, Builtin, byte_tokenizer
 from trishul_ray.models.lookup import quiet_transformers
-from trishul_ray.pretrain.objectives import learning_of, new_backbone, objective_of, task_for
+from trishul_ray.pretrain.objectives import (
+    classification_task,
+    new_backbone,
+    pretraining_task,
+    text_objective,
+)
 
 if TYPE_CHECKING:
-    from trishul_ray.config import ModelConfig
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.storage import Places
 
 
 def train_backbone(
     builtin: Builtin, split: Split, *, on_epoch: Callable[[int, float], None] | None = None
 ) -> nn.Module:
-    """Train ``builtin`` on ``split`` in this process, on one CPU thread.
+    """Train a built-in on a split in this process, on one CPU thread.
 
     Args:
-        builtin: architecture and recipe.
-        split: rows to train on.
-        on_epoch: called with the number of epochs done and their last mean loss.
+        builtin: Architecture and recipe.
+        split: Rows to train on.
+        on_epoch: Called after each epoch with the number of epochs done and the mean loss.
 
     Returns:
-        the trained model in eval mode; the same bytes on every call.
+        The trained model in eval mode, with the same bytes on every call.
     """
-    recipe, learning, model = builtin.recipe, learning_of(builtin, split), new_backbone(builtin)
+    recipe, task, model = builtin.recipe, pretraining_task(builtin, split), new_backbone(builtin)
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
-    total = recipe.epochs * learning.per_epoch
-    settings: Any = model.config
-    caching = getattr(settings, "use_cache", None)
+    total_steps = recipe.epochs * task.batches_per_epoch
+    config: Any = model.config
+    use_cache = getattr(config, "use_cache", None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums over threads would depend on their number
     try:
-        if caching is not None:
-            settings.use_cache = False  # of no use in training
+        if use_cache is not None:
+            config.use_cache = False  # not needed in training
         model.train()
         for epoch in range(recipe.epochs):
             losses: list[float] = []
-            for step, batch in enumerate(learning.batches(epoch)):
-                loss = learning.loss(model, batch)
+            for step, batch in enumerate(task.batches(epoch)):
+                loss = task.loss(model, batch)
                 optimizer.zero_grad()
                 loss.backward()
-                if learning.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), learning.clip)
-                done = (epoch * learning.per_epoch + step + 1) / (total + 1)
-                optimizer.param_groups[0]["lr"] = recipe.lr * learning.rate(done)
+                if task.max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), task.max_grad_norm)
+                progress = (epoch * task.batches_per_epoch + step + 1) / (total_steps + 1)
+                optimizer.param_groups[0]["lr"] = recipe.lr * task.lr_factor(progress)
                 optimizer.step()
                 losses.append(float(loss.detach()))
             if on_epoch is not None:
                 on_epoch(epoch + 1, float(np.mean(losses)))
     finally:
         torch.set_num_threads(threads)
-        if caching is not None:
-            settings.use_cache = caching
+        if use_cache is not None:
+            config.use_cache = use_cache
     return model.eval()
 
 
 def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path) -> None:
-    """Write a trained built-in with its preprocessing: beside ``folder`` first, then renamed.
+    """Write a trained built-in with its tokenizer or preprocessor, which ``model=FOLDER`` can use.
+
+    The files are written to a temporary folder, which is then renamed.
 
     Args:
-        model: trained on ``split``.
-        builtin: which one it is.
-        split: gives images their normalization.
-        folder: its place. It can be used as ``model=FOLDER``.
+        model: The trained model.
+        builtin: The built-in that it is.
+        split: The rows it was trained on; their statistics normalize images.
+        folder: Folder to create.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         with quiet_transformers():
-            model.save_pretrained(beside)  # type: ignore[operator]  # a transformers model
-            if objective_of(builtin) is not None:
-                byte_tokenizer(builtin.family).save_pretrained(beside)
-        if objective_of(builtin) is None:
-            task = task_for(builtin, split)
+            model.save_pretrained(temporary)  # type: ignore[operator]  # a transformers model
+            if text_objective(builtin) is not None:
+                byte_tokenizer(builtin.model_type).save_pretrained(temporary)
+        if text_objective(builtin) is None:
+            task = classification_task(builtin, split)
             processor = {
                 "image_processor_type": "ViTImageProcessor",
                 "do_resize": True,
@@ -104,108 +112,105 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
                 "image_mean": list(task.mean),
                 "image_std": list(task.std),
             }
-            (beside / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
-        os.chmod(beside, 0o755)  # mkdtemp makes it private; a shared cache is read by others
-        os.replace(beside, folder)
+            text = json.dumps(processor, indent=2) + "\n"
+            (temporary / "preprocessor_config.json").write_text(text, encoding="utf-8")
+        os.chmod(temporary, 0o755)  # mkdtemp makes it private, but others may read a shared cache
+        os.replace(temporary, folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def builtin_named(name: str, dataset: str | None = None) -> Builtin:
-    """The built-in ``name``; a text model may be trained on another dataset than its recipe's.
+def get_builtin(name: str, dataset: str | None = None) -> Builtin:
+    """Return the built-in ``name``, with another dataset in its recipe if one is given.
 
     Raises:
-        InputError: no such built-in, or one that learns from its own images alone.
+        InputError: There is no such built-in, or it is an image model, which has only one dataset.
     """
     builtin = BUILTINS.get(name)
     if builtin is None:
         raise InputError(f"{name!r} is not a built-in backbone; built-in are {', '.join(BUILTINS)}")
     if dataset is None or dataset == builtin.recipe.dataset:
         return builtin
-    if objective_of(builtin) is None:
+    if text_objective(builtin) is None:
         raise InputError(f"{name} is pretrained on {builtin.recipe.dataset} alone, not {dataset}")
-    return builtin.on(dataset)
+    return builtin.trained_on(dataset)
 
 
 def pretrain(
     builtin: Builtin,
-    cache: Path,
+    places: "Places",
     *,
-    hub: Path | None = None,
     progress: Progress | None = None,
     on_ray: bool = True,
 ) -> Path:
-    """The folder of a built-in, trained now by Ray Train or found in ``cache``.
+    """Return the folder of a pretrained built-in, training it first if it is not in the cache.
 
-    Two processes that ask at once train once. Ray must be initialised by the caller. With
-    ``on_ray=False`` the same loop runs in this process and gives the same bytes: what an inline
-    run does, and an actor on another node, since it must not ask for resources of its own.
+    Two processes that call this at the same time train once. The caller must have initialized Ray.
+    With ``on_ray=False`` the same loop runs in this process and writes the same bytes. Inline runs
+    use this, and so do actors on another node, which must not request resources of their own.
 
     Args:
-        builtin: see :func:`builtin_named`.
-        cache: folder for prepared data and backbones.
-        hub: a local mirror, for the texts.
-        progress: told of the stage and the fraction done.
-        on_ray: see above.
+        builtin: Result of :func:`get_builtin`.
+        places: Cache for prepared data and backbones, and the local mirror for the texts.
+        progress: Called with the stage and the fraction done.
+        on_ray: Whether to train in a Ray Train worker.
 
     Raises:
-        InputError: the dataset cannot be had.
-        RunError: the training failed.
+        InputError: The dataset is not available.
+        RunError: The training failed.
     """
-    folder = builtin.folder(cache)
+    folder = builtin.folder(places.cache)
     make_cache_folder(folder.parent)
     with FileLock(folder.parent / f"{folder.name}.lock"):
         if not folder.is_dir():
-            split = _rows(builtin, cache, hub, progress)
+            split = _training_split(builtin, places, progress)
             if on_ray:
-                arrays = _train_on_ray(builtin, cache, hub, progress)
+                arrays = _train_on_ray(builtin, places, progress)
                 model = new_backbone(builtin)
                 model.load_state_dict({key: torch.tensor(a) for key, a in arrays.items()})
             else:
-                model = train_backbone(builtin, split, on_epoch=_teller(builtin, progress))
+                model = train_backbone(builtin, split, on_epoch=_on_epoch(builtin, progress))
             save_backbone(model, builtin, split, folder)
     return folder
 
 
-def ensure_backbone(
-    config: "ModelConfig",
-    cache: Path,
-    progress: Progress | None = None,
-    *,
-    hub: Path | None = None,
-    on_ray: bool = True,
+def ensure_pretrained(
+    backbone: "Backbone", progress: Progress | None = None, *, on_ray: bool = True
 ) -> None:
-    """Pretrain ``config.name`` if it is a built-in that is wanted pretrained and is missing.
+    """Pretrain a backbone if it is a built-in that is needed pretrained and is not in the cache.
+
+    Args:
+        backbone: Any backbone.
+        progress: Called with the stage and the fraction done.
+        on_ray: See :func:`pretrain`.
 
     Raises:
-        InputError: the texts it learns from cannot be had; says what to do instead.
+        InputError: The texts to pretrain on are not available; the message says what to do instead.
     """
-    if config.name not in BUILTINS or config.init != "pretrained":
+    if backbone.name not in BUILTINS or backbone.config.init != "pretrained":
         return
-    builtin = BUILTINS[config.name]
+    builtin = BUILTINS[backbone.name]
     try:
-        pretrain(builtin, cache, hub=hub, progress=progress, on_ray=on_ray)
+        pretrain(builtin, backbone.places, progress=progress, on_ray=on_ray)
     except InputError as error:
         raise InputError(
-            f"model.name={builtin.name!r} is not pretrained yet, and what it learns from is not "
-            f"here ({error}); model.init=random needs nothing"
+            f"model.name={builtin.name!r} is not pretrained yet, and its training data is not "
+            f"available ({error}); model.init=random needs none"
         ) from error
 
 
-def _rows(
-    builtin: Builtin, cache: Path, hub: Path | None, progress: Progress | None = None
-) -> Split:
-    """What a built-in learns from, prepared now or found in the cache."""
+def _training_split(builtin: Builtin, places: "Places", progress: Progress | None = None) -> Split:
     recipe = builtin.recipe
-    return prepare(recipe.dataset, cache=cache, hub=hub, progress=progress).split(recipe.split)
+    dataset = prepare(recipe.dataset, cache=places.cache, hub=places.hub, progress=progress)
+    return dataset.split(recipe.split)
 
 
-def _teller(builtin: Builtin, progress: Progress | None) -> Callable[[int, float], None] | None:
-    """``progress`` as a training loop calls it."""
+def _on_epoch(builtin: Builtin, progress: Progress | None) -> Callable[[int, float], None] | None:
+    """Adapt ``progress`` to the callback of :func:`train_backbone`."""
     if progress is None:
         return None
-    tell = progress
-    return lambda epoch, loss: tell(_stage(builtin, loss), epoch / builtin.recipe.epochs)
+    report = progress
+    return lambda epoch, loss: report(_stage(builtin, loss), epoch / builtin.recipe.epochs)
 
 
 def _stage(builtin: Builtin, loss: float) -> str:
@@ -213,12 +218,12 @@ def _stage(builtin: Builtin, loss: float) -> str:
 
 
 def _train_loop(settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What the Ray Train worker runs; its return value travels back to the driver."""
+    """Train in the Ray Train worker; the driver receives the returned state dict."""
     import ray.train
 
     builtin: Builtin = settings["builtin"]
     recipe = builtin.recipe
-    split = _rows(builtin, Path(settings["cache"]), settings["hub"])
+    split = _training_split(builtin, settings["places"])
     losses: list[float] = []
 
     def on_epoch(epoch: int, loss: float) -> None:
@@ -226,31 +231,28 @@ def _train_loop(settings: dict[str, Any]) -> dict[str, np.ndarray]:
         settings["queue"].put((epoch / recipe.epochs, loss))
 
     model = train_backbone(builtin, split, on_epoch=on_epoch)
-    # Once: the controller takes reports in at its polling interval, seconds each.
+    # Report once: the controller polls for reports, which takes seconds each.
     ray.train.report({"epochs": recipe.epochs, "loss": losses[-1]})
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
 def _train_on_ray(
-    builtin: Builtin, cache: Path, hub: Path | None, progress: Progress | None
+    builtin: Builtin, places: "Places", progress: Progress | None
 ) -> dict[str, np.ndarray]:
-    """Run :func:`_train_loop` as a one-worker TorchTrainer; state dict as arrays."""
+    """Run :func:`_train_loop` in a TorchTrainer with one worker; return the state dict."""
     from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
     from ray.util.queue import Queue
 
     queue = Queue(actor_options={"num_cpus": 0})
     done = threading.Event()
-    teller = threading.Thread(target=_tell, args=(queue, done, builtin, progress), daemon=True)
-    with tempfile.TemporaryDirectory(prefix="train-", dir=cache) as storage:
+    forwarder = threading.Thread(
+        target=_forward_progress, args=(queue, done, builtin, progress), daemon=True
+    )
+    with tempfile.TemporaryDirectory(prefix="train-", dir=places.cache) as storage:
         trainer = TorchTrainer(
             _train_loop,  # type: ignore[arg-type]  # may return a value since Ray Train 2
-            train_loop_config={
-                "builtin": builtin,
-                "cache": str(cache),
-                "hub": hub,
-                "queue": queue,
-            },
+            train_loop_config={"builtin": builtin, "places": places, "queue": queue},
             scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
             run_config=RunConfig(
                 name=f"pretrain-{builtin.name}",
@@ -258,7 +260,7 @@ def _train_on_ray(
                 logging_config=LoggingConfig(log_level="ERROR"),  # type: ignore[call-arg]  # as above
             ),
         )
-        teller.start()
+        forwarder.start()
         try:
             result = trainer.fit()
         except TrainingFailedError as error:
@@ -268,20 +270,22 @@ def _train_on_ray(
             ) from error
         finally:
             done.set()
-            teller.join()
+            forwarder.join()
             queue.shutdown()
     arrays: dict[str, np.ndarray] = result.return_value  # type: ignore[attr-defined]  # as above
     return arrays
 
 
-def _tell(queue: Any, done: threading.Event, builtin: Builtin, progress: Progress | None) -> None:
-    """Pass the worker's progress on until the training is over and the queue is empty."""
+def _forward_progress(
+    queue: Any, done: threading.Event, builtin: Builtin, progress: Progress | None
+) -> None:
+    """Forward the worker's progress until the training is over and the queue is empty."""
     while True:
-        over = done.is_set()
+        finished = done.is_set()
         try:
             fraction, loss = queue.get(timeout=0.2)
         except Empty:
-            if over:
+            if finished:
                 return
             continue
         if progress is not None:

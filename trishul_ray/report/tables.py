@@ -16,9 +16,10 @@ from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig
 from trishul_ray.data.prepare import describe_datasets
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.models.backbone import meta_backbone
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.lookup import KNOWN, PACKAGED, in_package
+from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
+from trishul_ray.storage import Places
 from trishul_ray.tracking.progress import count, duration
 
 
@@ -55,7 +56,7 @@ def models_table(cache: Path) -> Table:
         alias = f"\n{short[name]}" if name in short else ""
         table.add_row(name + alias, *_size(name, cache), "mirror or hub")
     for name, (_, package, extra) in PACKAGED.items():
-        there = in_package(name) is not None
+        there = packaged_folder(name) is not None
         size = _size(name, cache) if there else ("", "")
         table.add_row(name, *size, f"package {package}" + ("" if there else f", extra {extra}"))
     for name, builtin in BUILTINS.items():
@@ -66,7 +67,7 @@ def models_table(cache: Path) -> Table:
 
 def _size(name: str, cache: Path) -> tuple[str, str]:
     """Parameters without a classification head of the task's, and the matrices by shape."""
-    model = meta_backbone(ModelConfig(name=name), hub=None, cache=cache)
+    model = Backbone(ModelConfig(name=name), Places(cache, hub=None)).meta_model()
     return count(sum(p.numel() for p in model.parameters())), _adapted(model)
 
 

@@ -34,9 +34,10 @@ from trishul_ray.federation.prepare import (
     prepare_run,
 )
 from trishul_ray.federation.server import Final, Progressed, open_checkpoints, run_folder
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.lookup import local_folder
 from trishul_ray.models.shared_weights import folder_source
-from trishul_ray.pretrain.training import ensure_backbone
+from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.run.artifacts import write_artifacts
 from trishul_ray.run.results import (
     config_yaml,
@@ -48,7 +49,7 @@ from trishul_ray.run.results import (
     summarize,
     versions,
 )
-from trishul_ray.storage import Places, Store, reason
+from trishul_ray.storage import Store, reason
 from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.store import redact, tracking_uri, ui_command
@@ -176,10 +177,7 @@ def _make_again(
             if not set(missing) <= set(_PLAIN_FILES):
                 report = progress.task_progress
                 prepared = prepare_run(experiment, report("preparing data"))
-                places = Places.of(experiment)
-                ensure_backbone(
-                    experiment.model, places.cache, report("backbone"), hub=places.hub, on_ray=False
-                )
+                ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
                 final = InlineDriver(experiment, prepared, found.attempt).final()
                 note = coverage_of(experiment, prepared.dataset).sentence
                 with deterministic(experiment):
@@ -212,12 +210,8 @@ def _run(
             if use_ray:
                 progress.phase("starting Ray")
                 stack.enter_context(ray_session())
-            ensure_backbone(
-                experiment.model,
-                Places.of(experiment).cache,
-                progress.task_progress("backbone"),
-                hub=Places.of(experiment).hub,
-                on_ray=use_ray,
+            ensure_pretrained(
+                Backbone.of(experiment), progress.task_progress("backbone"), on_ray=use_ray
             )
             progress.phase("starting clients")
             driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))

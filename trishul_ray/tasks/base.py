@@ -1,15 +1,15 @@
-"""The contract of a task: what a batch is, what the loss is, what is measured.
+"""The contract of a task: its batches, its loss and its metrics.
 
-A task holds a few numbers and no state; it pickles to any process. Sums of measurements are
-Python floats in float64, so that their merge does not depend on how batches were spread over
-workers.
+A task holds a few settings and no state, and pickles to any process. Evaluation returns sums as
+Python floats. Merging them is exactly rounded, so metrics do not depend on how batches were spread
+over workers.
 """
 
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,113 +18,117 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.data.prepare import Encoder
-
-
-#: Which of transformers' model classes a task runs on.
-Architecture = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]
+    from trishul_ray.models.backbone import ModelKind
 
 
 class Task(ABC):
-    """From rows to loss and metrics."""
+    """Turns rows of a dataset into batches, a loss and metrics."""
 
-    #: Which kind of model it needs.
-    architecture: Architecture
-    #: The metric that counts, a share in [0, 1]; higher is better.
+    #: The kind of model that the task trains.
+    model_kind: "ModelKind"
+    #: The main metric, in [0, 1]; higher is better.
     headline: str = "accuracy"
-    #: Keys of a prepared batch that are the answer, not an input of the model.
+    #: Keys of a prepared batch that are not inputs of the model.
     targets: tuple[str, ...] = ("labels",)
-    #: Outputs of a classification head; None for a model without one.
+    #: Outputs of the classification head; None for a model without one.
     num_classes: int | None = None
-    #: Parts of the test rows, by their ``group`` column, that the headline is also given for.
+    #: Names of groups of test rows, indexed by the ``group`` column. Each has its own headline.
     groups: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what :meth:`merge` gives, the headline first.
+        """Names of the metrics, the headline first.
 
-        A group without an evaluated row (a small ``evaluation.limit``) has no metric: its name
-        stands here, but not in what :meth:`merge` gives.
+        A group without any evaluated row (with a small ``evaluation.limit``) has no metric:
+        :meth:`merge` leaves its name out.
         """
         return (self.headline, "loss", *(group_metric(self.headline, g) for g in self.groups))
 
     @property
     def encoder(self) -> "Encoder | None":
-        """How the dataset's texts become the numbers of a batch; None where rows are numbers."""
+        """Encoder of the dataset's texts as token ids; None if the rows hold no text."""
         return None
 
     @abstractmethod
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Rows as stored to what the model takes, on ``device``; floats in ``dtype``."""
+        """Convert stored rows to the model's inputs, on ``device``, with floats in ``dtype``."""
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean loss of a prepared batch: a scalar to differentiate, float32 or wider.
+        """Return the mean loss of a batch, a differentiable scalar in float32 or wider.
 
         Args:
-            outputs: the model's logits, or its output object that has ``logits``.
-            batch: what :meth:`prepare_batch` gave.
+            outputs: The model's logits, or its output object with an attribute ``logits``.
+            batch: Result of :meth:`prepare_batch`.
         """
 
     @abstractmethod
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Sums over a prepared batch: ``loss_sum``, ``count`` and the task's own counts."""
+        """Return sums over a prepared batch: ``loss_sum``, ``count`` and those of the metrics."""
 
     @abstractmethod
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Metrics from the sums of all batches: every name in :attr:`metrics` that has a row.
+        """Return the metrics from the sums of all batches, for every name with at least one row.
 
-        Called where no model is: it needs nothing but the sums.
+        The coordinator calls it, in a process without a model.
         """
 
     def predict(self, model: "AdaptedModel", batch: Mapping[str, Tensor]) -> Any:
-        """What :meth:`evaluate` judges: the model's outputs, or what it generates.
+        """Return what :meth:`evaluate` scores: the model's outputs, or the text it generates.
 
         Args:
-            model: with the adapters bound.
-            batch: what :meth:`prepare_batch` gave.
+            model: The model with its adapters bound.
+            batch: Result of :meth:`prepare_batch`.
         """
         return model.forward(**self.inputs(batch))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The part of a prepared batch that the model is called with, and switches of the call."""
+        """Return the keyword arguments of the model for a prepared batch."""
         return {name: value for name, value in batch.items() if name not in self.targets}
 
 
 def group_metric(headline: str, group: str) -> str:
-    """Name of the headline over one group: ``f1`` and ``SQuAD`` give ``f1_squad``."""
+    """Return the name of the headline for one group: ``f1`` and ``SQuAD`` give ``f1_squad``."""
     return f"{headline}_{re.sub(r'[^0-9a-z]+', '_', group.lower())}"
 
 
-def total(sums: Sequence[Mapping[str, float]], key: str) -> float:
-    """Exactly rounded sum of ``key`` over ``sums``: the same in any order."""
+def exact_sum(sums: Sequence[Mapping[str, float]], key: str) -> float:
+    """Return the exactly rounded sum of ``key`` over ``sums``, which is the same in any order."""
     return math.fsum(part[key] for part in sums)
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """The logits of a model's output, or the tensor itself."""
+    """Return the logits of a model's output, or the output itself if it is a tensor."""
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     if not isinstance(logits, Tensor):
         raise TypeError(f"expected logits as a tensor, got {type(logits).__name__}")
     return logits
 
 
-def group_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The ``group`` column [b] of stored rows as part of a prepared batch; it stays where it is."""
+def group_column(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the stored ``group`` column [b], if any, as part of a prepared batch.
+
+    It is not moved to the device.
+    """
     return {"group": batch["group"]} if "group" in batch else {}
 
 
 def sum_rows(
     scores: Mapping[str, Tensor], batch: Mapping[str, Tensor], groups: Sequence[str], by: str
 ) -> dict[str, float]:
-    """Sums in float64 of every score, with ``count``; of the score ``by`` also for each group.
+    """Sum every score over a batch in float64, and count the rows.
 
     Args:
-        scores: numbers [b] by name.
-        batch: prepared; with ``group`` int64 [b] where its rows are in groups.
-        groups: their names.
-        by: the score that is also summed by group, as ``<by>/<group>`` and ``count/<group>``.
+        scores: Scores [b] by name.
+        batch: A prepared batch, with ``group`` int64 [b] if the rows are in groups.
+        groups: Names of the groups.
+        by: The score that is also summed by group.
+
+    Returns:
+        The sum of each score, ``count``, and for each group ``<by>/<group>`` and
+        ``count/<group>``.
     """
     rows = {name: values.detach().to("cpu", torch.float64) for name, values in scores.items()}
     sums = {name: float(values.sum()) for name, values in rows.items()}
@@ -137,25 +141,32 @@ def sum_rows(
     return sums
 
 
-def counted(sums: Sequence[Mapping[str, float]]) -> float:
-    """How many rows all sums are over.
+def count_rows(sums: Sequence[Mapping[str, float]]) -> float:
+    """Return the number of rows behind all sums.
 
     Raises:
-        ValueError: none.
+        ValueError: There are no rows.
     """
-    count = total(sums, "count")
+    count = exact_sum(sums, "count")
     if count == 0:
         raise ValueError("no rows were evaluated")
     return count
 
 
-def group_shares(
+def group_means(
     sums: Sequence[Mapping[str, float]], groups: Sequence[str], by: str, headline: str
 ) -> dict[str, float]:
-    """The headline of every group that has a row: what :func:`sum_rows` summed as ``by``."""
-    counts = {group: total(sums, f"count/{group}") for group in groups}
+    """Return the mean of score ``by`` over each group with at least one row, by metric name.
+
+    Args:
+        sums: Results of :func:`sum_rows`.
+        groups: Names of the groups.
+        by: The score that was summed by group.
+        headline: Name of the metric that it stands for.
+    """
+    counts = {group: exact_sum(sums, f"count/{group}") for group in groups}
     return {
-        group_metric(headline, group): total(sums, f"{by}/{group}") / count
+        group_metric(headline, group): exact_sum(sums, f"{by}/{group}") / count
         for group, count in counts.items()
         if count
     }
@@ -165,37 +176,41 @@ def class_sums(
     logits: Tensor,
     batch: Mapping[str, Tensor],
     groups: Sequence[str],
-    answers: Tensor | None = None,
+    class_columns: Tensor | None = None,
 ) -> dict[str, float]:
-    """``loss_sum``, ``correct`` and ``count`` of logits [b, K] for ``batch["labels"]`` [b].
+    """Return ``loss_sum``, ``correct`` and ``count`` of logits [b, K] for ``batch["labels"]`` [b].
 
-    A row whose logits are not finite counts as wrong: argmax would call NaN class 0.
+    A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
+    NaN.
 
     Args:
-        logits: of any float dtype; computed with in float32.
-        batch: prepared.
-        groups: see :func:`sum_rows`.
-        answers: the columns of ``logits`` that stand for the classes, int64 [classes], where K is
-            a vocabulary: the loss is over all K, the prediction among these. None: all, in order.
+        logits: Logits of any float dtype; the loss is computed in float32.
+        batch: A prepared batch.
+        groups: See :func:`sum_rows`.
+        class_columns: If K is a vocabulary, the column of each class, int64 [classes]. The loss is
+            over all K columns, the prediction among these alone. None: column k is class k.
     """
     logits, labels = logits.float(), batch["labels"]
-    choices = logits if answers is None else logits[:, answers]
-    losses = F.cross_entropy(
-        logits, labels if answers is None else answers[labels], reduction="none"
-    )
+    choices = logits if class_columns is None else logits[:, class_columns]
+    columns = labels if class_columns is None else class_columns[labels]
+    losses = F.cross_entropy(logits, columns, reduction="none")
     correct = (choices.argmax(dim=-1) == labels) & choices.isfinite().all(dim=-1)
     return sum_rows({"loss_sum": losses, "correct": correct}, batch, groups, by="correct")
 
 
-def merge_classes(sums: Sequence[Mapping[str, float]], groups: Sequence[str]) -> dict[str, float]:
-    """``loss`` and ``accuracy`` over all rows, and ``accuracy`` by group.
+def class_metrics(sums: Sequence[Mapping[str, float]], groups: Sequence[str]) -> dict[str, float]:
+    """Return ``loss`` and ``accuracy`` over all rows, and the accuracy of each group.
+
+    Args:
+        sums: Results of :func:`class_sums`.
+        groups: Names of the groups.
 
     Raises:
-        ValueError: nothing was counted.
+        ValueError: There are no rows.
     """
-    count = counted(sums)
+    count = count_rows(sums)
     return {
-        "loss": total(sums, "loss_sum") / count,
-        "accuracy": total(sums, "correct") / count,
-        **group_shares(sums, groups, "correct", "accuracy"),
+        "loss": exact_sum(sums, "loss_sum") / count,
+        "accuracy": exact_sum(sums, "correct") / count,
+        **group_means(sums, groups, "correct", "accuracy"),
     }

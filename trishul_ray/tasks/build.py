@@ -1,14 +1,11 @@
-"""Which task an experiment is: by what the dataset's rows are and what the backbone is."""
+"""Choose and build the task of an experiment from its dataset, backbone and settings."""
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import PretrainedConfig
-
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.models.backbone import usual_architecture
-from trishul_ray.models.lookup import load_model_config, load_preprocessing
-from trishul_ray.tasks.base import Architecture, Task
+from trishul_ray.models.backbone import Backbone, ModelKind
+from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import image_task
 from trishul_ray.tasks.question_answering import QuestionAnswering
 from trishul_ray.tasks.sequence_classification import SequenceClassification
@@ -17,72 +14,66 @@ from trishul_ray.tasks.text2text import TextToClass
 from trishul_ray.tasks.verbalizer import Verbalizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trishul_ray.experiment import Experiment
 
-#: What a family is, in messages.
-_FAMILY: dict[Architecture, str] = {
+#: Description of each family of backbones, for messages.
+_FAMILY_NAMES: dict[ModelKind, str] = {
     "image-classification": "a model of images",
     "sequence-classification": "an encoder",
     "seq2seq-lm": "an encoder-decoder",
     "causal-lm": "a decoder",
 }
-#: What ``task.kind=auto`` is on texts.
-_USUAL_KIND: dict[Architecture, str] = {
+#: Kind of task on texts for ``task.kind=auto``, by family.
+_DEFAULT_TASK_KIND: dict[ModelKind, str] = {
     "sequence-classification": "classification",
     "seq2seq-lm": "text2text",
     "causal-lm": "verbalizer",
 }
-#: On which families a kind goes, for texts.
-_GOES_ON: dict[str, tuple[Architecture, ...]] = {
+#: Families that support each kind of task on texts.
+_SUPPORTED_FAMILIES: dict[str, tuple[ModelKind, ...]] = {
     "classification": ("sequence-classification", "causal-lm"),
     "text2text": ("seq2seq-lm",),
     "verbalizer": ("causal-lm",),
 }
-#: Families whose positions begin after the padding token's id.
+#: Model types whose positions begin after the id of the padding token.
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
 
-def build_task(
-    experiment: "Experiment", info: DatasetInfo, *, hub: "Path | None", cache: "Path"
-) -> Task:
-    """The task of an experiment on a dataset; reads configurations and tokenizers, no weights.
+def build_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> Task:
+    """Build the task of an experiment. Reads configurations and tokenizers, but no weights.
 
     Args:
-        experiment: names the backbone and the task's switches.
-        info: the dataset's description.
-        hub: a local mirror.
-        cache: folder of built-in backbones.
+        experiment: Gives the settings of the task.
+        info: Description of the dataset.
+        backbone: The experiment's backbone.
 
     Raises:
-        InputError: the backbone is not of a family that can do this on such rows, or the switches
-            do not fit the dataset; says what goes.
+        InputError: The backbone's family does not support the dataset or the kind of task, or the
+            settings do not fit the dataset. The message says what is supported.
     """
-    shape = load_model_config(experiment.model, hub=hub, cache=cache)
-    family = usual_architecture(shape)
-    kind = _kind(experiment, info, shape, family)
+    task_kind = _choose_kind(experiment, info, backbone)
     if info.kind == "image":
-        return image_task(load_preprocessing(experiment.model, hub=hub, cache=cache), info)
-    _check_length(experiment, shape)
-    tokens = TokenizerRef(experiment.model, hub=hub, cache=cache, vocabulary=shape.vocab_size)
+        return image_task(backbone.preprocessing, info)
+    _check_length(experiment, backbone)
+    tokens = TokenizerRef(backbone, vocabulary_size=backbone.architecture.vocab_size)
     settings = experiment.task
-    if kind == "classification":
-        if family == "causal-lm":
-            _check_padding(experiment, shape, tokens)
+    if task_kind == "classification":
+        is_decoder = backbone.family == "causal-lm"
+        if is_decoder:
+            _check_padding(backbone, tokens)
         return SequenceClassification(
             tokens,
             fields=info.fields,
             num_classes=info.num_classes,
             max_length=settings.max_length,
             groups=info.groups,
-            decoder=family == "causal-lm",
+            decoder=is_decoder,
         )
-    if kind == "verbalizer":
+    if task_kind == "verbalizer":
         if settings.template is None:
             raise InputError(
-                f"task.template is not set, and nothing is known for dataset {info.name!r}: give "
-                f"a prompt, e.g. '{{{info.fields[0]}}}\\nAnswer:'"
+                f"task.template is not set, and there is no default for dataset {info.name!r}: "
+                f"set a prompt, e.g. '{{{info.fields[0]}}}\\nAnswer:'"
             )
         return Verbalizer(
             tokens,
@@ -92,12 +83,12 @@ def build_task(
             groups=info.groups,
         )
     fields = ("question", "context") if info.kind == "qa" else info.fields
-    text = settings.template or _plain_template(fields)
+    text = settings.template or _default_template(fields)
     common: dict[str, Any] = {
         "template": Template(text, fields, info.name),
         "max_length": settings.max_length,
         "target_length": settings.target_length,
-        "start_id": _start_id(experiment, shape),
+        "start_id": _decoder_start_id(backbone),
         "groups": info.groups,
     }
     if info.kind == "qa":
@@ -105,62 +96,70 @@ def build_task(
     return TextToClass(tokens, class_texts=_class_texts(experiment, info), **common)
 
 
-def _kind(
-    experiment: "Experiment", info: DatasetInfo, shape: PretrainedConfig, family: Architecture
-) -> str:
-    """The kind of task, or the one line that says what goes with what."""
-    asked = experiment.task.kind
-    what = f"model.name={experiment.model.name!r} ({shape.model_type}) is {_FAMILY[family]}"
+def _choose_kind(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> str:
+    """Return the kind of task, or raise an InputError that says what is supported."""
+    kind, family = experiment.task.kind, backbone.family
+    described = (
+        f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
+        f"{_FAMILY_NAMES[family]}"
+    )
     if info.kind == "image":
-        if asked not in ("auto", "classification"):
+        if kind not in ("auto", "classification"):
             raise InputError(
-                f"task.kind={asked!r} needs texts, but dataset {info.name!r} holds images: set "
+                f"task.kind={kind!r} needs texts, but dataset {info.name!r} holds images: set "
                 "auto or classification"
             )
         if family != "image-classification":
             raise InputError(
-                f"dataset {info.name!r} holds images, but {what}: take one of images, e.g. a vit"
+                f"dataset {info.name!r} holds images, but {described}: use a model of images, e.g. "
+                "a vit"
             )
         return "classification"
     if family == "image-classification":
         raise InputError(
-            f"dataset {info.name!r} holds texts, but {what}: take an encoder (bert), an "
+            f"dataset {info.name!r} holds texts, but {described}: use an encoder (bert), an "
             "encoder-decoder (t5) or a decoder (llama)"
         )
-    kind = _USUAL_KIND[family] if asked == "auto" else asked
-    if info.kind == "qa" and (kind != "text2text" or family != "seq2seq-lm"):
+    chosen = _DEFAULT_TASK_KIND[family] if kind == "auto" else kind
+    if info.kind == "qa" and (chosen != "text2text" or family != "seq2seq-lm"):
         raise InputError(
-            f"dataset {info.name!r} asks questions, which task.kind=text2text on an "
-            f"encoder-decoder (t5) answers; here task.kind={asked!r} and {what}"
+            f"dataset {info.name!r} asks questions, which needs task.kind=text2text on an "
+            f"encoder-decoder (t5); here task.kind={kind!r} and {described}"
         )
-    if family not in _GOES_ON[kind]:
-        able = " or ".join(_FAMILY[f] for f in _GOES_ON[kind])
+    if family not in _SUPPORTED_FAMILIES[chosen]:
+        supported = " or ".join(_FAMILY_NAMES[f] for f in _SUPPORTED_FAMILIES[chosen])
         raise InputError(
-            f"task.kind={asked!r} goes with {able}, but {what}: set task.kind={_USUAL_KIND[family]}"
+            f"task.kind={kind!r} needs {supported}, but {described}: set "
+            f"task.kind={_DEFAULT_TASK_KIND[family]}"
         )
-    return kind
+    return chosen
 
 
-def _check_length(experiment: "Experiment", shape: PretrainedConfig) -> None:
-    """Refuse rows longer than the positions that a model has (T5's are relative: any length)."""
-    positions = getattr(shape, "max_position_embeddings", None)
+def _check_length(experiment: "Experiment", backbone: Backbone) -> None:
+    """Reject rows longer than the model's positions (T5's are relative: any length)."""
+    architecture = backbone.architecture
+    positions = getattr(architecture, "max_position_embeddings", None)
     if positions is None:
         return
-    if shape.model_type in _OFFSET_POSITIONS:
-        positions -= (shape.pad_token_id or 0) + 1
+    if architecture.model_type in _OFFSET_POSITIONS:
+        positions -= (architecture.pad_token_id or 0) + 1
     if experiment.task.max_length > positions:
         raise InputError(
             f"task.max_length={experiment.task.max_length} exceeds the {positions} positions of "
-            f"model.name={experiment.model.name!r}"
+            f"model.name={backbone.name!r}"
         )
 
 
-def _check_padding(experiment: "Experiment", shape: PretrainedConfig, tokens: TokenizerRef) -> None:
-    """A head on a decoder takes a row's last token, which it finds by the padding after it."""
-    if shape.pad_token_id not in (None, tokens.pad_id):
+def _check_padding(backbone: Backbone, tokens: TokenizerRef) -> None:
+    """Check that model and tokenizer pad alike.
+
+    The head of a decoder reads the last token of a row, which it finds by the padding after it.
+    """
+    pad_id = backbone.architecture.pad_token_id
+    if pad_id not in (None, tokens.pad_id):
         raise InputError(
-            f"model.name={experiment.model.name!r}: config.json has pad_token_id="
-            f"{shape.pad_token_id}, but its tokenizer pads with {tokens.pad_id}: make them agree"
+            f"model.name={backbone.name!r}: config.json has pad_token_id={pad_id}, but its "
+            f"tokenizer pads with {tokens.pad_id}: make them agree"
         )
 
 
@@ -175,20 +174,20 @@ def _class_texts(experiment: "Experiment", info: DatasetInfo) -> tuple[str, ...]
     return texts
 
 
-def _plain_template(fields: tuple[str, ...]) -> str:
-    """Each field after its name, as T5 was pretrained (Raffel et al. 2020); one alone as it is."""
+def _default_template(fields: tuple[str, ...]) -> str:
+    """Each field after its name, as T5 was pretrained (Raffel et al. 2020); a single one alone."""
     if len(fields) == 1:
         return f"{{{fields[0]}}}"
     return " ".join(f"{name}: {{{name}}}" for name in fields)
 
 
-def _start_id(experiment: "Experiment", shape: PretrainedConfig) -> int:
-    start: int | None = getattr(shape, "decoder_start_token_id", None)
-    if start is None:
-        start = shape.pad_token_id
-    if start is None:
+def _decoder_start_id(backbone: Backbone) -> int:
+    start_id: int | None = getattr(backbone.architecture, "decoder_start_token_id", None)
+    if start_id is None:
+        start_id = backbone.architecture.pad_token_id
+    if start_id is None:
         raise InputError(
-            f"model.name={experiment.model.name!r}: its config.json names neither "
-            "decoder_start_token_id nor pad_token_id, with which answers begin"
+            f"model.name={backbone.name!r}: its config.json has neither decoder_start_token_id nor "
+            "pad_token_id, one of which must begin an answer"
         )
-    return start
+    return start_id

@@ -1,6 +1,6 @@
-"""Image classification: uint8 pixels to normalised images, cross-entropy, accuracy.
+"""Image classification: normalized images, cross-entropy, accuracy.
 
-Legend of shapes: b images, C channels, H x W pixels as stored, S the model's side, K classes.
+Shapes: b images, C channels, H x W stored pixels, S the side of the model's images, K classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,32 +11,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, class_sums, group_of, logits_of, merge_classes
+from trishul_ray.tasks.base import Task, class_metrics, class_sums, group_column, logits_of
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepared import DatasetInfo
     from trishul_ray.models.lookup import Preprocessing
 
-#: ITU-R 601 luma, the weights of Pillow's mode "L".
+#: Luma weights of ITU-R 601, as used by Pillow's mode "L".
 _LUMA = (0.299, 0.587, 0.114)
 
 
 class ImageClassification(Task):
-    """Images of any stored size and 1 or 3 channels, for a model of side S.
+    """Classify images of any stored size, with 1 or 3 channels.
 
     Args:
-        mean: per model channel, of pixels / 255.
-        std: likewise; positive.
-        image_size: the model's side S; images of another size are resized (bilinear, antialias).
-        channels: the model's channels, 1 or 3; gray is repeated, color becomes luma.
+        mean: Mean of each model channel, of pixels / 255.
+        std: Standard deviation of each model channel; positive.
+        image_size: Side S of the model's images. Images of another size are resized (bilinear,
+            antialiased).
+        channels: Channels of the model, 1 or 3. Gray images are repeated, color becomes luma.
         num_classes: K.
-        groups: names of parts of the test rows, in the order of their ``group`` column.
+        groups: Names of groups of test rows, in the order of their ``group`` column.
 
     Raises:
-        InputError: the numbers do not fit together.
+        InputError: The values are inconsistent.
     """
 
-    architecture = "image-classification"
+    model_kind = "image-classification"
     targets = ("labels", "group")
 
     def __init__(
@@ -49,7 +50,6 @@ class ImageClassification(Task):
         num_classes: int,
         groups: Sequence[str] = (),
     ) -> None:
-        """Check that the numbers fit together, and keep them."""
         if channels not in (1, 3):
             raise InputError(f"image channels={channels}: the model must take 1 or 3")
         if len(mean) != channels or len(std) != channels:
@@ -73,16 +73,16 @@ class ImageClassification(Task):
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """``pixels`` uint8 [b, C, H, W] and ``label`` [b] to the model's input.
+        """Convert ``pixels`` uint8 [b, C, H, W] and ``label`` [b] to the model's inputs.
 
-        Bytes cross to the device as uint8; all arithmetic is float32 there.
+        Pixels move to the device as uint8 and are computed with in float32 there.
 
         Returns:
             ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b]; ``group``
-            where the rows have it.
+            if the rows have it.
         """
         images = batch["pixels"].to(device, non_blocking=True).to(torch.float32).div_(255)
-        images = self._channels(images)
+        images = self._match_channels(images)
         side = (self.image_size, self.image_size)
         if images.shape[-2:] != side:
             images = F.interpolate(
@@ -93,61 +93,61 @@ class ImageClassification(Task):
         return {
             "pixel_values": ((images - mean) / std).to(dtype),
             "labels": batch["label"].to(device, non_blocking=True),
-            **group_of(batch),
+            **group_column(batch),
         }
 
-    def _channels(self, images: Tensor) -> Tensor:
-        have = images.shape[1]
-        if have == self.channels:
+    def _match_channels(self, images: Tensor) -> Tensor:
+        channels = images.shape[1]
+        if channels == self.channels:
             return images
-        if have == 1:
+        if channels == 1:
             return images.expand(-1, self.channels, -1, -1)
-        if have == 3:
+        if channels == 3:
             luma = images.new_tensor(_LUMA).view(1, 3, 1, 1)
             return (images * luma).sum(dim=1, keepdim=True)
-        raise InputError(f"images have {have} channels; only 1 and 3 can become {self.channels}")
+        raise InputError(
+            f"images have {channels} channels; only 1 and 3 can be converted to {self.channels}"
+        )
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy of logits [b, K], in float32."""
+        """Return the mean cross-entropy of logits [b, K], in float32."""
         return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
 
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """``loss_sum``, ``correct`` and ``count`` over the batch, summed in float64.
-
-        A row whose logits are not finite counts as wrong: argmax would call NaN class 0.
-        """
+        """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
         return class_sums(logits_of(outputs), batch, self.groups)
 
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """``loss`` and ``accuracy`` over all batches, and ``accuracy`` by group.
+        """Return ``loss`` and ``accuracy`` over all batches, and the accuracy of each group.
 
         Raises:
-            ValueError: nothing was counted.
+            ValueError: There are no rows.
         """
-        return merge_classes(sums, self.groups)
+        return class_metrics(sums, self.groups)
 
 
-def image_task(backbone: "Preprocessing", info: "DatasetInfo") -> ImageClassification:
-    """The task of a dataset for a backbone: what the backbone leaves open, the dataset decides.
+def image_task(expected: "Preprocessing", info: "DatasetInfo") -> ImageClassification:
+    """Return the task of a dataset for a expected.
 
-    A backbone that names no normalization gets the dataset's: repeated where gray images go into
-    a color model, averaged over channels where color goes into a gray one.
+    The dataset determines what the backbone does not declare. If the backbone declares no
+    normalization, the dataset's is used: repeated for gray images in a color model, averaged over
+    channels for color images in a gray model.
 
     Args:
-        backbone: image size, channels, mean and std the model was trained with, as far as known.
-        info: the dataset's description.
+        expected: Image size, channels, mean and std that the backbone was trained with.
+        info: Description of the dataset.
 
     Raises:
-        InputError: sizes, channels or statistics do not fit together.
+        InputError: Sizes, channels or statistics are inconsistent.
     """
-    stored, height, width = info.image_shape
-    channels = backbone.channels or stored
-    if backbone.image_size is None and height != width:
+    stored_channels, height, width = info.image_shape
+    channels = expected.channels or stored_channels
+    if expected.image_size is None and height != width:
         raise InputError(
             f"dataset {info.name} has images of {width}x{height}: set model.image_size, since the "
-            "model names no size and only squares are taken"
+            "model declares no size and images must be square"
         )
-    mean, std = backbone.mean, backbone.std
+    mean, std = expected.mean, expected.std
     if mean is None or std is None:
         mean, std = info.mean, info.std
         if len(mean) != channels:
@@ -156,7 +156,7 @@ def image_task(backbone: "Preprocessing", info: "DatasetInfo") -> ImageClassific
     return ImageClassification(
         mean=mean,
         std=std,
-        image_size=backbone.image_size or height,
+        image_size=expected.image_size or height,
         channels=channels,
         num_classes=info.num_classes,
         groups=info.groups,

@@ -1,10 +1,10 @@
-"""Extractive question answering as text to text; exact match and F1 as SQuAD defines them.
+"""Extractive question answering as text to text, scored by SQuAD's exact match and F1.
 
-Answers are compared after lower-casing and without punctuation, articles and extra white space;
-of several reference answers the one that fits best counts (Rajpurkar et al. 2016). F1 is the mean
-over all questions, whatever sub-dataset they are from.
+Answers are compared in lower case, without punctuation, articles and extra white space. Of several
+reference answers the best match counts (Rajpurkar et al. 2016). F1 is the mean over all questions,
+regardless of their sub-dataset.
 
-Legend of shapes: N rows, b rows of a batch, T tokens of the target, R bytes of references.
+Shapes: N rows, b rows of a batch, T tokens of the target, R bytes of references.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.tasks.text import CHUNK, text_slice
+from trishul_ray.tasks.text import CHUNK, read_texts
 from trishul_ray.tasks.text2text import Text2Text, Text2TextEncoder
 
 if TYPE_CHECKING:
@@ -25,72 +25,72 @@ if TYPE_CHECKING:
 
 
 class QuestionAnswering(Text2Text):
-    """A question and its context in, the answer out. Arguments as of :class:`Text2Text`."""
+    """Generate the answer to a question from its context; arguments as of :class:`Text2Text`."""
 
     headline = "f1"
-    shares = ("f1", "exact_match")
+    row_metrics = ("f1", "exact_match")
 
     @property
     def encoder(self) -> "Encoder":
-        """Inputs and first answers to token ids; of test rows all answers as they are."""
+        """Encoder of inputs, first answers and, for test rows, all reference answers."""
         return AnswerEncoder(self)
 
-    def judge(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``f1`` and ``exact_match``, each the largest over a row's references."""
-        # It takes seconds to import, and is needed only where answers are judged.
+    def score(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``f1`` and ``exact_match`` [b], each the largest over a row's references."""
+        # This import takes seconds, and only the evaluation of answers needs it.
         from torchmetrics.functional.text import squad
 
         scores = np.zeros((2, len(texts)))
-        truths: dict[str, Any]
+        target: dict[str, Any]
         for row, (text, packed) in enumerate(zip(texts, batch["references"], strict=True)):
-            truths = {"answers": {"text": unpack(packed.numpy())}, "id": "0"}
-            found = squad({"prediction_text": text, "id": "0"}, truths)
-            scores[:, row] = float(found["f1"]) / 100, float(found["exact_match"]) / 100
+            target = {"answers": {"text": unpack_answers(packed.numpy())}, "id": "0"}
+            result = squad({"prediction_text": text, "id": "0"}, target)
+            scores[:, row] = float(result["f1"]) / 100, float(result["exact_match"]) / 100
         return {"f1": torch.from_numpy(scores[0]), "exact_match": torch.from_numpy(scores[1])}
 
 
 class AnswerEncoder(Text2TextEncoder):
-    """Targets are the first answers.
+    """Encode inputs, with the first answer of each row as its target.
 
     Args:
-        task: what decides the numbers.
+        task: The task whose settings are used.
     """
 
     def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Inputs, ``target_ids`` int32 [N, T], ``target_length`` int32 [N], ``references``.
+        """Return the inputs, ``target_ids`` int32 [N, T], ``target_length`` and ``references``.
 
-        A longer answer is cut, and still ends with the end token. ``references`` uint8 [N, R] are
-        the answers as JSON in UTF-8, padded with zeros; training rows, which nobody judges, and of
-        which there are many, have none.
+        An answer that is too long is cut and still ends with the end token. ``target_length`` is
+        int32 [N]. ``references`` uint8 [N, R] are all answers as JSON in UTF-8, padded with zeros.
+        Training rows, which are many and never scored, have no references.
 
         Raises:
-            CorruptFileError: a row's answers are not a list of texts, or an empty one.
+            CorruptFileError: A row's answers are not a list of at least one text.
         """
         task, tokens = self.task, self.task.tokens
 
         def rows(start: int, stop: int) -> list[list[int]]:
-            first = [answers[0] for answers in answers_of(split, start, stop)]
-            found = tokens.ids(first, add_special_tokens=False)["input_ids"]
-            return [[*ids[: task.target_length - 1], tokens.eos_id] for ids in found]
+            first = [answers[0] for answers in read_answers(split, start, stop)]
+            encoded = tokens.encode(first, add_special_tokens=False)["input_ids"]
+            return [[*ids[: task.target_length - 1], tokens.eos_id] for ids in encoded]
 
-        targets, lengths = tokens.padded(
+        targets, lengths = tokens.padded_columns(
             len(split), task.target_length, rows, lambda done: progress(done / 4)
         )
         columns = super().encode(split, lambda done: progress(0.25 + 0.75 * done))
         columns |= {"target_ids": targets, "target_length": lengths}
         if split.path.stem != "train":
-            columns["references"] = pack(split)
+            columns["references"] = pack_answers(split)
         return columns
 
 
-def answers_of(split: "Split", start: int, stop: int) -> list[list[str]]:
-    """The answers of rows ``start`` up to ``stop``.
+def read_answers(split: "Split", start: int, stop: int) -> list[list[str]]:
+    """Return all answers of rows ``start`` up to ``stop``.
 
     Raises:
-        CorruptFileError: a row's answers are not a list of texts, or an empty one.
+        CorruptFileError: A row's answers are not a list of at least one text.
     """
-    found = []
-    for row, text in enumerate(text_slice(split, "answers", start, stop), start):
+    rows = []
+    for row, text in enumerate(read_texts(split, "answers", start, stop), start):
         try:
             answers = json.loads(text)
         except ValueError:
@@ -100,17 +100,17 @@ def answers_of(split: "Split", start: int, stop: int) -> list[list[str]]:
                 f"dataset {split.info.name!r}, {split.path.stem} row {row}: answers={text[:40]!r} "
                 "is no list of at least one text"
             )
-        found.append(answers)
-    return found
+        rows.append(answers)
+    return rows
 
 
-def pack(split: "Split") -> np.ndarray:
-    """The answers of every row as JSON in UTF-8, zero padded: uint8 [N, R]."""
+def pack_answers(split: "Split") -> np.ndarray:
+    """Return the answers of every row as JSON in UTF-8, padded with zeros: uint8 [N, R]."""
     count = len(split)
     packed = [
         json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False).encode()
         for start in range(0, count, CHUNK)
-        for answers in answers_of(split, start, min(start + CHUNK, count))
+        for answers in read_answers(split, start, min(start + CHUNK, count))
     ]
     table = np.zeros((count, max(map(len, packed), default=1)), dtype=np.uint8)
     for row, text in enumerate(packed):
@@ -118,7 +118,7 @@ def pack(split: "Split") -> np.ndarray:
     return table
 
 
-def unpack(row: np.ndarray) -> list[str]:
-    """The answers of one row of :func:`pack`, uint8 [R]."""
+def unpack_answers(row: np.ndarray) -> list[str]:
+    """Return the answers packed in one row of :func:`pack_answers`, uint8 [R]."""
     answers: list[str] = json.loads(row.tobytes().rstrip(b"\0"))
     return answers

@@ -1,11 +1,9 @@
-"""Tokenizers by reference, and rows of token ids as padded columns of numbers.
+"""Tokenize the texts of a dataset: templates, prompts cut to a limit, padded columns of token ids.
 
-Legend of shapes: N rows, b rows of a batch, L the longest row stored, W the longest of the batch.
+Shapes: N rows, b rows of a batch, L tokens of the longest stored row, W of the longest in a batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -19,80 +17,67 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-    from trishul_ray.config import ModelConfig
     from trishul_ray.data.prepared import Split
+    from trishul_ray.models.backbone import Backbone
 
-
-#: Rows that are tokenized in one call.
+#: Rows tokenized in one call.
 CHUNK = 500
+
+#: A prompt estimated to exceed its limit by no more tokens than this is tokenized before it is cut:
+#: fields tokenized one by one may give a few more tokens than in their place in the prompt.
+ESTIMATE_MARGIN = 16
 
 
 class TokenizerRef:
-    """A tokenizer by where it lies: loaded at the first use in a process, never pickled.
+    """The tokenizer of a backbone, loaded at its first use in a process and never pickled.
 
     Args:
-        model: names the backbone whose tokenizer it is.
-        hub: a local mirror.
-        cache: folder of built-in backbones.
-        vocabulary: rows of the backbone's embedding; an id beyond is refused.
+        backbone: The backbone that reads the tokens.
+        vocabulary_size: Rows of the backbone's embedding; larger ids are rejected.
     """
 
-    def __init__(
-        self, model: "ModelConfig", *, hub: Path | None, cache: Path, vocabulary: int
-    ) -> None:
-        """Remember the place; nothing is loaded yet."""
-        self.model, self.hub, self.cache, self.vocabulary = model, hub, cache, vocabulary
+    def __init__(self, backbone: "Backbone", *, vocabulary_size: int) -> None:
+        self.backbone, self.vocabulary_size = backbone, vocabulary_size
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what was loaded: another process loads its own."""
-        return {
-            k: v for k, v in self.__dict__.items() if k in ("model", "hub", "cache", "vocabulary")
-        }
-
-    @cached_property
+    @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer itself.
 
         Raises:
-            InputError: the model has none, or cannot be found.
+            InputError: The model cannot be found, or has no tokenizer.
         """
-        # Loaded here, so that a task can be merged with where transformers is not.
-        from trishul_ray.models.tokenizers import load_tokenizer
+        return self.backbone.tokenizer
 
-        return load_tokenizer(self.model, hub=self.hub, cache=self.cache)
-
-    @cached_property
+    @property
     def key(self) -> str:
-        """Hash of everything that decides its output."""
-        from trishul_ray.models.tokenizers import tokenizer_key
-
-        return tokenizer_key(self.tokenizer)
+        """Hash of everything that determines the tokenizer's output."""
+        return self.backbone.tokenizer_key
 
     @property
     def pad_id(self) -> int:
-        """The padding token; every tokenizer that is loaded has one."""
+        """Id of the padding token; every loaded tokenizer has one."""
         return int(self.tokenizer.pad_token_id)
 
     @property
     def eos_id(self) -> int:
-        """The token that ends a text.
+        """Id of the token that ends a text.
 
         Raises:
-            InputError: there is none.
+            InputError: The tokenizer has none.
         """
         if self.tokenizer.eos_token_id is None:
             raise InputError(
-                f"model.name={self.model.name!r}: its tokenizer has no end token, which targets of "
-                "text to text need"
+                f"model.name={self.backbone.name!r}: its tokenizer has no end token, which "
+                "text-to-text targets need"
             )
         return int(self.tokenizer.eos_token_id)
 
-    def ids(
+    def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, **options: Any
     ) -> Mapping[str, list[list[int]]]:
-        """The tokenizer's columns for ``texts``, or for pairs of texts; not padded.
+        """Return the tokenizer's columns for texts, or for pairs of texts, without padding.
 
-        A text that spells a special token gets the pieces of its letters, not the token.
+        A text that spells a special token gets the tokens of its letters instead.
         """
         if not texts:
             return {"input_ids": []}
@@ -106,213 +91,188 @@ class TokenizerRef:
         )
         return encoded
 
-    def pieces(self, texts: Sequence[str]) -> "list[Encoding]":
-        """Tokens of each text without marks, counted and placed."""
+    def encode_with_offsets(self, texts: Sequence[str]) -> "list[Encoding]":
+        """Return each text's tokens with their positions in it, without special tokens."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        found: list[Encoding] = backend.encode_batch(list(texts), add_special_tokens=False)
-        return found
+        encodings: list[Encoding] = backend.encode_batch(list(texts), add_special_tokens=False)
+        return encodings
 
-    def plain(self, text: str) -> list[int]:
-        """Ids of one text, without marks around it."""
-        return list(self.ids([text], add_special_tokens=False)["input_ids"][0])
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of one text, without special tokens around it."""
+        return list(self.encode([text], add_special_tokens=False)["input_ids"][0])
 
-    def padded(
+    def padded_columns(
         self,
         count: int,
-        width: int,
+        max_length: int,
         rows: Callable[[int, int], Sequence[Sequence[int]]],
         progress: Callable[[float], None],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """``rows(start, stop)`` for all of ``count`` rows, padded to the right.
+        """Collect the ids of all rows into one array, padded to the right.
 
         An empty row becomes one padding token, so that every row has a token to attend to.
 
         Args:
             count: N.
-            width: the longest a row may be.
-            rows: ids of the rows from ``start`` up to ``stop``.
-            progress: called with the fraction done.
+            max_length: Largest possible length of a row.
+            rows: ``rows(start, stop)`` returns the ids of the rows from ``start`` up to ``stop``.
+            progress: Called with the fraction done.
 
         Returns:
-            ids int32 [N, L] and lengths int32 [N].
+            Ids int32 [N, L] and lengths int32 [N].
 
         Raises:
-            InputError: an id that the backbone's embedding does not have.
+            InputError: An id exceeds the backbone's embedding.
         """
-        ids = np.full((count, width), self.pad_id, dtype=np.int32)
+        ids = np.full((count, max_length), self.pad_id, dtype=np.int32)
         length = np.ones(count, dtype=np.int32)
         for start in range(0, count, CHUNK):
             stop = min(start + CHUNK, count)
-            for place, row in enumerate(rows(start, stop), start):
-                ids[place, : len(row)] = row
-                length[place] = max(1, len(row))
+            for index, row in enumerate(rows(start, stop), start):
+                ids[index, : len(row)] = row
+                length[index] = max(1, len(row))
             progress(stop / count)
-        if ids.max(initial=0) >= self.vocabulary:
+        if ids.max(initial=0) >= self.vocabulary_size:
             raise InputError(
-                f"model.name={self.model.name!r}: its tokenizer gives id {ids.max()}, but its "
-                f"embedding has {self.vocabulary} rows: tokenizer and model do not belong together"
+                f"model.name={self.backbone.name!r}: its tokenizer gives id {ids.max()}, but its "
+                f"embedding has {self.vocabulary_size} rows: tokenizer and model do not belong "
+                "together"
             )
         return np.ascontiguousarray(ids[:, : length.max(initial=1)]), length
 
 
-def text_slice(split: "Split", name: str, start: int, stop: int) -> list[str]:
-    """Texts ``start`` up to ``stop`` of column ``name``."""
-    texts: list[str] = split.texts(name)[start:stop].to_pylist()
-    return texts
-
-
-def trim(ids: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Stored rows without the padding that none of them needs.
-
-    Args:
-        ids: integers [b, L].
-        length: integers [b], each at least 1.
-
-    Returns:
-        ids int64 [b, W] and mask int64 [b, W], one on tokens.
-    """
-    width = int(length.max())
-    places = torch.arange(width)
-    return ids[:, :width].long(), (places < length.long()[:, None]).long()
-
-
-def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Every tensor on ``device``."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-
-
-#: Tokens by which fields counted one by one may miss the prompt that they stand in.
-NEAR = 16
-
-
 class Template:
-    """A prompt with each of some fields in it once.
+    """A prompt in which each of its fields occurs once.
 
     Args:
-        text: e.g. ``"question: {question} context: {context}"``; a literal brace is doubled.
-        fields: names that may stand in it.
-        dataset: for messages.
+        text: For example ``"question: {question} context: {context}"``; write a literal brace
+            twice.
+        fields: Names of the dataset's fields.
+        dataset: Name of the dataset, for messages.
 
     Attributes:
-        fields: those that do, in the order of the template.
+        fields: The fields that occur, in the order of the template.
 
     Raises:
-        InputError: braces do not match, an unknown field, one twice, or none at all.
+        InputError: Braces do not match, or a field is unknown, repeated or missing altogether.
     """
 
     def __init__(self, text: str, fields: Sequence[str], dataset: str) -> None:
-        """Take the template apart and check it."""
         self.text = text
         known = ", ".join(f"{{{name}}}" for name in fields)
         try:
-            pieces = list(Formatter().parse(text))
+            parts = list(Formatter().parse(text))
         except ValueError as error:
             raise InputError(
                 f"task.template={text!r}: {error} (a literal brace is doubled)"
             ) from error
         used = []
-        for _, name, spec, conversion in pieces:
+        for _, name, spec, conversion in parts:
             if name is None:
                 continue
             if name not in fields or spec or conversion:
-                asked = (
+                placeholder = (
                     name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
                 )
                 raise InputError(
-                    f"task.template: {{{asked}}} is no field of dataset {dataset!r}; it has {known}"
+                    f"task.template: {{{placeholder}}} is no field of dataset {dataset!r}; it has "
+                    f"{known}"
                 )
             if name in used:
-                raise InputError(f"task.template: {{{name}}} stands in it twice")
+                raise InputError(f"task.template: {{{name}}} occurs twice")
             used.append(name)
         if not used:
             raise InputError(f"task.template={text!r} names no field; {dataset!r} has {known}")
         self.fields = tuple(used)
 
     def fill(self, values: Sequence[str]) -> str:
-        """The prompt with ``values`` for :attr:`fields`."""
+        """Return the prompt with ``values`` in the place of :attr:`fields`."""
         return self.text.format(**dict(zip(self.fields, values, strict=True)))
 
 
-class PromptRows:
-    """Rows of a dataset as token ids of prompts, none longer than a limit.
+class PromptTokenizer:
+    """Fills a template with rows and tokenizes it, cutting fields so that prompts fit a limit.
 
     Args:
-        tokens: the tokenizer.
-        template: the prompt.
-        limit: tokens a prompt may have.
-        marks: with the tokenizer's own marks (begin, end) around it.
+        tokens: The tokenizer.
+        template: The prompt.
+        limit: Maximum tokens of a prompt.
+        add_special_tokens: Whether the tokenizer adds its begin and end tokens.
 
     Raises:
-        InputError: the template alone leaves no token for its fields.
+        InputError: The template alone leaves no token for its fields.
     """
 
-    def __init__(self, tokens: TokenizerRef, template: Template, limit: int, marks: bool) -> None:
-        """Check that there is room for the fields."""
-        self._tokens, self._template, self._limit, self._marks = tokens, template, limit, marks
-        bare = len(self._ids([template.fill([""] * len(template.fields))])[0])
-        self._room = limit - bare
-        if bare >= limit:
+    def __init__(
+        self, tokens: TokenizerRef, template: Template, limit: int, *, add_special_tokens: bool
+    ) -> None:
+        self._tokens, self._template, self._limit = tokens, template, limit
+        self._add_special_tokens = add_special_tokens
+        empty = len(self._ids([template.fill([""] * len(template.fields))])[0])
+        self._room = limit - empty
+        if empty >= limit:
             raise InputError(
                 f"task.max_length leaves {limit} tokens for the prompt, but task.template alone "
-                f"takes {bare}: raise it, or shorten the template"
+                f"takes {empty}: raise it, or shorten the template"
             )
 
     def ids(self, rows: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Token ids of each row's prompt.
+        """Return the token ids of each row's prompt.
 
         Args:
-            rows: values of the template's fields.
+            rows: Values of the template's fields.
         """
         filled = [list(row) for row in rows]
-        # What is far too long is cut before it is read as a whole. Counting fields one by one may
-        # miss the whole by some tokens, so what is near the limit is left to the exact count.
+        # Cut what is far too long before tokenizing whole prompts. The estimate, field by field,
+        # may be wrong by some tokens, so what is near the limit is left to the exact count.
         self._cut(filled, [None] * len(filled))
-        found = self._ids([self._template.fill(row) for row in filled])
-        long = [i for i, ids in enumerate(found) if len(ids) > self._limit]
-        while long:
-            # A cut text may tokenize a little longer than it was cut to: once more, then.
-            self._cut([filled[i] for i in long], [len(found[i]) - self._limit for i in long])
-            again = self._ids([self._template.fill(filled[i]) for i in long])
-            for i, ids in zip(long, again, strict=True):
-                found[i] = ids
-            long = [i for i in long if len(found[i]) > self._limit]
-        return found
+        ids = self._ids([self._template.fill(row) for row in filled])
+        too_long = [i for i, row in enumerate(ids) if len(row) > self._limit]
+        while too_long:
+            # A cut text may have a few more tokens than it was cut to, so repeat until it fits.
+            self._cut([filled[i] for i in too_long], [len(ids[i]) - self._limit for i in too_long])
+            shorter = self._ids([self._template.fill(filled[i]) for i in too_long])
+            for i, row in zip(too_long, shorter, strict=True):
+                ids[i] = row
+            too_long = [i for i in too_long if len(ids[i]) > self._limit]
+        return ids
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._tokens.ids(texts, add_special_tokens=self._marks)["input_ids"]
+        encoded = self._tokens.encode(texts, add_special_tokens=self._add_special_tokens)
+        return encoded["input_ids"]
 
-    def _cut(self, rows: Sequence[list[str]], over: Sequence[int | None]) -> None:
-        """Shorten rows' fields, in place, by so many tokens, and by at least one letter.
+    def _cut(self, rows: Sequence[list[str]], excesses: Sequence[int | None]) -> None:
+        """Shorten the fields of rows in place, by at least one character.
 
         Args:
-            rows: values of the template's fields.
-            over: tokens to take from each row; None estimates them, and leaves a row alone that
-                may be within the limit.
+            rows: Values of the template's fields.
+            excesses: Tokens to remove from each row. None estimates them, and leaves a row alone
+                that may be within the limit.
         """
         width = len(self._template.fields)
-        pieces = self._tokens.pieces([text for row in rows for text in row])
-        for place, (row, excess) in enumerate(zip(rows, over, strict=True)):
-            fields = pieces[place * width : (place + 1) * width]
+        encodings = self._tokens.encode_with_offsets([text for row in rows for text in row])
+        for index, (row, excess) in enumerate(zip(rows, excesses, strict=True)):
+            fields = encodings[index * width : (index + 1) * width]
             lengths = [len(field) for field in fields]
             if excess is None:
                 excess = sum(lengths) - self._room
-                if excess <= NEAR:
+                if excess <= ESTIMATE_MARGIN:
                     continue
             before = list(row)
-            for field, keep in enumerate(levelled(lengths, excess)):
+            for field, keep in enumerate(shorten_longest(lengths, excess)):
                 if keep < lengths[field]:
-                    span = fields[field].token_to_chars(keep)  # of the first token that goes
+                    span = fields[field].token_to_chars(keep)  # of the first removed token
                     start = span[0] if span else 0
                     row[field] = row[field][: min(start, len(row[field]) - 1)].rstrip()
-            if row == before:  # white space that alone is no token, but is one in its place
+            if row == before:  # white space that has no token alone, but has one in the prompt
                 row[:] = [""] * width
 
 
-def levelled(lengths: Sequence[int], excess: int) -> list[int]:
-    """``lengths`` less ``excess`` in all, always taken from whichever is longest."""
+def shorten_longest(lengths: Sequence[int], excess: int) -> list[int]:
+    """Reduce ``lengths`` by ``excess`` in total, always taking from the longest."""
     kept = list(lengths)
     while excess > 0 and any(kept):
         longest = max(kept)
@@ -320,13 +280,39 @@ def levelled(lengths: Sequence[int], excess: int) -> list[int]:
         below = max((length for length in kept if length < longest), default=0)
         step = max(1, min(longest - below, excess // len(tied)))
         for i in tied:
-            taken = min(step, excess)
-            kept[i] -= taken
-            excess -= taken
+            removed = min(step, excess)
+            kept[i] -= removed
+            excess -= removed
     return kept
 
 
 def field_rows(split: "Split", template: Template, start: int, stop: int) -> list[tuple[str, ...]]:
-    """Values of a template's fields in rows ``start`` up to ``stop`` of a split."""
-    columns = [text_slice(split, name, start, stop) for name in template.fields]
+    """Return the values of a template's fields in rows ``start`` up to ``stop`` of a split."""
+    columns = [read_texts(split, name, start, stop) for name in template.fields]
     return list(zip(*columns, strict=True))
+
+
+def read_texts(split: "Split", name: str, start: int, stop: int) -> list[str]:
+    """Return the texts of column ``name`` in rows ``start`` up to ``stop``."""
+    texts: list[str] = split.texts(name)[start:stop].to_pylist()
+    return texts
+
+
+def trim_padding(ids: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut stored rows to the longest row of the batch.
+
+    Args:
+        ids: Integers [b, L].
+        length: Integers [b], each at least 1.
+
+    Returns:
+        Ids int64 [b, W], and a mask int64 [b, W] that is one on tokens.
+    """
+    width = int(length.max())
+    positions = torch.arange(width)
+    return ids[:, :width].long(), (positions < length.long()[:, None]).long()
+
+
+def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """Return the batch with every tensor on ``device``."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,11 +1,11 @@
-"""Classification by a decoder: a prompt, and one word for each class (a verbalizer) after it.
+"""Classify with a decoder: a prompt, followed by a word for each class (its verbalizer).
 
-A class is scored by the first token in which its verbalizer differs from those of the others, at
-the one position after the prompt; tokens that all verbalizers begin with belong to the prompt.
-Rows are stored padded to the right and become batches padded to the left, so that the last
-position of every row is its answer's and only that one's logits need be computed.
+A class is scored by the first token in which its verbalizer differs from the others, at the single
+position after the prompt. Tokens that all verbalizers begin with belong to the prompt. Rows are
+stored padded to the right and batches are padded to the left, so that the last position of every
+row predicts the answer, and only its logits are computed.
 
-Legend of shapes: N rows, b rows of a batch, L and W tokens stored and in the batch, V vocabulary.
+Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, V vocabulary size.
 """
 
 import json
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, class_sums, group_of, logits_of, merge_classes
-from trishul_ray.tasks.text import PromptRows, Template, TokenizerRef, field_rows, to_device
+from trishul_ray.tasks.base import Task, class_metrics, class_sums, group_column, logits_of
+from trishul_ray.tasks.text import PromptTokenizer, Template, TokenizerRef, field_rows, to_device
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepare import Encoder
@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 
 
 class Verbalizer(Task):
-    """A prompt in, one token of the vocabulary out.
+    """Classify by the token that a decoder predicts after a prompt.
 
     Args:
-        tokens: the backbone's tokenizer; it is loaded here.
-        template: the prompt.
-        verbalizers: a word or phrase for each class, in order. One that begins with no white
-            space is set off from the prompt by a space, unless the prompt ends with some.
-        max_length: tokens of a row.
-        groups: names of parts of the test rows.
+        tokens: The backbone's tokenizer, which is loaded at once.
+        template: The prompt.
+        verbalizers: A word or phrase for each class, in order. A space separates it from the
+            prompt, unless it begins or the prompt ends with white space.
+        max_length: Maximum tokens of a row.
+        groups: Names of groups of test rows.
 
     Attributes:
-        answers: the token that stands for each class.
-        bridge: tokens that all verbalizers begin with: the end of every prompt.
+        answer_ids: Id of the token that stands for each class.
+        common_prefix: Ids of the tokens that all verbalizers begin with; every prompt ends with
+            them.
 
     Raises:
-        InputError: two classes have the same token, or the template's end merges with what
-            follows it.
+        InputError: Two classes have the same token, or the tokenizer joins the end of the template
+            with the text after it.
     """
 
-    architecture = "causal-lm"
+    model_kind = "causal-lm"
     targets = ("labels", "group")
 
     def __init__(
@@ -59,64 +60,63 @@ class Verbalizer(Task):
         max_length: int,
         groups: Sequence[str] = (),
     ) -> None:
-        """Find the token of each class."""
         self.tokens, self.template = tokens, template
-        self.bridge, self.answers = answer_tokens(tokens, template, verbalizers)
+        self.common_prefix, self.answer_ids = answer_tokens(tokens, template, verbalizers)
         self.max_length = max_length
         self.groups = tuple(groups)
 
     @property
     def encoder(self) -> "Encoder":
-        """Prompts to ``input_ids`` and ``length``."""
-        return PromptEncoder(self.tokens, self.template, self.bridge, self.max_length)
+        """Encoder of the prompts."""
+        return PromptEncoder(self.tokens, self.template, self.common_prefix, self.max_length)
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Rows as encoded to the model's input, padded to the left; ``dtype`` has no part.
+        """Convert encoded rows to the model's inputs, padded to the left; ``dtype`` is not used.
 
         Returns:
-            ``input_ids``, ``attention_mask`` (one on tokens) and ``position_ids`` (from zero at
-            the first token), int64 [b, W]; ``labels`` int64 [b]; ``group`` where there is one.
+            ``input_ids``, ``attention_mask`` (one on tokens) and ``position_ids`` (zero at the
+            first token), int64 [b, W]; ``labels`` int64 [b]; ``group`` if the rows have it.
         """
         stored, length = batch["input_ids"], batch["length"].long()
         width = int(length.max())
-        places = torch.arange(width) - (width - length)[:, None]  # [b, W], negative on padding
-        mask = (places >= 0).long()
-        places = places.clamp(min=0)
-        # Padding holds the row's first token: masked, and surely one that the model knows.
-        ids = stored.long().gather(1, places)
-        prepared = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
-        return to_device(prepared | {"labels": batch["label"]}, device) | group_of(batch)
+        positions = torch.arange(width) - (width - length)[:, None]  # [b, W], negative on padding
+        mask = (positions >= 0).long()
+        positions = positions.clamp(min=0)
+        # Padding repeats the row's first token. It is masked, but must be an id that the model has.
+        ids = stored.long().gather(1, positions)
+        prepared = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return to_device(prepared | {"labels": batch["label"]}, device) | group_column(batch)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The prompt; logits are asked for at the last position only, and no cache is kept."""
+        """Return the prompt; logits are computed at the last position only, without a cache."""
         return super().inputs(batch) | {"logits_to_keep": 1, "use_cache": False}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy over the whole vocabulary at the answer's position, in float32."""
+        """Return the mean cross-entropy over the vocabulary at the last position, in float32."""
         logits = self._answer_logits(outputs)
-        return F.cross_entropy(logits.float(), self._answers(logits)[batch["labels"]])
+        return F.cross_entropy(logits.float(), self._answer_columns(logits)[batch["labels"]])
 
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """``loss_sum`` over the vocabulary; ``correct`` by the likeliest verbalizer; ``count``."""
+        """Return ``loss_sum`` over the vocabulary, ``correct`` among verbalizers, ``count``."""
         logits = self._answer_logits(outputs)
-        return class_sums(logits, batch, self.groups, self._answers(logits))
+        return class_sums(logits, batch, self.groups, self._answer_columns(logits))
 
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """``loss``, ``accuracy`` and ``accuracy`` by group.
+        """Return ``loss``, ``accuracy``, and the accuracy of each group.
 
         Raises:
-            ValueError: nothing was counted.
+            ValueError: There are no rows.
         """
-        return merge_classes(sums, self.groups)
+        return class_metrics(sums, self.groups)
 
-    def _answers(self, logits: Tensor) -> Tensor:
-        return torch.tensor(self.answers, device=logits.device)
+    def _answer_columns(self, logits: Tensor) -> Tensor:
+        return torch.tensor(self.answer_ids, device=logits.device)
 
     @staticmethod
     def _answer_logits(outputs: Any) -> Tensor:
-        """Logits [b, V] of the last position, of a model's [b, 1 or more, V]."""
+        """Logits [b, V] of the last position, from outputs [b, 1 or more, V]."""
         logits = logits_of(outputs)
         return logits[:, -1] if logits.dim() == 3 else logits
 
@@ -124,27 +124,32 @@ class Verbalizer(Task):
 def answer_tokens(
     tokens: TokenizerRef, template: Template, verbalizers: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What all verbalizers begin with after the prompt, and the token by which each is scored.
+    """Return the ids that all verbalizers begin with, and the id by which each is scored.
+
+    Args:
+        tokens: The backbone's tokenizer.
+        template: The prompt.
+        verbalizers: A word or phrase for each class.
 
     Raises:
-        InputError: see :class:`Verbalizer`.
+        InputError: See :class:`Verbalizer`.
     """
-    probe = template.fill(["x"] * len(template.fields))
-    alone = tokens.plain(probe)
-    after = []
+    prompt = template.fill(["x"] * len(template.fields))
+    prompt_ids = tokens.ids(prompt)
+    answered_ids = []
     for word in verbalizers:
-        gap = "" if not word or word[0].isspace() or probe[-1].isspace() else " "
-        after.append(tokens.plain(probe + gap + word))
-    together = zip(*after, strict=False)  # up to the end of the shortest
-    shared = [column[0] for column in takewhile(lambda c: len(set(c)) == 1, together)]
-    if shared[: len(alone)] != alone:
+        gap = "" if not word or word[0].isspace() or prompt[-1].isspace() else " "
+        answered_ids.append(tokens.ids(prompt + gap + word))
+    columns = zip(*answered_ids, strict=False)  # up to the end of the shortest
+    common = [column[0] for column in takewhile(lambda c: len(set(c)) == 1, columns)]
+    if common[: len(prompt_ids)] != prompt_ids:
         raise InputError(
             f"task.template ends in {template.text[-12:]!r}, which the tokenizer joins with the "
             "answer after it: end it with a letter or a colon, without white space"
         )
     answers: dict[int, str] = {}
-    for word, ids in zip(verbalizers, after, strict=True):
-        token = ids[len(shared)] if len(ids) > len(shared) else None
+    for word, ids in zip(verbalizers, answered_ids, strict=True):
+        token = ids[len(common)] if len(ids) > len(common) else None
         if token is None or token in answers:
             other = answers.get(token) if token is not None else "the others"
             raise InputError(
@@ -152,50 +157,50 @@ def answer_tokens(
                 "class is scored: choose words with different beginnings"
             )
         answers[token] = word
-    return tuple(shared[len(alone) :]), tuple(answers)
+    return tuple(common[len(prompt_ids) :]), tuple(answers)
 
 
 class PromptEncoder:
-    """Rows of text to token ids of prompts that end where the answer begins.
+    """Encode rows as prompts that end where the answer begins.
 
     Args:
-        tokens: the tokenizer.
-        template: the prompt.
-        bridge: tokens after it.
-        max_length: tokens of a row; a field is cut where a prompt would be longer.
-
-    Raises:
-        InputError: the template leaves no room for the fields.
+        tokens: The tokenizer.
+        template: The prompt.
+        suffix: Ids that follow the prompt.
+        max_length: Maximum tokens of a row; fields are cut to fit.
     """
 
     def __init__(
-        self, tokens: TokenizerRef, template: Template, bridge: Sequence[int], max_length: int
+        self, tokens: TokenizerRef, template: Template, suffix: Sequence[int], max_length: int
     ) -> None:
-        """Keep what decides the numbers."""
         self._tokens, self._template = tokens, template
-        self._bridge, self._max_length = list(bridge), max_length
+        self._suffix, self._max_length = list(suffix), max_length
 
     @property
     def key(self) -> str:
-        """See :class:`~trishul_ray.data.prepare.Encoder`."""
-        numbers = [self._bridge, self._max_length]
-        return json.dumps(["prompt", 1, self._tokens.key, self._template.text, *numbers])
+        """Text that identifies everything that determines the encoded columns."""
+        rest = [self._suffix, self._max_length]
+        return json.dumps(["prompt", 1, self._tokens.key, self._template.text, *rest])
 
     def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """``input_ids`` int32 [N, L] and ``length`` int32 [N]."""
-        begin = self._begin()
-        limit = self._max_length - len(begin) - len(self._bridge)
-        prompts = PromptRows(self._tokens, self._template, limit, marks=False)
+        """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
+
+        Raises:
+            InputError: The template leaves no room for its fields.
+        """
+        prefix = self._begin_ids()
+        limit = self._max_length - len(prefix) - len(self._suffix)
+        prompts = PromptTokenizer(self._tokens, self._template, limit, add_special_tokens=False)
 
         def rows(start: int, stop: int) -> list[list[int]]:
-            found = prompts.ids(field_rows(split, self._template, start, stop))
-            return [begin + ids + self._bridge for ids in found]
+            fields = field_rows(split, self._template, start, stop)
+            return [prefix + ids + self._suffix for ids in prompts.ids(fields)]
 
-        ids, length = self._tokens.padded(len(split), self._max_length, rows, progress)
+        ids, length = self._tokens.padded_columns(len(split), self._max_length, rows, progress)
         return {"input_ids": ids, "length": length}
 
-    def _begin(self) -> list[int]:
-        """The begin token, where the tokenizer sets one. An end token would end the prompt."""
-        begin = self._tokens.tokenizer.bos_token_id
-        marks = self._tokens.ids([""])["input_ids"][0]
-        return [begin] if begin is not None and marks[:1] == [begin] else []
+    def _begin_ids(self) -> list[int]:
+        """The begin token, if the tokenizer sets one; an end token would end the prompt."""
+        begin_id = self._tokens.tokenizer.bos_token_id
+        special_ids = self._tokens.encode([""])["input_ids"][0]
+        return [begin_id] if begin_id is not None and special_ids[:1] == [begin_id] else []

@@ -1,0 +1,258 @@
+"""Build a backbone's modules and fill them: from a checkpoint, or drawn from the run's seed.
+
+Whatever the checkpoint does not hold is drawn. The result depends on the checkpoint, the
+configuration and the seed alone; torch's global random state is neither read nor changed.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+
+from trishul_ray.adapters.targets import head_parameters
+from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers
+from trishul_ray.rng import torch_rng
+
+if TYPE_CHECKING:
+    from trishul_ray.models.backbone import Backbone, ModelKind
+
+
+#: Standard deviation of drawn weights where the architecture names none.
+INIT_STD = 0.02
+
+# The auto classes of transformers have no types.
+_AUTO_CLASSES: "dict[ModelKind, Any]" = {
+    "image-classification": AutoModelForImageClassification,
+    "sequence-classification": AutoModelForSequenceClassification,
+    "seq2seq-lm": AutoModelForSeq2SeqLM,
+    "causal-lm": AutoModelForCausalLM,
+}
+
+#: What a model of each kind can do, for messages.
+_ABILITIES: "dict[ModelKind, str]" = {
+    "image-classification": "classify images",
+    "sequence-classification": "classify texts",
+    "seq2seq-lm": "answer text with text",
+    "causal-lm": "continue a text",
+}
+
+
+def check_kind(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind") -> None:
+    """Check that transformers has a model of this kind for the architecture.
+
+    Raises:
+        InputError: It has none.
+    """
+    if type(config) not in _AUTO_CLASSES[kind]._model_mapping:
+        raise InputError(
+            f"model.name={backbone.name!r} is a {config.model_type} model, which does not "
+            f"{_ABILITIES[kind]}"
+        )
+
+
+def build_module(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind") -> nn.Module:
+    """Build the modules on the current default device, in float32, with arbitrary weights.
+
+    Args:
+        backbone: Gives the image size.
+        config: Result of :meth:`Backbone.model_config`, or an architecture.
+        kind: Which auto class of transformers builds the model.
+
+    Raises:
+        InputError: The architecture cannot be used as this kind, or its values are inconsistent.
+    """
+    check_kind(backbone, config, kind)
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            model: nn.Module = _AUTO_CLASSES[kind].from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model.name={backbone.name!r} cannot be built: {reason}") from error
+    if backbone.config.image_size is not None:
+        resize_positions(model, backbone.config.image_size)
+    return model
+
+
+def load_checkpoint(
+    backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind"
+) -> tuple[nn.Module, list[str]]:
+    """Return the model with the checkpoint's weights, and the parameters that must be drawn.
+
+    Only safetensors files are read, and no code of the checkpoint is run.
+
+    Args:
+        backbone: Gives the location and the image size.
+        config: Result of :meth:`Backbone.model_config`.
+        kind: Which auto class of transformers builds the model.
+
+    Returns:
+        The model in float32, and the names of the head's parameters if the checkpoint has no head
+        of this size.
+
+    Raises:
+        InputError: The checkpoint cannot be found.
+        CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
+    """
+    checkpoint = backbone.checkpoint
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        try:
+            model, info = _AUTO_CLASSES[kind].from_pretrained(
+                checkpoint,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except (*READ_ERRORS, RuntimeError, SafetensorError) as error:
+            raise backbone.load_error(error) from error
+    missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
+    # A classification head may be new; a language model's head is part of what was pretrained.
+    optional = set(head_parameters(model)) if kind.endswith("classification") else set()
+    lost = sorted(missing - optional)
+    if lost:
+        raise CorruptFileError(
+            f"model.name={backbone.name!r}: checkpoint {checkpoint} lacks {len(lost)} tensors of "
+            f"its architecture, or has them in another shape; the first is {lost[0]}"
+        )
+    for name, tensor in model.state_dict().items():
+        if name in missing or not tensor.is_floating_point():
+            continue
+        if not torch.isfinite(tensor).all():
+            raise CorruptFileError(
+                f"model.name={backbone.name!r}: tensor {name} of checkpoint {checkpoint} holds NaN "
+                "or infinity"
+            )
+    if backbone.config.image_size is not None:
+        resize_positions(model, backbone.config.image_size)
+    return model, head_to_draw(model, missing)
+
+
+def head_to_draw(model: nn.Module, missing: Collection[str]) -> list[str]:
+    """Return the parameters to draw when a checkpoint lacks some of them: the whole head.
+
+    Args:
+        model: A model of transformers.
+        missing: Names of the parameters that the checkpoint lacks.
+
+    Returns:
+        Nothing if none is missing. Otherwise all parameters outside the base model, and those
+        missing inside it (a pooler), in the model's order.
+    """
+    untyped: Any = model
+    base = f"{untyped.base_model_prefix}."
+    if not missing:
+        return []
+    return [
+        name for name, _ in model.named_parameters() if not name.startswith(base) or name in missing
+    ]
+
+
+def draw_head(model: nn.Module, names: Sequence[str], seed: int) -> None:
+    """Draw the parameters ``names`` in place: weights from N(0, 0.02^2), vectors zero."""
+    generator = torch_rng(seed, "head")
+    with torch.no_grad():
+        for name in names:
+            parameter = model.get_parameter(name)
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, INIT_STD, generator=generator)
+            else:
+                parameter.zero_()
+
+
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Draw every weight in place, each from a random stream ``(seed, "init", name)``.
+
+    Linear, convolution and embedding weights are drawn from N(0, s^2), where s is the
+    architecture's ``initializer_range``, or 0.02 if it has none. Biases are set to 0, normalization
+    weights to 1. Other tensors of two or more dimensions (class tokens, position embeddings) are
+    drawn from N(0, s^2) as well; other vectors keep the constants of the architecture. T5, whose
+    attention does not divide by the width of a head, has its own standard deviations. A tensor
+    shared by several modules is drawn once, under its first name.
+    """
+    config: Any = model.config
+    usual_std = float(getattr(config, "initializer_range", None) or INIT_STD)
+    is_t5 = config.model_type in ("t5", "mt5")
+    drawn: set[nn.Parameter] = set()
+    with torch.no_grad():
+        for prefix, module in model.named_modules():
+            is_norm = "Norm" in type(module).__name__
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter in drawn:
+                    continue
+                drawn.add(parameter)
+                if name == "bias":
+                    parameter.zero_()
+                elif is_norm:
+                    parameter.fill_(1.0)
+                elif parameter.ndim >= 2:
+                    generator = torch_rng(seed, "init", f"{prefix}.{name}")
+                    std = _t5_std(config, module, prefix) if is_t5 else usual_std
+                    parameter.normal_(0.0, std, generator=generator)
+
+
+def _t5_std(config: Any, module: nn.Module, name: str) -> float:
+    """Standard deviation of a T5 weight, after the initialization of Raffel et al. 2020.
+
+    It is the configuration's factor for embeddings and the head, and the factor over the square
+    root of the inputs for other matrices. Query matrices are divided by the square root of the
+    width of a head as well.
+    """
+    factor = float(config.initializer_factor)
+    last = name.rpartition(".")[2]
+    if last == "relative_attention_bias":
+        return factor / math.sqrt(config.d_model)
+    if not isinstance(module, nn.Linear) or last == "lm_head":
+        return factor
+    std = factor / math.sqrt(module.in_features)
+    return std / math.sqrt(config.d_kv) if last == "q" else std
+
+
+def resize_positions(model: nn.Module, image_size: int) -> None:
+    """Interpolate a ViT's position embeddings [1, 1 + n, d] for images of side ``image_size``.
+
+    Interpolation is bicubic on the grid of patches, as Dosovitskiy et al. 2021 do for another
+    resolution. The model is changed in place.
+
+    Raises:
+        InputError: The model has no such embeddings, or the size is no multiple of its patch.
+    """
+    config: Any = model.config
+    if getattr(config, "image_size", None) in (image_size, None):
+        return
+    embeddings: Any = getattr(model.base_model, "embeddings", None)
+    patches = getattr(embeddings, "patch_embeddings", None)
+    positions: Tensor | None = getattr(embeddings, "position_embeddings", None)
+    if patches is None or positions is None:
+        raise InputError(
+            f"model.image_size={image_size}: this {config.model_type} model takes only images of "
+            f"{config.image_size}"
+        )
+    patch = config.patch_size
+    if image_size % patch:
+        raise InputError(
+            f"model.image_size={image_size} is no multiple of the model's patch, {patch}"
+        )
+    grid, old = image_size // patch, config.image_size // patch
+    extra = positions.shape[1] - old * old  # class token, and distillation token of DeiT
+    with torch.no_grad():
+        table = positions[:, extra:].reshape(1, old, old, -1).permute(0, 3, 1, 2)  # [1, d, g, g]
+        table = F.interpolate(table, size=(grid, grid), mode="bicubic", align_corners=False)
+        table = table.permute(0, 2, 3, 1).reshape(1, grid * grid, -1)
+        embeddings.position_embeddings = nn.Parameter(torch.cat([positions[:, :extra], table], 1))
+    patches.image_size = embeddings.image_size = (image_size, image_size)
+    patches.num_patches = grid * grid
+    config.image_size = image_size
