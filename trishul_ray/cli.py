@@ -170,9 +170,8 @@ def models() -> None:
     Any other is named by its hub name, its name in a mirror, or its folder: `model=owner/name`.
     """
     from trishul_ray.report.tables import models_table
-    from trishul_ray.storage import Places
 
-    out.print(models_table(Places.at().cache))
+    out.print(models_table())
 
 
 @app.command()

@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import (
 
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.models import lookup
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
 from trishul_ray.storage import Places
@@ -211,6 +213,24 @@ def test_names_that_lead_nowhere_are_refused(saved):
     BertModel(words).save_pretrained(saved / "hub/owner/bert")
     with pytest.raises(InputError, match="is a bert model, which does not classify images"):
         load(saved, 10, name="owner/bert")
+
+
+def test_a_backbone_is_resolved_once_and_pickles_as_configuration_and_places(saved, monkeypatch):
+    backbone = Backbone(ModelConfig(name="owner/vit"), Places(saved, saved / "hub"))
+    searched = []
+    find_model = lookup.find_model
+    monkeypatch.setattr(lookup, "find_model", lambda *a: searched.append(a) or find_model(*a))
+    before = backbone.architecture.to_dict()
+    assert backbone.family == "image-classification" and backbone.preprocessing.image_size == 8
+    assert backbone.meta_model(None, 3).config.num_labels == 3
+    assert backbone.load("image-classification", 4, seed=0).config.num_labels == 4
+    # What a run changes for its task stays out of the architecture that is kept.
+    assert backbone.architecture.to_dict() == before and backbone.architecture.num_labels == 7
+    assert len(searched) == 1
+    stored = pickle.dumps(backbone)
+    again = pickle.loads(stored)
+    assert vars(again) == {"config": backbone.config, "places": backbone.places}
+    assert len(stored) < 1000 and again.location == backbone.location
 
 
 OFFLINE = """

@@ -33,18 +33,20 @@ def test_every_method_and_dataset_is_listed():
          "16 x q_proj 2048x2048\n16 x v_proj 512x2048"),
     ],
 )  # fmt: skip
-def test_the_papers_backbones(name, short, parameters, adapted, tmp_path):
-    row = rows_of(models_table(tmp_path))[name]
+def test_the_papers_backbones(name, short, parameters, adapted):
+    row = rows_of(models_table())[name]
     assert row == (f"{name}\n{short}", parameters, adapted, "mirror or hub")
 
 
-def test_built_in_and_packaged_models_are_listed(tmp_path):
-    rows = rows_of(models_table(tmp_path))
+def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path))
+    rows = rows_of(models_table())
     assert {*BUILTINS, "all-MiniLM-L6-v2"} <= set(rows)
     assert all("`trishul pretrain`" in rows[name][-1] for name in BUILTINS)
     assert not list(tmp_path.iterdir())  # nothing is loaded, nothing written
     narrow = Console(width=80, file=io.StringIO())
-    narrow.print(models_table(tmp_path))
+    narrow.print(models_table())
     told = narrow.file.getvalue()
     assert all(len(line) <= 80 for line in told.splitlines())
     assert all(f" {name} " in told for name in rows)

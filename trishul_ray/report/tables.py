@@ -40,13 +40,10 @@ def datasets_table() -> Table:
     return table
 
 
-def models_table(cache: Path) -> Table:
+def models_table() -> Table:
     """Backbones known by name: their size, what is adapted, where their weights come from.
 
     Needs no network and no weights.
-
-    Args:
-        cache: folder of built-in backbones.
     """
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
     # A name is there to be copied: it is the other columns that give way.
@@ -54,20 +51,21 @@ def models_table(cache: Path) -> Table:
     table = Table(name_column, "parameters", "adapted by default", "weights")
     for name in KNOWN:
         alias = f"\n{short[name]}" if name in short else ""
-        table.add_row(name + alias, *_size(name, cache), "mirror or hub")
+        table.add_row(name + alias, *_size(name), "mirror or hub")
     for name, (_, package, extra) in PACKAGED.items():
         there = packaged_folder(name) is not None
-        size = _size(name, cache) if there else ("", "")
+        size = _size(name) if there else ("", "")
         table.add_row(name, *size, f"package {package}" + ("" if there else f", extra {extra}"))
     for name, builtin in BUILTINS.items():
         weights = f"built in: {builtin.description.partition(': ')[0]}, `trishul pretrain`"
-        table.add_row(name, *_size(name, cache), weights)
+        table.add_row(name, *_size(name), weights)
     return table
 
 
-def _size(name: str, cache: Path) -> tuple[str, str]:
+def _size(name: str) -> tuple[str, str]:
     """Parameters without a classification head of the task's, and the matrices by shape."""
-    model = Backbone(ModelConfig(name=name), Places(cache, hub=None)).meta_model()
+    # Built-in, packaged and well-known architectures are read from neither cache nor mirror.
+    model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
     return count(sum(p.numel() for p in model.parameters())), _adapted(model)
 
 

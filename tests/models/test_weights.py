@@ -1,4 +1,4 @@
-"""Text backbones of every family: from a folder, a mirror, a package, or drawn."""
+"""Weights of text backbones of every family: from a folder, a mirror, a package, or drawn."""
 
 import importlib.util
 import shutil
