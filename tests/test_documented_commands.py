@@ -19,7 +19,7 @@ from transformers import ViTConfig
 
 from trishul_ray import cli
 from trishul_ray.data.datasets import PUBLIC
-from trishul_ray.data.public import ImageLayout, QaLayout
+from trishul_ray.data.public import ImageRows, QuestionRows
 from trishul_ray.federation.prepare import check_fits, prepare_run
 from trishul_ray.models.backbone import usual_architecture
 from trishul_ray.models.lookup import load_model_config
@@ -149,7 +149,7 @@ def write_split(folder, source, split):
     """A few rows of a public dataset, in the columns its layout reads."""
     layout, rows = source.layout, ROWS["train" if split == "train" else "test"]
     numbers = range(rows)
-    if isinstance(layout, ImageLayout):
+    if isinstance(layout, ImageRows):
         sink = io.BytesIO()
         Image.fromarray(numpy_rng(0, split).integers(0, 256, (32, 32, 3), np.uint8)).save(
             sink, "PNG"
@@ -159,7 +159,7 @@ def write_split(folder, source, split):
             layout.image: [picture] * rows,
             layout.label: [n % layout.classes for n in numbers],
         }
-    elif isinstance(layout, QaLayout):
+    elif isinstance(layout, QuestionRows):
         columns = {
             "subset": [layout.subsets[n % len(layout.subsets)] for n in numbers],
             "question": texts(rows),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation.checkpoint import CheckpointStore
+from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.server import Server, open_checkpoints
+from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import capacity
 from trishul_ray.storage import Store
 
@@ -43,7 +43,7 @@ def test_a_spoilt_upload_is_left_out_counted_and_named(small):
     record = server.records[2]
     first = record["clients"][0]
     assert list(record["refused"]) == [str(first)]
-    assert f"upload of client {first} refused: shared holds" in server.drain_events()[-1]
+    assert f"upload of client {first} refused: shared holds" in server.progress().events[-1]
     assert np.isfinite(server.state["shared"]).all()
 
 

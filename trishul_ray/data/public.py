@@ -37,7 +37,7 @@ Tell = Callable[[float], None]
 Columns = dict[str, Column]
 
 
-class Layout(Protocol):
+class RowFormat(Protocol):
     """See the module."""
 
     @property
@@ -66,7 +66,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class ImageLayout:
+class ImageRows:
     """Images of one mode and size, with labels.
 
     Attributes:
@@ -115,7 +115,7 @@ class ImageLayout:
 
 
 @dataclass(frozen=True)
-class TextLayout:
+class TextRows:
     """One or two texts with a label.
 
     Attributes:
@@ -153,7 +153,7 @@ class TextLayout:
 
 
 @dataclass(frozen=True)
-class QaLayout:
+class QuestionRows:
     """Questions with contexts and answers, of several sub-datasets.
 
     Attributes:
@@ -236,7 +236,7 @@ class PublicDataset:
         name: name in the registry.
         description: one line for people.
         repo: where it is on the hub.
-        layout: what its rows hold.
+        rows: Format of its rows.
         sizes: official number of rows of every split of the hub that is read.
         test: the hub's splits that are the test rows, in order; where there are several, the
             rows of each are a group of their own.
@@ -247,7 +247,7 @@ class PublicDataset:
     name: str
     description: str
     repo: HubRepo
-    layout: Layout
+    rows: RowFormat
     sizes: Mapping[str, int]
     test: tuple[str, ...] = ("test",)
     groups: tuple[str, ...] = ()
@@ -291,10 +291,10 @@ class PublicDataset:
             source = f"archives:{', '.join(file.name for file in archived)}"
             self._check_sizes(found, str(archived[0].parent))
         joined = {"train": dict(found["train"]), "test": self._test_rows(found)}
-        fields, columns = self.layout.finish(joined, names)
+        fields, columns = self.rows.finish(joined, names)
         if self.groups:
             fields["groups"] = self.groups
-        return DatasetInfo(self.name, self.layout.kind, source, **fields), columns
+        return DatasetInfo(self.name, self.rows.kind, source, **fields), columns
 
     def _tables(
         self, hub: Path | None, tell: Callable[[str, float], None]
@@ -308,11 +308,11 @@ class PublicDataset:
                 where = f"hub dataset {self.repo.repo}, split {split}"
                 tables = [(where, self._download(split, hub))]
             else:
-                tables = read_files(files[split], self.layout.columns)
+                tables = read_files(files[split], self.rows.columns)
             found[split] = self._decode(tables, partial(tell, split))
             if not length(found[split]):
                 raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
-            names = self.layout.names(tables[0][1]) or names
+            names = self.rows.names(tables[0][1]) or names
         if files is None:
             self._check_sizes(found, f"hub dataset {self.repo.repo}")
             return found, names, self.repo.key
@@ -326,7 +326,7 @@ class PublicDataset:
             def told(done: float, number: int = number) -> None:
                 tell((number + done) / len(tables))
 
-            parts.append(self.layout.decode(table, where, told))
+            parts.append(self.rows.decode(table, where, told))
         return join(parts)
 
     def _check_sizes(self, found: Mapping[str, Columns], where: str) -> None:
@@ -349,7 +349,7 @@ class PublicDataset:
 
     def _download(self, split: str, hub: Path | None) -> pa.Table:
         try:
-            return self.repo.download(split, self.layout.columns)
+            return self.repo.download(split, self.rows.columns)
         except InputError as error:
             original = self.archive.title if self.archive else ""
             looked = "no mirror is set"

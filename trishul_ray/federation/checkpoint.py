@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -20,6 +20,9 @@ from safetensors.numpy import save as save_tensors
 
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.storage import Store
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
 _META = "__meta__"
@@ -172,3 +175,15 @@ class CheckpointStore:
         """Remove every checkpoint."""
         for name in self._files():
             self.store.remove(name)
+
+
+def run_folder(experiment: "Experiment") -> Store:
+    """Return the folder of an experiment's run, under ``storage.runs``."""
+    storage = experiment.storage
+    return Store.open(storage.runs, storage.retry_seconds).child(experiment.id)
+
+
+def open_checkpoints(experiment: "Experiment") -> CheckpointStore:
+    """Return the checkpoints of an experiment's run, under ``storage.runs``."""
+    folder = run_folder(experiment).child("checkpoints")
+    return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.local import evaluate_chunk, survey_client, train_client
 from trishul_ray.federation.messages import (
@@ -18,15 +19,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
-from trishul_ray.federation.server import (
-    Final,
-    Progressed,
-    Server,
-    final_of,
-    open_checkpoints,
-    progress_of,
-    standing_of,
-)
+from trishul_ray.federation.server import RoundReport, RunResult, Server
 from trishul_ray.federation.workbench import Workbench, adapt_to, blueprint_of, build_workbench
 
 
@@ -83,17 +76,17 @@ class InlineDriver:
         executor = InlineExecutor(experiment, prepared)
         self.server = Server(experiment, executor, open_checkpoints(experiment), attempt)
 
-    def begin(self) -> Progressed:
+    def begin(self) -> RoundReport:
         """See :class:`Driver`."""
-        return standing_of(self.server)
+        return self.server.progress()
 
-    def step(self) -> Progressed:
+    def step(self) -> RoundReport:
         """See :class:`Driver`."""
         try:
-            return progress_of(self.server)
+            return self.server.step()
         except FloatingPointError as error:
             raise RunError(str(error)) from error
 
-    def final(self) -> Final:
+    def final(self) -> RunResult:
         """See :class:`Driver`."""
-        return final_of(self.server)
+        return self.server.result()

@@ -44,7 +44,6 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.reduce import Partial, Reducer, finish
 from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan, build_method
 from trishul_ray.rng import numpy_rng
-from trishul_ray.storage import Store
 
 
 class Executor(Protocol):
@@ -77,6 +76,30 @@ def broadcast_of(method: Method, state: Arrays, survey: Arrays) -> Arrays:
     """What goes to every worker: the method's broadcast of a state, and the survey."""
     sent = to_arrays(method.broadcast(to_tensors(state)))
     return sent | {SURVEY + k: v for k, v in survey_for_workers(method, survey).items()}
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """Progress of a run after one step."""
+
+    records: list[dict[str, Any]]  # complete records, oldest first
+    events: list[str]
+    round: int  # the last aggregated round
+    finished: bool
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Final state of a run, with everything its results are made from."""
+
+    state: Arrays
+    digest: str
+    records: list[dict[str, Any]]
+    spectra: Arrays
+    matrices: Arrays
+    blueprint: Blueprint
+    attempt: str
+    broadcast: Arrays  # the broadcast of the round after the last
 
 
 class Server:
@@ -169,9 +192,26 @@ class Server:
         with deterministic(self.experiment):
             return broadcast_of(self.method, self.state, self.survey)
 
-    def complete_records(self) -> list[dict[str, Any]]:
-        """Records that no later step will add to."""
-        return self.records if self.finished else self.records[:-1]
+    def progress(self) -> RoundReport:
+        """Return the records no later step adds to, and the events since the last report."""
+        return self._report(self.records if self.finished else self.records[:-1])
+
+    def _report(self, records: list[dict[str, Any]]) -> RoundReport:
+        events, self.events = self.events, []
+        return RoundReport(records, events, self.round, self.finished)
+
+    def result(self) -> RunResult:
+        """Return the result of a finished run."""
+        return RunResult(
+            state=self.state,
+            digest=state_digest(self.state),
+            records=self.records,
+            spectra=self.spectra,
+            matrices=self.matrices,
+            blueprint=self.blueprint,
+            attempt=self.attempt,
+            broadcast=self.broadcast(),
+        )
 
     @property
     def finished(self) -> bool:
@@ -184,17 +224,17 @@ class Server:
         rng = numpy_rng(self.experiment.seed, "cohort", round_number)
         return sorted(rng.choice(fed.clients, fed.clients_per_round, replace=False).tolist())
 
-    def step(self) -> list[dict[str, Any]]:
-        """Run the next round together with the evaluation of the one before.
+    def step(self) -> RoundReport:
+        """Run the next round together with the evaluation of the previous one.
 
         Returns:
-            The records that are complete now: at most one, that of the round before.
+            The record completed by this step, if any (that of the previous round), and its events.
 
         Raises:
-            RunError: too few sound uploads.
+            RunError: Too few valid uploads arrived.
         """
         with deterministic(self.experiment):
-            return self._step()
+            return self._report(self._step())
 
     def _step(self) -> list[dict[str, Any]]:
         began = time.perf_counter()
@@ -296,11 +336,6 @@ class Server:
             "client_seconds": float(np.mean([r.seconds for r in reports])),
         }
 
-    def drain_events(self) -> list[str]:
-        """What people should be told since the last call: restarts, refusals, skipped files."""
-        events, self.events = self.events, []
-        return events
-
     def checkpoint(self) -> Checkpoint:
         """Everything the next round needs."""
         return Checkpoint(
@@ -315,66 +350,3 @@ class Server:
             survey=self.survey,
             sources=self.blueprint.sources,
         )
-
-
-@dataclass(frozen=True)
-class Progressed:
-    """What one step brought."""
-
-    records: list[dict[str, Any]]  # complete records, oldest first
-    events: list[str]
-    round: int  # the last aggregated round
-    finished: bool
-
-
-@dataclass(frozen=True)
-class Final:
-    """What a finished run leaves."""
-
-    state: Arrays
-    digest: str
-    records: list[dict[str, Any]]
-    spectra: Arrays
-    matrices: Arrays
-    blueprint: Blueprint
-    attempt: str
-    broadcast: Arrays  # the global model as it would go out next
-
-
-def open_checkpoints(experiment: Experiment) -> CheckpointStore:
-    """The checkpoints of an experiment's run, under ``storage.runs``."""
-    folder = run_folder(experiment).child("checkpoints")
-    return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)
-
-
-def run_folder(experiment: Experiment) -> Store:
-    """The folder of an experiment's run, under ``storage.runs``."""
-    storage = experiment.storage
-    return Store.open(storage.runs, storage.retry_seconds).child(experiment.id)
-
-
-def standing_of(server: Server) -> Progressed:
-    """What a server has before its next step."""
-    return Progressed(
-        server.complete_records(), server.drain_events(), server.round, server.finished
-    )
-
-
-def progress_of(server: Server) -> Progressed:
-    """Take one step and say what it brought."""
-    records = server.step()
-    return Progressed(records, server.drain_events(), server.round, server.finished)
-
-
-def final_of(server: Server) -> Final:
-    """The result of a finished server."""
-    return Final(
-        state=server.state,
-        digest=state_digest(server.state),
-        records=server.records,
-        spectra=server.spectra,
-        matrices=server.matrices,
-        blueprint=server.blueprint,
-        attempt=server.attempt,
-        broadcast=server.broadcast(),
-    )

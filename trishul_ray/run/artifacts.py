@@ -11,7 +11,7 @@ from trishul_ray.data.partition import skewed_by
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import survey_in
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.server import Final
+from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import adapt_to, build_workbench, global_model
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.report.figures import heads_per_layer, label_distribution, metric_curve, spectra
@@ -25,7 +25,11 @@ from trishul_ray.report.uploads import (
 
 
 def write_artifacts(
-    experiment: Experiment, prepared: Prepared, final: Final, folder: Path, note: str | None = None
+    experiment: Experiment,
+    prepared: Prepared,
+    final: RunResult,
+    folder: Path,
+    note: str | None = None,
 ) -> None:
     """Figures into ``folder/figures``, ``diagnostics.npz``, and ``adapter`` (PEFT) or ``model``.
 
@@ -92,7 +96,7 @@ def write_artifacts(
         export_peft(bench.model, trained, folder / "adapter", experiment.model.name)
 
 
-def _draw_uploads(final: Final, figures: Path, note: str | None) -> None:
+def _draw_uploads(final: RunResult, figures: Path, note: str | None) -> None:
     """Figures of the cores that clients sent; none for methods that send no cores."""
     if "uploaded" in final.spectra:
         uploaded_spectrum(final.spectra["uploaded"], figures / "uploaded_spectrum.png", note=note)

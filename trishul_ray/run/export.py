@@ -7,11 +7,11 @@ import yaml
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import Checkpoint
+from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, changed_sources, survey_in
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.server import broadcast_of, open_checkpoints
+from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import adapt_to, build_workbench, global_model
 from trishul_ray.loading import build_experiment
 from trishul_ray.methods.base import build_method

@@ -17,7 +17,7 @@ import yaml
 
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.server import Final
+from trishul_ray.federation.server import RunResult
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.version import NUMERICS, __version__
 
@@ -135,7 +135,7 @@ def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | 
 
 def summarize(
     experiment: Experiment,
-    final: Final,
+    final: RunResult,
     coverage: Coverage,
     *,
     wall_seconds: float,

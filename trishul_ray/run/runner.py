@@ -21,6 +21,7 @@ from trishul_ray.config import GENERAL
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import InputError, RunError, StorageError, StorageRefusedError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
@@ -33,7 +34,7 @@ from trishul_ray.federation.prepare import (
     prepare_rows,
     prepare_run,
 )
-from trishul_ray.federation.server import Final, Progressed, open_checkpoints, run_folder
+from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.lookup import local_folder
 from trishul_ray.models.shared_weights import folder_source
@@ -59,7 +60,7 @@ _PLAIN_FILES = ("config.yaml", "metrics.parquet")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FinishedRun:
     """What a run gave."""
 
     summary: dict[str, Any]
@@ -70,7 +71,7 @@ class Outcome:
 
 def run_experiment(
     experiment: Experiment, progress: RunProgress, *, fresh: bool = False
-) -> Outcome:
+) -> FinishedRun:
     """Run, continue, or read an experiment.
 
     Args:
@@ -93,7 +94,7 @@ def run_experiment(
         if summary is not None:
             _check_sources(experiment, summary, progress)
             _make_again(experiment, summary, home, progress)
-            return Outcome(summary, home, True, _command_of(experiment))
+            return FinishedRun(summary, home, True, _command_of(experiment))
         progress.note(learning_rate_line(experiment))
         # Before anything is removed or written: wrong input loses and leaves nothing.
         check_fits(experiment)
@@ -195,7 +196,7 @@ def _make_again(
 
 def _run(
     experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
-) -> Outcome:
+) -> FinishedRun:
     began = time.perf_counter()
     coverage = coverage_of(experiment, prepared.dataset)
     if coverage.part:
@@ -237,7 +238,7 @@ def _run(
                 (Path(scratch) / name).write_bytes(home.read(name))
             tracker.log_artifacts(scratch)
         status = "FINISHED"
-        return Outcome(summary, home, False, tracker.ui_command())
+        return FinishedRun(summary, home, False, tracker.ui_command())
     except KeyboardInterrupt:
         status = "KILLED"
         raise
@@ -248,8 +249,8 @@ def _run(
 
 def _rounds(
     experiment: Experiment, driver: Driver, home: Store, tracker: Tracker, progress: RunProgress
-) -> Final:
-    def tell(step: Progressed, shown: int) -> None:
+) -> RunResult:
+    def tell(step: RoundReport, shown: int) -> None:
         for event in step.events:
             progress.note(event)
         for record in step.records:

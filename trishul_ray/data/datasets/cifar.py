@@ -23,7 +23,7 @@ import numpy as np
 
 from trishul_ray.data.archives import find_files, tar_members
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, ImageLayout, PublicDataset
+from trishul_ray.data.public import Columns, ImageRows, PublicDataset
 from trishul_ray.data.tables import join
 from trishul_ray.errors import CorruptFileError
 
@@ -184,7 +184,7 @@ CIFAR10 = PublicDataset(
         revision="0b2714987fa478483af9968de7c934580d0bb9a2",
         file_patterns=("plain_text/{split}-*.parquet",),
     ),
-    layout=ImageLayout(label="label", classes=10),
+    rows=ImageRows(label="label", classes=10),
     sizes={"train": 50_000, "test": 10_000},
     archive=CifarArchive(
         file="cifar-10-python.tar.gz",
@@ -206,7 +206,7 @@ CIFAR100 = PublicDataset(
         revision="aadb3af77e9048adbea6b47c21a81e47dd092ae5",
         file_patterns=("cifar100/{split}-*.parquet",),
     ),
-    layout=ImageLayout(label="fine_label", classes=100),
+    rows=ImageRows(label="fine_label", classes=100),
     sizes={"train": 50_000, "test": 10_000},
     archive=CifarArchive(
         file="cifar-100-python.tar.gz",

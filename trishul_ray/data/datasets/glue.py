@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from trishul_ray.data.archives import find_files, zip_member
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, PublicDataset, TextLayout
+from trishul_ray.data.public import Columns, PublicDataset, TextRows
 from trishul_ray.errors import CorruptFileError
 
 #: Maximum bytes of a member, above the largest, MNLI's training rows.
@@ -161,7 +161,7 @@ def _glue(
             revision=_REVISION,
             file_patterns=(f"{task}/{{split}}-*.parquet",),
         ),
-        layout=TextLayout(fields=fields, classes=classes),
+        rows=TextRows(fields=fields, classes=classes),
         sizes=sizes,
         test=tuple(split for split in sizes if split != "train"),
         groups=groups,

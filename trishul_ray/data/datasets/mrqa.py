@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from trishul_ray.data.archives import DAMAGED_FILE_ERRORS, find_files
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, PublicDataset, QaLayout
+from trishul_ray.data.public import Columns, PublicDataset, QuestionRows
 from trishul_ray.data.tables import dump_answers, json_lines
 from trishul_ray.errors import CorruptFileError
 
@@ -105,7 +105,7 @@ MRQA = PublicDataset(
         revision="f3178d9888471dfb2b67c93de14f0ddf499a8d9f",
         file_patterns=("data/{split}-*.parquet", "plain_text/{split}-*.parquet"),
     ),
-    layout=QaLayout(subsets=SUBSETS),
+    rows=QuestionRows(subsets=SUBSETS),
     sizes={"train": 516_819, "validation": 58_221},
     test=("validation",),
     archive=MrqaArchive(),

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from trishul_ray.data.archives import find_files, tar_members
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, PublicDataset, TextLayout
+from trishul_ray.data.public import Columns, PublicDataset, TextRows
 from trishul_ray.errors import CorruptFileError
 
 #: Class names: the newsgroups, in the order of their labels.
@@ -113,7 +113,7 @@ NEWSGROUPS = PublicDataset(
         revision="f1b91292074e7cfb69be58b642d583ec262f30ed",
         file_patterns=("data/{split}-*.parquet", "{split}.jsonl"),
     ),
-    layout=TextLayout(fields=("text",), classes=GROUPS),
+    rows=TextRows(fields=("text",), classes=GROUPS),
     sizes={"train": 11_314, "test": 7_532},
     archive=NewsgroupsArchive(),
 )

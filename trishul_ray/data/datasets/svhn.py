@@ -20,7 +20,7 @@ import numpy as np
 
 from trishul_ray.data.archives import find_files
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, ImageLayout, PublicDataset
+from trishul_ray.data.public import Columns, ImageRows, PublicDataset
 from trishul_ray.errors import CorruptFileError
 
 _FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
@@ -103,7 +103,7 @@ SVHN = PublicDataset(
         # the other two together.
         fetch="cropped_digits/{split}-*.parquet",
     ),
-    layout=ImageLayout(label="label", classes=10, image="image"),
+    rows=ImageRows(label="label", classes=10, image="image"),
     sizes={"train": 73_257, "test": 26_032},
     archive=SvhnArchive(),
 )

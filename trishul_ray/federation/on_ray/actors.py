@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trishul_ray.federation.on_ray.pool import ActorPool
     from trishul_ray.federation.prepare import Prepared
     from trishul_ray.federation.reduce import Partial, Reducer
-    from trishul_ray.federation.server import Final, Progressed, Server
+    from trishul_ray.federation.server import RoundReport, RunResult, Server
     from trishul_ray.federation.workbench import Workbench
 
 
@@ -214,8 +214,9 @@ class Coordinator:
                 else []
             )
             from trishul_ray.experiment import Experiment
+            from trishul_ray.federation.checkpoint import open_checkpoints
             from trishul_ray.federation.on_ray.pool import ActorPool
-            from trishul_ray.federation.server import Server, open_checkpoints
+            from trishul_ray.federation.server import Server
 
             settings = Experiment.model_validate(self.experiment)
             self.pool = self.pool or ActorPool(started)
@@ -224,7 +225,7 @@ class Coordinator:
         return self._server
 
     @ray.method(max_task_retries=-1)
-    def begin(self, prepared: list[Any]) -> "Progressed":
+    def begin(self, prepared: list[Any]) -> "RoundReport":
         """What is there already: records of a resumed run, the first events.
 
         Repeated by Ray, after a restart, as long as there are restarts.
@@ -234,24 +235,18 @@ class Coordinator:
             RunError: no client actor came up.
         """
         server = self._run(prepared)
-        from trishul_ray.federation.server import standing_of
+        return server.progress()
 
-        return standing_of(server)
-
-    def step(self, prepared: list[Any]) -> "Progressed":
+    def step(self, prepared: list[Any]) -> "RoundReport":
         """One round, or nothing if the run is finished."""
         server = self._run(prepared)
-        from trishul_ray.federation.server import progress_of, standing_of
-
-        return standing_of(server) if server.finished else progress_of(server)
+        return server.progress() if server.finished else server.step()
 
     @ray.method(max_task_retries=-1)
-    def final(self, prepared: list[Any]) -> "Final":
+    def final(self, prepared: list[Any]) -> "RunResult":
         """The result."""
         server = self._run(prepared)
-        from trishul_ray.federation.server import final_of
-
-        return final_of(server)
+        return server.result()
 
     def processes(self) -> list[int]:
         """Operating-system processes: this one, then the client actors'."""

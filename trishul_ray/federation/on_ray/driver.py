@@ -19,7 +19,7 @@ from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.session import beside_driver, room_for, slices_here
 from trishul_ray.federation.on_ray.slices import Slices, crowding, usable_cores
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.server import Final, Progressed
+from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.storage import Store
 
 #: Seconds after which a person is told that the clients wait for resources.
@@ -29,15 +29,15 @@ PATIENCE = 10.0
 class Driver(Protocol):
     """A federation under way."""
 
-    def begin(self) -> Progressed:
+    def begin(self) -> RoundReport:
         """What a checkpoint already holds."""
         ...
 
-    def step(self) -> Progressed:
+    def step(self) -> RoundReport:
         """One more round."""
         ...
 
-    def final(self) -> Final:
+    def final(self) -> RunResult:
         """The result of a finished federation."""
         ...
 
@@ -77,17 +77,17 @@ class RayDriver:
         # Inside a list, so that the coordinator is given the reference and not the content.
         self._prepared = [ray.put(prepared)]
 
-    def begin(self) -> Progressed:
+    def begin(self) -> RoundReport:
         """See :class:`Driver`; returns as soon as one client actor is up."""
         return self._progress("begin")
 
-    def step(self) -> Progressed:
+    def step(self) -> RoundReport:
         """See :class:`Driver`; if the coordinator dies in it, what its successor starts from."""
         return self._progress("step")
 
-    def final(self) -> Final:
+    def final(self) -> RunResult:
         """See :class:`Driver`."""
-        found: Final = self._call("final")
+        found: RunResult = self._call("final")
         return found
 
     def processes(self) -> list[int]:
@@ -100,11 +100,11 @@ class RayDriver:
         with suppress(RayError):  # the cluster may have been ended before us
             ray.kill(self.actor)
 
-    def _progress(self, method: str) -> Progressed:
+    def _progress(self, method: str) -> RoundReport:
         events: list[str] = []
         while True:
             try:
-                found: Progressed = self._call(method)
+                found: RoundReport = self._call(method)
             except RayError as error:
                 events.append(self._survive(error, method))
                 # A round may have been aggregated and its record lost with the answer. Ray holds
