@@ -1,4 +1,4 @@
-"""Diagnostics against their definitions, and their conventions at the edges."""
+"""Diagnostics against their definitions, and their conventions in edge cases."""
 
 import math
 
@@ -85,14 +85,14 @@ def test_left_spectrum_is_that_of_the_svd():
 def test_principal_angles_are_those_of_scipy(r, k, seed):
     k = min(k, r)
     z = uploads(3, 2, r, seed)
-    found = similarity(z, k)
+    result = similarity(z, k)
     u = torch.linalg.svd(z.double())[0][..., :k].numpy()
     for head in range(2):
         for first in range(3):
             for second in range(3):
                 angles = scipy.linalg.subspace_angles(u[first, head], u[second, head])
                 expected = (np.cos(angles) ** 2).mean()
-                assert float(found[head, first, second]) == pytest.approx(expected, abs=1e-6)
+                assert float(result[head, first, second]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_similarity_of_equal_orthogonal_and_scaled_cores():
@@ -111,8 +111,8 @@ def test_dominant_similarity_is_the_absolute_cosine_of_the_first_vectors():
     z = uploads(2, 5, 8)
     u = torch.linalg.svd(z.double())[0][..., 0]  # [2, 5, 8]
     expected = (u[0] * u[1]).sum(dim=-1).abs()
-    found = dominant_direction_similarity(*left_spectrum(z))[:, 0, 1]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    result = dominant_direction_similarity(*left_spectrum(z))[:, 0, 1]
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)
 
 
 def test_directions_a_core_does_not_have_are_not_compared():
@@ -125,8 +125,8 @@ def test_directions_a_core_does_not_have_are_not_compared():
 
 
 def test_unrelated_subspaces_have_similarity_k_over_r():
-    found = similarity(uploads(2, 400, 12), 3)[:, 0, 1].mean()
-    assert float(found) == pytest.approx(3 / 12, abs=0.02)
+    result = similarity(uploads(2, 400, 12), 3)[:, 0, 1].mean()
+    assert float(result) == pytest.approx(3 / 12, abs=0.02)
 
 
 def test_significant_ignores_float32_rounding():
@@ -223,8 +223,8 @@ def test_heads_a_client_did_not_train_do_not_count():
     z, weights = uploads(3, 4, 6), torch.tensor([1.0, 2.0, 3.0])
     active = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0]]).bool()
     result = diagnose(z, weights, 3, active)
-    rubbish = torch.where(active[..., None, None], z, torch.tensor(math.nan))
-    assert diagnose(rubbish, weights, 3, active) == result
+    garbage = torch.where(active[..., None, None], z, torch.tensor(math.nan))
+    assert diagnose(garbage, weights, 3, active) == result
     trained = torch.linalg.svdvals(z.double())[active]
     assert result["spectral_entropy"] == pytest.approx(float(spectral_entropy(trained).mean()))
     heads = [(0, [0, 1, 2]), (1, [0, 2]), (2, [0, 1])]
@@ -259,8 +259,8 @@ def test_client_matrices_by_definition(m, n, r, seed, limited):
     z = uploads(m, n, r, seed)
     drawn = torch.rand(m, n, generator=torch_rng(seed, "active")) < 0.6
     active = drawn if limited else torch.ones(m, n).bool()
-    rubbish = torch.where(active[..., None, None], z, torch.tensor(7.0))
-    found = client_matrices(rubbish, 2, active if limited else None)
+    garbage = torch.where(active[..., None, None], z, torch.tensor(7.0))
+    result = client_matrices(garbage, 2, active if limited else None)
     cores = z.double().numpy()
     for a in range(m):
         for b in range(m):
@@ -276,13 +276,13 @@ def test_client_matrices_by_definition(m, n, r, seed, limited):
                 cosines.append((cores[a, i] * cores[b, i]).sum() / norms)
                 bases = [np.linalg.svd(cores[c, i])[0][:, :2] for c in (a, b)]
                 angles.append(np.mean(np.cos(scipy.linalg.subspace_angles(*bases)) ** 2))
-            assert float(found["covariance"][a, b]) == pytest.approx(covariance, abs=1e-9)
-            assert float(found["inner_products"][a, b]) == pytest.approx(inner, abs=1e-9)
-            wanted = np.mean(cosines) if common else math.nan
-            assert float(found["cosine"][a, b]) == pytest.approx(wanted, abs=1e-9, nan_ok=True)
-            wanted = np.mean(angles) if common else math.nan
-            same = pytest.approx(wanted, abs=1e-6, nan_ok=True)
-            assert float(found["principal_angle_similarity"][a, b]) == same
+            assert float(result["covariance"][a, b]) == pytest.approx(covariance, abs=1e-9)
+            assert float(result["inner_products"][a, b]) == pytest.approx(inner, abs=1e-9)
+            expected = np.mean(cosines) if common else math.nan
+            assert float(result["cosine"][a, b]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
+            expected = np.mean(angles) if common else math.nan
+            same = pytest.approx(expected, abs=1e-6, nan_ok=True)
+            assert float(result["principal_angle_similarity"][a, b]) == same
 
 
 @settings(deadline=None, max_examples=30)
@@ -301,26 +301,26 @@ def test_relative_variance_is_noise_over_signal(m, n, seed, scale):
     )
 
 
-def test_relative_variance_of_a_zero_mean_is_no_number():
+def test_relative_variance_of_a_zero_mean_is_nan():
     z = torch.stack([torch.eye(2), -torch.eye(2)]).unsqueeze(1)
     assert math.isnan(relative_variance(z, torch.ones(2)))
     assert "relative_variance" not in diagnose(z, torch.ones(2), 1)
 
 
-def test_the_inconsistency_index_is_what_alignment_lacks_to_one():
+def test_the_inconsistency_index_is_one_minus_alignment():
     same = uploads(1).expand(3, -1, -1, -1)
     assert diagnose(same, torch.ones(3), 2)["inconsistency_index"] == pytest.approx(0.0, abs=1e-9)
-    found = diagnose(uploads(3, 2, 40), torch.ones(3), 4)
-    assert found["inconsistency_index"] == pytest.approx(0.9, abs=0.05)  # unrelated: 1 - k/r
+    result = diagnose(uploads(3, 2, 40), torch.ones(3), 4)
+    assert result["inconsistency_index"] == pytest.approx(0.9, abs=0.05)  # unrelated: 1 - k/r
 
 
 def test_spectra_of_several_ranks_are_padded():
     stacked = stack_spectra([torch.ones(2, 3), torch.full((1, 1), 2.0)])
-    wanted = torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, math.nan, math.nan]])
-    torch.testing.assert_close(stacked, wanted, equal_nan=True)
+    expected = torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, math.nan, math.nan]])
+    torch.testing.assert_close(stacked, expected, equal_nan=True)
 
 
-def test_nothing_to_diagnose():
+def test_no_active_cores_give_no_diagnostics():
     assert diagnose(torch.zeros(2, 0, 3, 3), torch.ones(2), 2) == {}
     assert diagnose(uploads(), torch.ones(3), 2, torch.zeros(3, 4).bool()) == {}
 
@@ -340,6 +340,6 @@ def test_nothing_to_diagnose():
         (lambda: similarity(uploads(), 0), "top_k=0"),
     ],
 )
-def test_bad_input_is_named(call, message):
+def test_invalid_input_raises(call, message):
     with pytest.raises(InputError, match=message):
         call()

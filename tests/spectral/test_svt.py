@@ -1,4 +1,4 @@
-"""The prox against a float64 SVD, and against what makes it a prox."""
+"""The proximal map against a float64 SVD and against the properties that define it."""
 
 import math
 
@@ -12,7 +12,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.svt import (
     SvtStats,
-    nuclear_norm,
     singular_values,
     svt,
     svt_by_iteration,
@@ -21,6 +20,11 @@ from trishul_ray.spectral.svt import (
 )
 
 ROUTES = pytest.mark.parametrize("route", [svt, svt_by_iteration])
+
+
+def nuclear_norm(x: Tensor) -> Tensor:
+    """``||X||_*`` of every matrix of [..., p, q] (TRISHUL, eq. local_obj)."""
+    return torch.linalg.svdvals(x.double()).sum(dim=-1)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -173,7 +177,7 @@ def test_a_core_below_the_threshold_is_exactly_zero_beside_one_that_is_not(route
 
 @ROUTES
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_core_is_nan_and_harms_no_other(route, bad):
+def test_a_non_finite_core_is_nan_and_affects_no_other(route, bad):
     cores = gaussian(3, 6, 6).float()
     alone = route(cores, 0.5)
     cores[1, 2, 3] = bad
@@ -188,16 +192,6 @@ def test_scales_at_the_ends_of_float32(scale):
     assert_is_prox(svt(cores, 0.8 * scale), cores, 0.8 * scale)
 
 
-def test_the_float32_iteration_is_good_to_its_word():
-    cores = gaussian(3, 110, 110).float()
-    for share in (1e-3, 0.4):
-        threshold = share * float(spectral_norm(cores).max())
-        error = svt_by_iteration(cores, threshold, dtype=torch.float32) - reference(
-            cores, threshold
-        )
-        assert bool((spectral_norm(error) <= 1e-5 * spectral_norm(cores)).all())
-
-
 def test_keeps_dtype_and_drops_gradient_history():
     cores = gaussian(2, 4, 4).requires_grad_()
     shrunk = svt(cores, 0.3)
@@ -206,7 +200,7 @@ def test_keeps_dtype_and_drops_gradient_history():
     assert_is_prox(shrunk, cores.detach(), 0.3)
 
 
-def test_stats_tell_the_spectrum_and_what_was_cut():
+def test_stats_give_the_spectra_and_the_removed_shares():
     values = torch.tensor([[4.0, 3.0, 1.0, 0.0], [2.0, 0.5, 0.5, 0.5]], dtype=torch.float64)
     cores = with_spectrum(values)
     shrunk, stats = svt_with_stats(cores, 1.5)
@@ -217,8 +211,9 @@ def test_stats_tell_the_spectrum_and_what_was_cut():
     torch.testing.assert_close(
         stats.after, torch.linalg.svdvals(shrunk.double()), atol=1e-6, rtol=0
     )
-    assert stats.zeroed == 5 / 8
-    assert stats.energy_removed == pytest.approx(1 - (6.25 + 2.25 + 0.25) / (26 + 4.75))
+    summary = svt_summary([stats])
+    assert summary["zeroed"] == 5 / 8
+    assert summary["energy_removed"] == pytest.approx(1 - (6.25 + 2.25 + 0.25) / (26 + 4.75))
 
 
 def test_stats_of_banks_of_different_rank_are_taken_together():
@@ -234,9 +229,9 @@ def test_stats_of_banks_of_different_rank_are_taken_together():
 def test_stats_at_the_edges(threshold):
     shrunk, stats = svt_with_stats(torch.zeros(2, 3, 3), threshold)
     assert torch.equal(shrunk, torch.zeros(2, 3, 3))
-    assert (stats.zeroed, stats.energy_removed) == (1.0, 0.0)
+    assert svt_summary([stats]) == {"zeroed": 1.0, "energy_removed": 0.0}
     _, empty = svt_with_stats(torch.empty(0, 3, 3), threshold)
-    assert (empty.zeroed, empty.energy_removed) == (0.0, 0.0)
+    assert svt_summary([empty]) == {"zeroed": 0.0, "energy_removed": 0.0}
     assert isinstance(empty, SvtStats) and empty.before.shape == (0, 3)
 
 
@@ -260,14 +255,9 @@ def test_singular_values_of_a_non_finite_core_are_nan():
         (torch.zeros(1, 3, 3), math.inf, "threshold=inf"),
     ],
 )
-def test_bad_input_is_named(route, cores, threshold, message):
+def test_invalid_input_raises(route, cores, threshold, message):
     with pytest.raises(InputError, match=message):
         route(cores, threshold)
-
-
-def test_resolution_is_checked():
-    with pytest.raises(InputError, match=r"resolution=1\.0"):
-        svt_by_iteration(torch.zeros(1, 2, 2), 0.1, resolution=1.0)
 
 
 @pytest.mark.gpu

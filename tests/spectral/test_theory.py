@@ -1,4 +1,4 @@
-"""The paper's theorems, on numbers: isometry, exact aggregation, rank-controlled variance."""
+"""The paper's theorems, numerically: isometry, exact aggregation, rank-controlled variance."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import draw_bases
-from trishul_ray.spectral.svt import nuclear_norm, svt
+from trishul_ray.spectral.svt import svt
 
 D_OUT, D_IN = 40, 36
 
@@ -16,6 +16,11 @@ D_OUT, D_IN = 40, 36
 def bases(init: str, heads: int, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch_rng(seed, "bases")
     return draw_bases(init, heads, rank, D_OUT, D_IN, generator=generator, dtype=torch.float64)
+
+
+def nuclear_norm(x: Tensor) -> Tensor:
+    """``||X||_*`` of every matrix of [..., p, q] (TRISHUL, eq. local_obj)."""
+    return torch.linalg.svdvals(x.double()).sum(dim=-1)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Spectral algebra on plain tensors: bases, singular-value thresholding, allocation, diagnostics.
+"""Spectral algebra on tensors: bases, singular-value thresholding, allocation, diagnostics.
 
-Nothing here knows of models, data, federations or Ray.
+This package knows nothing of models, data, methods or Ray.
 """

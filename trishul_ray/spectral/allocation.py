@@ -1,12 +1,12 @@
-"""How many heads each layer gets: concave water-filling and integer rounding.
+"""Head allocation over layers: concave water-filling and integer rounding.
 
-The continuous problem (TRISHUL, eq. waterfill_opt, here with optional caps) is
+The continuous problem (TRISHUL, eq. waterfill_opt, with optional caps) is
 
-    max sum_l a_l log(1 + h_l)   subject to   sum_l h_l = h,  0 <= h_l <= cap_l,
+    max sum_l a_l log(1 + h_l)   subject to   sum_l h_l = h,  0 <= h_l <= cap_l.
 
-solved by ``h_l = clip(a_l / mu - 1, 0, cap_l)`` (eq. waterfill_sol). As a function of ``1/mu`` the
-total is piecewise linear and increasing, so the water level is found exactly: search the sorted
-breakpoints for the right piece, then solve one linear equation.
+Its solution is ``h_l = clip(a_l / mu - 1, 0, cap_l)`` (eq. waterfill_sol). The total is piecewise
+linear and increasing in ``1/mu``, so the water level is exact: bisect the sorted breakpoints for
+the right piece, then solve one linear equation.
 """
 
 import bisect
@@ -15,36 +15,40 @@ from collections.abc import Sequence
 
 from trishul_ray.errors import InputError
 
-#: Scores are taken relative to the greatest; smaller shares than this would overflow 1/a.
+#: Floor of a score relative to the largest one; below it, 1/a would overflow.
 _SMALLEST_SHARE = 1e-200
 
-#: Decimals of a residue that count: equal layers stay tied on every machine.
+#: Residues are compared to this many decimals, so that equal layers tie on every machine.
 _RESIDUE_DECIMALS = 9
 
 
 def water_fill(
     scores: Sequence[float], total: float, caps: Sequence[float] | None = None
 ) -> list[float]:
-    """The continuous allocation that maximizes :func:`utility` (TRISHUL, eq. waterfill_sol).
+    """Return the continuous allocation of heads (TRISHUL, eq. waterfill_sol).
 
     Args:
         scores: a_l > 0, one per layer; only their ratios matter.
-        total: h >= 0, heads to share out.
-        caps: most heads a layer may get (may be infinite); None means no limit.
+        total: h >= 0, number of heads to allocate.
+        caps: upper bound per layer (may be infinite); None means no bounds.
 
     Returns:
-        h_l, one per layer, whose sum is ``total`` up to rounding.
+        h_l, one per layer; they sum to ``total`` up to rounding.
 
     Raises:
-        InputError: for no layers, a score that is not positive and finite, a negative total, a
-            negative cap, or a total above the sum of the caps.
+        InputError: ``scores`` is empty, a score is not positive and finite, ``total`` or a cap is
+            negative, or ``total`` exceeds the sum of the caps.
     """
     _check_total(total)
-    _check_scores(scores)
+    if not scores:
+        raise InputError("scores are empty: at least one layer is needed")
+    for layer, score in enumerate(scores):
+        if not (math.isfinite(score) and score > 0):
+            raise InputError(f"scores[{layer}]={score} must be positive and finite")
     limits = _limits(caps, len(scores), total)
     top = max(scores)
     shares = [max(a / top, _SMALLEST_SHARE) for a in scores]
-    # 1/mu where a layer starts to fill, and where it is full.
+    # 1/mu at which a layer starts to fill and at which it is full.
     starts = [1.0 / a for a in shares]
     fulls = [(1.0 + cap) / a for a, cap in zip(shares, limits, strict=True)]
 
@@ -58,13 +62,13 @@ def water_fill(
 
     if total == 0:
         return [0.0] * len(scores)
-    breaks = sorted({p for p in (*starts, *fulls) if math.isfinite(p)})
-    piece = bisect.bisect_left(breaks, total, key=lambda p: math.fsum(heads_at(p)))
-    low = breaks[piece - 1] if piece else 0.0
-    # On this piece layers that started by `low` and are not full there fill linearly.
+    breakpoints = sorted({p for p in (*starts, *fulls) if math.isfinite(p)})
+    piece = bisect.bisect_left(breakpoints, total, key=lambda p: math.fsum(heads_at(p)))
+    low = breakpoints[piece - 1] if piece else 0.0
+    # On this piece, layers that have started and are not yet full fill linearly.
     filling = [i for i in range(len(shares)) if starts[i] <= low < fulls[i]]
     full = [limits[i] for i in range(len(shares)) if fulls[i] <= low]
-    if not filling:  # the caps sum to the total, but for rounding
+    if not filling:  # the caps sum to the total up to rounding
         return heads_at(low)
     inverse_level = (total - math.fsum(full) + len(filling)) / math.fsum(shares[i] for i in filling)
     return heads_at(max(inverse_level, low))
@@ -73,19 +77,19 @@ def water_fill(
 def round_to_total(
     continuous: Sequence[float], total: int, caps: Sequence[int] | None = None
 ) -> list[int]:
-    """Integers near ``continuous`` that sum to ``total`` (TRISHUL, eq. rounding_floor).
+    """Round an allocation to integers that sum to ``total`` (TRISHUL, eq. rounding_floor).
 
-    Floors first; what is missing goes, one head at a time, to the layer with the largest
-    remaining residue that is below its cap, ties to the first layer.
+    Take the floors, then give one head at a time to the layer below its cap with the largest
+    remaining residue; ties go to the first layer.
 
     Args:
         continuous: h_l >= 0 with sum ``total``.
-        total: heads to share out.
-        caps: most heads a layer may get; None means no limit.
+        total: number of heads to allocate.
+        caps: upper bound per layer; None means no bounds.
 
     Raises:
-        InputError: if a value is negative, the values do not sum to ``total``, or the caps do not
-            leave room for it.
+        InputError: a value is negative, the values do not sum to ``total``, or the caps cannot
+            hold ``total`` heads.
     """
     _check_total(total)
     if not all(math.isfinite(x) and x >= 0 for x in continuous):
@@ -94,57 +98,32 @@ def round_to_total(
         raise InputError(f"continuous heads sum to {math.fsum(continuous)}, not total={total}")
     limits = _limits(caps, len(continuous), total)
     heads = [math.floor(min(x, cap)) for x, cap in zip(continuous, limits, strict=True)]
-    # A sum that is right only up to rounding may floor to one head too many, never to more.
+    # The sum is exact only up to rounding, so the floors may exceed the total, by at most one.
     for _ in range(sum(heads) - total):
         heads[max(i for i in range(len(heads)) if heads[i] > 0)] -= 1
     for _ in range(total - sum(heads)):
         open_layers = [i for i in range(len(heads)) if heads[i] + 1 <= limits[i]]
         if not open_layers:
-            raise InputError(f"total={total} exceeds what whole heads under caps={caps} can hold")
+            raise InputError(f"total={total} heads exceed what integer caps={caps} can hold")
         residue = {i: round(continuous[i] - heads[i], _RESIDUE_DECIMALS) for i in open_layers}
         heads[max(open_layers, key=lambda i: (residue[i], -i))] += 1
     return heads
 
 
 def uniform(layers: int, total: int, caps: Sequence[int] | None = None) -> list[int]:
-    """The same number of heads everywhere, as nearly as total and caps allow; first layers first.
+    """Allocate ``total`` heads evenly; the first layers get the remainder.
 
-    Args:
-        layers: number of layers, >= 1.
-        total: heads to share out.
-        caps: most heads a layer may get; what a capped layer cannot take, the others share.
+    Heads that a capped layer cannot take go to the other layers.
 
     Raises:
-        InputError: for no layers, a negative total or caps without room for it.
+        InputError: ``layers`` is 0, ``total`` is negative, or the caps cannot hold ``total`` heads.
     """
     return round_to_total(water_fill([1.0] * layers, total, caps), total, caps)
-
-
-def utility(scores: Sequence[float], heads: Sequence[float]) -> float:
-    """``sum_l a_l log(1 + h_l)``, the objective of TRISHUL, eq. waterfill_opt.
-
-    Raises:
-        InputError: if the lengths differ, a score is not positive or a head count is negative.
-    """
-    _check_scores(scores)
-    if len(heads) != len(scores):
-        raise InputError(f"{len(heads)} head counts were given for {len(scores)} scores")
-    if not all(h >= 0 for h in heads):
-        raise InputError(f"heads={list(heads)} must be at least 0")
-    return math.fsum(a * math.log1p(h) for a, h in zip(scores, heads, strict=True))
 
 
 def _check_total(total: float) -> None:
     if not (math.isfinite(total) and total >= 0):
         raise InputError(f"total={total} heads must be finite and at least 0")
-
-
-def _check_scores(scores: Sequence[float]) -> None:
-    if not scores:
-        raise InputError("scores are empty: at least one layer is needed")
-    for layer, score in enumerate(scores):
-        if not (math.isfinite(score) and score > 0):
-            raise InputError(f"scores[{layer}]={score} must be positive and finite")
 
 
 def _limits(caps: Sequence[float] | None, layers: int, total: float) -> list[float]:

@@ -1,20 +1,21 @@
-"""What the uploads of one round look like: spectra, alignment between clients, variance.
+"""Diagnostics of one round's uploads: spectra, alignment between clients, variance.
 
-All functions take one stack of cores, in float64 inside. Conventions where the paper is silent:
+All functions take one stack of cores and compute in float64. Conventions where the paper gives
+none:
 
 * An all-zero core has spectral entropy 0 and effective rank 0 (no direction in use, not one).
 * A direction counts only if its singular value exceeds ``r * eps`` of the largest, with the eps of
-  float32 in which cores travel; the rest is rounding noise. Two subspaces of different size are
-  compared by the principal angles of the smaller; a pair with a zero core is no pair.
-* Entropy, rank and similarity are plain means over cores or over pairs of clients and heads; only
+  float32, the dtype of uploaded cores; the rest is rounding noise. Two subspaces of different size
+  are compared by the principal angles of the smaller. A pair with a zero core is left out.
+* Entropy, rank and similarity are plain means over cores, or over pairs of clients and heads. Only
   the aggregation variance uses the aggregation weights.
 * Unrelated k-dimensional subspaces of R^r have principal-angle similarity k/r, not 0.
 * The inconsistency index, which the paper plots but does not define, is 1 minus the principal-angle
   similarity.
-* The paper's normalized variance is divided by RAVAN's of round 1 in the same setting: a report
-  divides ``aggregation_variance``. ``relative_variance`` needs no other run.
+* The paper's normalized variance is ``aggregation_variance`` divided by that of RAVAN in round 1
+  of the same setting; reports do this division. ``relative_variance`` needs no other run.
 
-Legend: m = clients, n = cores of a client (heads over all layers), r = rank, k = directions.
+Legend: m clients, n cores of a client (heads over all layers), r rank, k directions.
 """
 
 import math
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from trishul_ray.errors import InputError
 
-#: Metrics of :func:`diagnose`.
+#: Names of the metrics that :func:`diagnose` returns.
 DIAGNOSTICS = (
     "spectral_entropy",
     "effective_rank",
@@ -41,7 +42,7 @@ DIAGNOSTICS = (
 
 
 def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:
-    """Stack singular values [n_i, r_i] of cores of several ranks: [sum n_i, max r], NaN-padded."""
+    """Stack singular values [n_i, r_i] of several ranks into [sum n_i, max r], padded with NaN."""
     width = max((values.shape[1] for values in spectra), default=0)
     padded = [
         torch.nn.functional.pad(values, (0, width - values.shape[1]), value=math.nan)
@@ -51,10 +52,10 @@ def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:
 
 
 def spectral_entropy(values: Tensor) -> Tensor:
-    """``-sum_j p_j log p_j`` with ``p = sigma / sum sigma`` (TRISHUL, eq. spectral_entropy).
+    """Return ``-sum_j p_j log p_j``, ``p = sigma / sum sigma`` (TRISHUL, eq. spectral_entropy).
 
     Args:
-        values: [..., r] singular values, any order.
+        values: [..., r] singular values, in any order.
 
     Returns:
         [...] float64 in [0, log r]; 0 where all values are 0.
@@ -67,21 +68,21 @@ def spectral_entropy(values: Tensor) -> Tensor:
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    """``exp(entropy)`` of singular values [..., r], as float64 [...]; 0 where all values are 0."""
+    """Return ``exp(entropy)`` of singular values [..., r] as float64 [...]; 0 where all are 0."""
     rank = spectral_entropy(values).exp()
     return torch.where((values > 0).any(dim=-1), rank, 0.0)
 
 
 def significant(values: Tensor) -> Tensor:
-    """[..., r] bool: which singular values stand above float32 rounding of the largest."""
+    """Return which singular values [..., r] exceed float32 rounding of the largest, as bool."""
     floor = values.shape[-1] * torch.finfo(torch.float32).eps
     return values > floor * values.amax(dim=-1, keepdim=True)
 
 
 def left_spectrum(cores: Tensor) -> tuple[Tensor, Tensor]:
-    """Left singular vectors and singular values of every core, both in descending order.
+    """Return the left singular vectors and singular values of every core, in descending order.
 
-    Made from the float64 Gram matrix ``X X^T``, at half the price of an SVD: values below about
+    They come from the float64 Gram matrix ``X X^T``, at half the cost of an SVD. Values below about
     1e-8 of the largest, which float32 cores cannot resolve anyway, are noise of that size.
 
     Args:
@@ -91,28 +92,28 @@ def left_spectrum(cores: Tensor) -> tuple[Tensor, Tensor]:
         ``(vectors, values)``: float64 [..., r, r] with vectors in columns, and [..., r].
 
     Raises:
-        InputError: if an entry is not finite.
+        InputError: an entry is not finite.
     """
     x = cores.detach().double()
     if not bool(x.isfinite().all()):
-        raise InputError("cores hold NaN or infinite entries: judge uploads before diagnosing them")
+        raise InputError("cores have NaN or infinite entries: validate uploads first")
     squares, vectors = torch.linalg.eigh(x @ x.mT)
     return vectors.flip(-1), squares.clamp(min=0.0).sqrt().flip(-1)
 
 
 def principal_angle_similarity(vectors: Tensor, values: Tensor, top_k: int) -> Tensor:
-    """Mean squared cosine of the principal angles (TRISHUL, eq. principal_similarity).
+    """Return the mean squared cosine of principal angles (TRISHUL, eq. principal_similarity).
 
     Args:
-        vectors: [m, n, r, r] left singular vectors in columns, as of :func:`left_spectrum`.
+        vectors: [m, n, r, r] left singular vectors in columns, from :func:`left_spectrum`.
         values: [m, n, r] their singular values, descending.
-        top_k: k >= 1, directions compared; fewer where a core has fewer (or r is smaller).
+        top_k: k >= 1, directions to compare; fewer where a core has fewer (or r is smaller).
 
     Returns:
-        [n, m, m] float64: for each head, between each two clients; NaN where either core is zero.
+        [n, m, m] float64, per head and pair of clients; NaN where either core is zero.
 
     Raises:
-        InputError: if ``top_k`` is below 1.
+        InputError: ``top_k`` is below 1.
     """
     if top_k < 1:
         raise InputError(f"top_k={top_k} must be at least 1")
@@ -127,21 +128,21 @@ def principal_angle_similarity(vectors: Tensor, values: Tensor, top_k: int) -> T
 
 
 def dominant_direction_similarity(vectors: Tensor, values: Tensor) -> Tensor:
-    """``|u_1^T v_1|`` between clients, head by head: [n, m, m], NaN where either core is zero."""
+    """Return ``|u_1^T v_1|`` per head and pair of clients, [n, m, m]; NaN where a core is zero."""
     return principal_angle_similarity(vectors, values, 1).sqrt()
 
 
 def client_covariance(
     uploads: Tensor, *, centred: bool = True, active: Tensor | None = None
 ) -> Tensor:
-    """Frobenius inner products between the clients' uploads, averaged over heads.
+    """Return the Frobenius inner products between the clients' uploads, averaged over heads.
 
     Args:
         uploads: [m, n, r, r].
         centred: subtract the plain mean over clients first (a covariance, whose rows sum to 0);
-            otherwise the inner products of the uploads as they are (a second moment).
-        active: [m, n] bool, which heads each client trained; None means all. A head's mean is over
-            those who trained it, and to the others it adds nothing.
+            otherwise take the uploads as they are (a second moment).
+        active: [m, n] bool, which heads each client trained; None means all. A head is averaged
+            over the clients that trained it, and contributes nothing to the others.
 
     Returns:
         [m, m] float64.
@@ -162,22 +163,21 @@ def client_matrices(
     active: Tensor | None = None,
     spectrum: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Compare each two clients of one round.
+    """Compare every pair of clients of one round.
 
     Args:
         uploads: [m, n, r, r], finite; cores of heads a client did not train are ignored.
         top_k: directions in the principal-angle similarity, >= 1.
         active: [m, n] bool, which heads each client trained; None means all.
-        spectrum: what :func:`left_spectrum` gives of the uploads, zero where not active; None
-            computes it.
+        spectrum: :func:`left_spectrum` of the uploads, zero where not active; None computes it.
 
     Returns:
         Float64 [m, m] each: ``covariance`` and ``inner_products`` (:func:`client_covariance`,
         centred or not), and ``principal_angle_similarity`` and ``cosine``, means over the heads
-        that both trained and that are zero at neither; NaN where there are none.
+        that both clients trained and that are zero in neither; NaN where there are none.
 
     Raises:
-        InputError: if an entry is not finite or ``top_k`` is below 1.
+        InputError: an entry is not finite or ``top_k`` is below 1.
     """
     if active is not None:
         uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
@@ -192,10 +192,10 @@ def client_matrices(
 
 
 def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> Tensor:
-    """``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` for each head: the spread of what is averaged.
+    """Return ``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` per head, the variance of the uploads.
 
-    This is the empirical variance of one upload; for equal weights the mean of m independent
-    clients has 1/m of it (TRISHUL, eq. variance_bound).
+    This is the empirical variance of one upload; for equal weights, the variance of the mean of m
+    independent clients is 1/m of it (TRISHUL, eq. variance_bound).
 
     Args:
         uploads: Z, [m, n, r, r].
@@ -203,38 +203,30 @@ def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None
         active: [m, n] bool, which heads each client trained; None means all.
 
     Returns:
-        [n] float64; 0 for a head of weight 0.
+        [n] float64; 0 for a head of total weight 0.
 
     Raises:
-        InputError: if shapes disagree, or a weight is negative or not finite.
+        InputError: shapes disagree, or a weight is negative or not finite.
     """
-    return _spread(uploads, weights, active)[0]
+    return _variance_and_signal(uploads, weights, active)[0]
 
 
 def relative_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> float:
     """Return the aggregation variance over ``||sum_c w_c Z_c||_F^2``, each summed over heads.
 
-    Noise over signal: 0 where all clients send the same. Of the deltas it does not depend on the
-    learning rate's scale, and needs no other run to be compared with.
-
-    Args:
-        uploads: Z, [m, n, r, r].
-        weights: [m], as in :func:`aggregation_variance`.
-        active: [m, n] bool, likewise.
-
-    Returns:
-        At least 0; NaN where the mean is zero.
-
-    Raises:
-        InputError: as :func:`aggregation_variance`.
+    This is noise over signal: 0 where all uploads are equal, NaN where their mean is zero. For
+    changes since the broadcast it does not depend on the scale of the learning rate. Arguments and
+    errors are those of :func:`aggregation_variance`.
     """
-    variance, signal = _spread(uploads, weights, active)
+    variance, signal = _variance_and_signal(uploads, weights, active)
     total = float(signal.sum())
     return float(variance.sum()) / total if total > 0 else math.nan
 
 
-def _spread(uploads: Tensor, weights: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Variance and squared norm of the mean of each head: float64 [n] and [n]."""
+def _variance_and_signal(
+    uploads: Tensor, weights: Tensor, active: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the variance and the squared norm of the mean of each head, float64 [n] each."""
     _check(uploads, weights, active)
     z = uploads.detach().double().flatten(2)  # [m, n, r*r]
     w = weights.to(z).unsqueeze(1).expand(z.shape[:2])
@@ -253,14 +245,14 @@ def diagnose(
     active: Tensor | None = None,
     spectrum: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, float]:
-    """The paper's diagnostics of one round's uploads, by metric name.
+    """Return the paper's diagnostics of one round's uploads by metric name.
 
-    Use it on the uploaded cores and on their difference from the broadcast: the former share the
-    global core and look aligned for free.
+    Apply it to the uploaded cores and to their change since the broadcast: the former share the
+    global core and therefore always look aligned.
 
     Args:
         uploads: [m, n, r, r], finite; cores of heads a client did not train are ignored.
-        weights: [m] aggregation weights, at least 0, of any sum.
+        weights: [m] aggregation weights, at least 0, with any sum.
         top_k: directions in the principal-angle similarity, >= 1.
         active: [m, n] bool, which heads each client trained; None means all.
         spectrum: as in :func:`client_matrices`.
@@ -269,13 +261,13 @@ def diagnose(
         ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (share of
         singular values at or below rounding), ``aggregation_variance`` (mean over heads), all
         finite; ``relative_variance`` where the mean is not zero; and, only where two clients have
-        a head with non-zero cores in common, ``principal_angle_similarity``,
-        ``inconsistency_index``, ``dominant_similarity`` and ``client_cosine`` (mean cosine between
-        the cores of two clients). Empty if there is no active core.
+        nonzero cores of the same head, ``principal_angle_similarity``, ``inconsistency_index``,
+        ``dominant_similarity`` and ``client_cosine`` (mean cosine between the cores of two
+        clients). Empty if there is no active core.
 
     Raises:
-        InputError: if shapes disagree, an entry is not finite, a weight is negative or ``top_k``
-            is below 1.
+        InputError: shapes disagree, an entry is not finite, a weight is negative or ``top_k`` is
+            below 1.
     """
     _check(uploads, weights, active)
     if top_k < 1:
@@ -285,7 +277,7 @@ def diagnose(
         active = torch.ones(m, n, dtype=torch.bool, device=uploads.device)
     if not bool(active.any()):
         return {}
-    # An untrained head may hold anything, and must count as no core at all.
+    # An untrained head may hold any values; zeros take it out of every figure.
     uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
     vectors, values = spectrum or left_spectrum(uploads)
     trained = values[active]  # [cores, r]
@@ -301,7 +293,7 @@ def diagnose(
     relative = relative_variance(uploads, weights, active)
     if math.isfinite(relative):
         result["relative_variance"] = relative
-    # Untrained heads are zero by now, and a pair with a zero core is NaN.
+    # Untrained heads are zero here, and a pair with a zero core is NaN.
     first, second = torch.triu_indices(m, m, offset=1)
     angle = principal_angle_similarity(vectors, values, top_k)[:, first, second]
     pairs = angle.isfinite()
@@ -316,7 +308,7 @@ def diagnose(
 
 
 def _cosines(uploads: Tensor) -> Tensor:
-    """[n, m, m] cosines between two clients' cores of the same head; 0 for a zero core."""
+    """Return the cosines [n, m, m] between two clients' cores of one head; 0 for a zero core."""
     z = uploads.flatten(2).movedim(1, 0)  # [n, m, r*r]
     norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     z = z / torch.where(norms > 0, norms, 1.0)

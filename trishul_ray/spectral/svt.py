@@ -1,22 +1,22 @@
 """Singular-value thresholding: the proximal map of the nuclear norm on a stack of cores.
 
 ``prox_{tau ||.||_*}(X) = U diag((sigma - tau)_+) V^T`` for ``X = U diag(sigma) V^T`` (TRISHUL, eq.
-svt). It runs after every local step, so it is made of what is cheap:
+svt). It runs after every local step and must be cheap:
 
 * On a CPU, the eigenvectors V of the Gram matrix ``X^T X`` in float64 give the result as
-  ``X V diag(1 - tau / max(sigma, tau)) V^T``: nothing is divided by a small number, and U is never
-  formed. Squaring costs half the digits, which float64 has to spare for float32 cores: errors stay
-  below about 1e-7 of the largest singular value. (In float32 the Gram matrix would lose every
-  singular value below 3e-4 of the largest.)
-* On a GPU, where batched eigensolvers are slow at these sizes, :func:`svt_by_iteration` uses
-  batched matrix products alone.
-* A core whose spectral norm is certainly at most tau, by ``sigma_1^2 <= ||X^T X||_F``, is zero
-  without any decomposition.
+  ``X V diag(1 - tau / max(sigma, tau)) V^T``, without dividing by a small number and without U.
+  Squaring costs half the digits, which float64 can spare for float32 cores: errors stay below
+  about 1e-7 of the largest singular value. (A float32 Gram matrix would lose every singular value
+  below 3e-4 of the largest.)
+* On a GPU, where batched eigensolvers are slow at these sizes, :func:`svt_by_iteration` uses only
+  batched matrix products.
+* A core whose spectral norm is provably at most tau, by ``sigma_1^2 <= ||X^T X||_F``, becomes zero
+  without a decomposition.
 
-A core with a NaN or infinite entry comes back as NaN, and the others are not touched by it: a
-diverged client is then found where uploads are judged, not by an exception inside its step.
+A core with a NaN or infinite entry comes back as NaN and does not affect the others, so that a
+diverged client is detected when its upload is validated, not by an exception in its local step.
 
-Legend: n = cores in the stack, r = rank (side of a core), k = most values kept in any core.
+Legend: n cores in the stack, r rank (side of a core), k number of singular values kept.
 """
 
 import math
@@ -28,14 +28,18 @@ from torch import Tensor
 
 from trishul_ray.errors import InputError
 
-#: Newton-Schulz scalings stay below sqrt(3), where the map would send 1 to 0 and rounding could
-#: flip a sign; 1.7 sends it to 0.09 and still multiplies small values by 2.55.
+#: Upper bound of the Newton-Schulz scalings. At sqrt(3) the map would send 1 to 0, and rounding
+#: could flip a sign; 1.7 sends 1 to 0.09 and still multiplies small values by 2.55.
 _LARGEST_SCALING = 1.7
+
+#: Resolution of the iteration, relative to the largest singular value: smaller values may be lost,
+#: and values closer than this to the threshold may be shrunk inexactly.
+_RESOLUTION = 1e-7
 
 
 @dataclass(frozen=True)
 class SvtStats:
-    """What one thresholding did to a stack of n cores.
+    """Spectra of a stack of n cores before and after thresholding.
 
     Attributes:
         before: [n, r] float64, singular values before, descending.
@@ -45,30 +49,20 @@ class SvtStats:
     before: Tensor
     after: Tensor
 
-    @property
-    def zeroed(self) -> float:
-        """Share of the singular values that are zero afterwards; 0.0 for an empty stack."""
-        return svt_summary([self])["zeroed"]
-
-    @property
-    def energy_removed(self) -> float:
-        """Share of the squared Frobenius norm that was removed; 0.0 where there was none."""
-        return svt_summary([self])["energy_removed"]
-
 
 def svt(cores: Tensor, threshold: float) -> Tensor:
-    """The prox of ``threshold * ||.||_*`` on each core (TRISHUL, eq. svt).
+    """Apply the proximal map of ``threshold * ||.||_*`` to each core (TRISHUL, eq. svt).
 
     Args:
-        cores: [n, r, r], float32 (float64 is taken too, but is no more accurate); n may be 0.
-        threshold: tau >= 0; 0 gives a copy, bit for bit.
+        cores: [n, r, r], float32 or float64 (float64 is not computed more accurately); n may be 0.
+        threshold: tau >= 0; 0 returns a bitwise copy.
 
     Returns:
-        [n, r, r] on the same device and of the same dtype, without gradient history. Within 1e-6
-        of the largest singular value of the exact result. Non-finite cores come back as NaN.
+        [n, r, r] of the same device and dtype, without gradient history, within 1e-6 of the largest
+        singular value of the exact result. Non-finite cores come back as NaN.
 
     Raises:
-        InputError: if the shape or dtype is wrong or the threshold is negative or not finite.
+        InputError: the shape or dtype is wrong, or the threshold is negative or not finite.
     """
     _check(cores, threshold)
     if threshold == 0.0 or cores.numel() == 0:
@@ -80,7 +74,7 @@ def svt(cores: Tensor, threshold: float) -> Tensor:
 
 
 def svt_with_stats(cores: Tensor, threshold: float) -> tuple[Tensor, SvtStats]:
-    """:func:`svt` and what it did to the spectrum; dearer, as no core is spared its spectrum.
+    """Apply :func:`svt` and return the spectra too; slower, since every core is decomposed.
 
     Singular values below about 1e-8 of a core's largest are rounding noise of that size. Those of
     a non-finite core are NaN.
@@ -93,12 +87,11 @@ def svt_with_stats(cores: Tensor, threshold: float) -> tuple[Tensor, SvtStats]:
 
 
 def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
-    """The figures of several stacks taken together, whatever their ranks.
+    """Summarize the thresholding of several stacks, whatever their ranks.
 
     Returns:
         ``zeroed``, the share of singular values that are zero afterwards, and ``energy_removed``,
-        the share of the squared Frobenius norm that was removed. Both are 0.0 where there is
-        nothing to take a share of.
+        the share of the squared Frobenius norm that was removed. An empty share is 0.0.
     """
     stats = list(stats)
     count = sum(s.after.numel() for s in stats)
@@ -111,87 +104,64 @@ def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
     }
 
 
-def nuclear_norm(cores: Tensor) -> Tensor:
-    """``||X||_*`` of every matrix of [..., p, q], as float64 [...] (TRISHUL, eq. local_obj)."""
-    values: Tensor = torch.linalg.svdvals(cores.double())  # [..., min(p, q)]
-    return values.sum(dim=-1)
-
-
 def singular_values(cores: Tensor) -> Tensor:
-    """Singular values of [n, r, r] as float64 [n, r], descending; NaN for non-finite cores."""
+    """Return the singular values of [n, r, r] as float64 [n, r], descending.
+
+    Those of a non-finite core are NaN.
+    """
     x = cores.detach().double()
     gram = x.mT @ x
     values = gram.new_full(gram.shape[:-1], math.nan)
-    sound = gram.isfinite().all(dim=-1).all(dim=-1)
-    values[sound] = torch.linalg.eigvalsh(gram[sound]).clamp(min=0.0).sqrt().flip(-1)
+    finite = gram.isfinite().all(dim=-1).all(dim=-1)
+    values[finite] = torch.linalg.eigvalsh(gram[finite]).clamp(min=0.0).sqrt().flip(-1)
     return values
 
 
-def svt_by_iteration(
-    cores: Tensor,
-    threshold: float,
-    *,
-    dtype: torch.dtype = torch.float64,
-    resolution: float = 1e-7,
-) -> Tensor:
-    """The same prox by batched matrix products alone, the route taken on GPUs.
+def svt_by_iteration(cores: Tensor, threshold: float) -> Tensor:
+    """Apply the same map with batched float64 matrix products only, as used on GPUs.
 
     With the polar factors ``X = Q S`` the result is ``Q (S - tau I)_+``, and the positive part is
     ``(Y + Y sign(Y)) / 2`` for ``Y = S - tau I``. Q and the sign come from scaled Newton-Schulz
-    iterations (Chen and Chow, 2014). Their number depends on ``resolution`` alone, so the GPU is
-    never waited for. Removed singular values come back as rounding noise, not as exact zeros.
+    iterations (Chen and Chow, 2014), whose number is fixed, so the host never waits for the GPU.
+    Removed singular values come back as rounding noise, not as exact zeros.
 
-    Args:
-        cores: [n, r, r] as in :func:`svt`.
-        threshold: tau >= 0.
-        dtype: of the products. float64 keeps errors near ``resolution``; float32 is good for
-            about 1e-5 and must not run in TF32.
-        resolution: singular values below this share of the largest may be lost, and values nearer
-            than this to the threshold may be shrunk that inexactly.
-
-    Returns:
-        As :func:`svt`.
-
-    Raises:
-        InputError: as :func:`svt`, or if ``resolution`` is not in (0, 1).
+    Args, return value and errors are those of :func:`svt`.
     """
     _check(cores, threshold)
-    if not 0.0 < resolution < 1.0:
-        raise InputError(f"resolution={resolution} must lie between 0 and 1")
     if threshold == 0.0 or cores.numel() == 0:
         return cores.detach().clone()
     with torch.no_grad():
-        scalings = _newton_schulz_scalings(resolution)
+        scalings = _newton_schulz_scalings(_RESOLUTION)
         peak = cores.abs().amax(dim=(-2, -1), keepdim=True).double()  # [n, 1, 1]
-        sound = peak.isfinite()
-        peak = torch.where(sound & (peak > 0), peak, 1.0)
-        x = torch.where(sound, cores.double() / peak, 0.0).to(dtype)  # [n, r, r], entries <= 1
+        finite = peak.isfinite()
+        peak = torch.where(finite & (peak > 0), peak, 1.0)
+        x = torch.where(finite, cores.double() / peak, 0.0)  # [n, r, r], entries <= 1
         # sigma_1 <= sqrt(||X^T X||_F), at most r^(1/4) too large; at least 1 unless X = 0.
         bound = torch.linalg.matrix_norm(x.mT @ x, keepdim=True).sqrt()
         bound = torch.where(bound > 0, bound, 1.0)
         x = x / bound
-        tau = (threshold / (peak * bound.double())).to(dtype)  # [n, 1, 1], in units of the bound
+        tau = threshold / (peak * bound)  # [n, 1, 1], in units of the bound
         q = _newton_schulz(x, scalings)
         s = q.mT @ x
         y = (s + s.mT) / 2
         y.diagonal(dim1=-2, dim2=-1).sub_(tau.clamp(max=1.0).squeeze(-1))
         positive = (y + y @ _newton_schulz(y, scalings)) / 2
-        shrunk = torch.where(tau < 1.0, q @ positive, 0.0).double() * (peak * bound.double())
-        return torch.where(sound, shrunk, math.nan).to(cores.dtype)
+        shrunk = torch.where(tau < 1.0, q @ positive, 0.0) * (peak * bound)
+        return torch.where(finite, shrunk, math.nan).to(cores.dtype)
 
 
 def _svt_by_gram(cores: Tensor, threshold: float) -> Tensor:
     x = cores.double()
     gram = x.mT @ x
     size = torch.linalg.matrix_norm(gram)  # [n], >= sigma_1^2
-    sound = size.isfinite()
-    busy = sound & (size > threshold * threshold)
-    if bool(busy.all()):
+    finite = size.isfinite()
+    nonzero = finite & (size > threshold * threshold)  # the others certainly become zero
+    if bool(nonzero.all()):
         return _shrink(x, gram, threshold).to(cores.dtype)
     result = torch.zeros_like(cores)
-    result[~sound] = math.nan
-    if bool(busy.any()):
-        result[busy] = _shrink(x[busy], gram[busy], threshold).to(cores.dtype)
+    result[~finite] = math.nan
+    if bool(nonzero.any()):
+        result[nonzero] = _shrink(x[nonzero], gram[nonzero], threshold).to(cores.dtype)
     return result
 
 
@@ -208,13 +178,13 @@ def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
 
 
 def _newton_schulz_scalings(resolution: float) -> list[float]:
-    """Scalings that carry ``[resolution, 1]`` to within 1e-9 of 1, each best for its interval."""
+    """Return scalings that map ``[resolution, 1]`` to within 1e-9 of 1, each optimal in turn."""
     lower, scalings = resolution, []
     while 1.0 - lower > 1e-9:
         best = math.sqrt(3.0 / (1.0 + lower + lower * lower))
         scaling = min(best, _LARGEST_SCALING)
         scalings.append(scaling)
-        # Both ends of the interval map to its new lower end; the inside lies above them.
+        # Both ends of the interval map to its new lower end; the interior lies above them.
         lower = min(_step(lower, scaling), _step(1.0, scaling))
     return scalings
 
@@ -225,7 +195,7 @@ def _step(value: float, scaling: float) -> float:
 
 
 def _newton_schulz(x: Tensor, scalings: list[float]) -> Tensor:
-    """Every singular value of [n, r, r] (at most 1) towards 1; 0 stays 0."""
+    """Drive every nonzero singular value (at most 1) of [n, r, r] to 1; zeros stay zero."""
     for c in scalings:
         x = torch.baddbmm(x, x, x.mT @ x, beta=1.5 * c, alpha=-0.5 * c**3)
     return x
