@@ -25,8 +25,7 @@ from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_consol
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from trishul_ray.adapters import lora, low_precision
-from trishul_ray.adapters import model as adapted_linear
+from trishul_ray.adapters import linear, lora
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.adapters.targets import find_layers
@@ -82,11 +81,11 @@ def rounded_once() -> Iterator[None]:
         high = weight.to(dtype)
         return high, torch.zeros_like(high)
 
-    adapted_linear.split = split
+    before, linear.split = linear.split, split
     try:
         yield
     finally:
-        adapted_linear.split = low_precision.split
+        linear.split = before
 
 
 def kept(options: argparse.Namespace) -> Section:
@@ -168,7 +167,7 @@ def _run(
             if weight.dtype == torch.float32:
                 continue
             moved = weight.float() + base
-            parts = low_precision.split(moved, weight.dtype)
+            parts = linear.split(moved, weight.dtype)
             found = (parts[0].double(), parts[0].double() + parts[1].double())
             exact = base.double()
             once, twice = (
@@ -215,11 +214,11 @@ def as_low_precision(dtype: torch.dtype) -> Iterator[None]:
     """Let layers in ``dtype`` take the route of low precision."""
     kinds = (dtype,)
     before = lora.LOW_PRECISION
-    adapted_linear.LOW_PRECISION = lora.LOW_PRECISION = kinds
+    linear.LOW_PRECISION = lora.LOW_PRECISION = kinds
     try:
         yield
     finally:
-        adapted_linear.LOW_PRECISION = lora.LOW_PRECISION = before
+        linear.LOW_PRECISION = lora.LOW_PRECISION = before
 
 
 def _steps(dtype: torch.dtype, options: argparse.Namespace) -> dict[bool, list[float]]:

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from trishul_ray.spectral.bases import BasisInit
+
 #: Sources of a rate that was not looked up.
 HAND = "set by hand"
 
@@ -172,10 +174,9 @@ class AdapterConfig(Section):
         description="LoRA's α: the update is α/r B A, with r the full rank also where a client "
         "trains a lower one; default r, that is B A itself",
     )
-    init: (
-        Literal["gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"]
-        | None
-    ) = Field(None, description="how frozen bases are drawn; default: the method's")
+    init: BasisInit | None = Field(
+        None, description="how frozen bases are drawn; default: the method's"
+    )
     sigma: float | None = Field(
         None, gt=0, description="entry scale of rv_random_normal; default 1/sqrt(width)"
     )

@@ -1,4 +1,4 @@
-"""Tiny random backbones of every family that must attach, and inputs for them."""
+"""Tiny random backbones of every supported family, and inputs for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ ENCODER: dict[str, Any] = {
 
 
 def build(family: str) -> nn.Module:
-    """A tiny random model, the same at every call, with nothing at its initial zero."""
+    """Return a tiny random model, the same at every call, without zero-initialized parameters."""
     torch.manual_seed(0)
     model: nn.Module
     if family == "vit":
@@ -91,7 +91,7 @@ def inputs(family: str) -> dict[str, Tensor]:
 
 
 def uneven_heads(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
-    """Multi-head adapters whose heads and rank differ by layer; the first one has none."""
+    """Multi-head adapters whose heads and rank differ by layer; the first has no heads."""
     return {
         spec.name: MultiHead(heads=i % 4, rank=2 + i % 2, init="random_normal")
         for i, spec in enumerate(specs)
@@ -103,7 +103,7 @@ def lora(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
 
 
 def mixed(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
-    """Heads with and without trainable scalars, and LoRA, in one model."""
+    """Multi-head adapters with and without trainable scalars, and LoRA, in one model."""
     kinds: list[LayerAdapter] = [
         MultiHead(heads=2, rank=3),
         MultiHead(heads=3, rank=2, train_scale=False),
@@ -122,7 +122,7 @@ ADAPTERS: dict[str, Callable[[list[LayerSpec]], dict[str, LayerAdapter]]] = {
 
 @dataclass
 class Bench:
-    """An adapted tiny model, and the untouched twin it was made from."""
+    """An adapted tiny model and its unchanged twin."""
 
     family: str
     model: nn.Module

@@ -166,7 +166,7 @@ def test_heads_that_fit(width, rank, cap):
         check_heads_fit(spec, cap + 1, rank, 32)
 
 
-def test_the_message_names_every_way_out():
+def test_the_message_lists_every_alternative():
     spec = LayerSpec("model.layers.0.self_attn.v_proj", "model.layers.0", 512, 2048)
     rank = multihead_rank(spec, 32, 4)
     with pytest.raises(InputError) as caught:
@@ -186,7 +186,8 @@ def test_an_unknown_matching_is_refused():
 def test_counts_add_up_and_follow_the_model(make):
     bench = make("vit", "mixed")
     adapted = bench.adapted
-    counts = count_parameters(adapted.adapters, adapted.specs, adapted.head_size)
-    assert counts.total == adapted.layout.size == counts.adapter + counts.scalars + counts.head
-    assert counts.head == 5 * 24 + 5
+    counts = count_parameters(adapted.adapters, adapted.specs)
+    assert counts.adapter + counts.scalars + adapted.classifier_size == adapted.layout.size
+    assert adapted.classifier_size == 5 * 24 + 5
+    assert adapted.backbone_size == 0
     assert counts.scalars == 4

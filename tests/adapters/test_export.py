@@ -57,8 +57,8 @@ def test_ranks_differ_by_layer_and_headless_layers_are_left_out(make, tmp_path):
     assert config["modules_to_save"] == ["classifier"]
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         for name in config["target_modules"]:
-            side_A = file.get_tensor(f"base_model.model.{name}.lora_A.weight")
-            assert side_A.shape == (ranks[name], 24)
+            factor_A = file.get_tensor(f"base_model.model.{name}.lora_A.weight")
+            assert factor_A.shape == (ranks[name], 24)
 
 
 @pytest.mark.parametrize("adapters", ["uneven-heads", "mixed"])
@@ -75,7 +75,7 @@ def test_the_merged_model_is_loaded_by_from_pretrained(make, family, adapters, t
 
 
 @pytest.mark.parametrize("export", ["peft", "merged"])
-def test_only_an_empty_place_is_written_to(make, export, tmp_path):
+def test_only_an_empty_folder_is_written_to(make, export, tmp_path):
     bench = make("vit")
     state = bench.adapted.initial()
 

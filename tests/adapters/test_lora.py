@@ -63,7 +63,7 @@ def test_a_is_gaussian_with_the_documented_variance():
     drawn = LoRA(64).initial(LayerSpec("layer", "layer", 8, 400), seed=0)["lora_A"]
     spread = 1 / math.sqrt(3 * 400)
     assert drawn.std().item() == pytest.approx(spread, rel=0.02)
-    assert drawn.abs().max() > 3.5 * spread  # a uniform draw would end at 1.73
+    assert drawn.abs().max() > 3.5 * spread  # a uniform distribution would end at 1.73
 
 
 def test_a_frozen_a_is_a_constant_and_is_not_counted():
@@ -91,6 +91,6 @@ def test_the_route_follows_the_shapes(width, rank, tokens, merged):
     assert merging_pays(tokens, width, width, rank, backward=True) == merged
 
 
-def test_a_rank_that_means_nothing_is_refused():
+def test_an_invalid_rank_raises():
     with pytest.raises(InputError, match="rank=0"):
         LoRA(0)

@@ -1,3 +1,5 @@
+"""Attaching, binding, merging and detaching adapters of a whole model."""
+
 import pickle
 
 import pytest
@@ -5,7 +7,8 @@ import torch
 from tolerances import forward
 from torch import nn
 
-from trishul_ray.adapters.model import AdaptedLinear, AdaptedModel
+from trishul_ray.adapters.linear import AdaptedLinear
+from trishul_ray.adapters.model import AdaptedModel, ParameterOverrides
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.errors import InputError
@@ -38,7 +41,7 @@ def assert_same(model, before):
 @pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
 def test_the_start_is_the_pretrained_model(make, family, adapters):
     bench = make(family, adapters)
-    bench.twin.requires_grad_(False)  # a frozen model may take another attention kernel
+    bench.twin.requires_grad_(False)  # a frozen model may use another attention kernel
     expected = logits(bench.twin(**bench.inputs))
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
     start = bench.adapted.initial()
@@ -52,7 +55,7 @@ def test_the_start_is_the_pretrained_model(make, family, adapters):
 
 
 @pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
-def test_detach_restores_the_very_model(make, backbone, family, adapters):
+def test_detach_restores_the_original_model(make, backbone, family, adapters):
     model = backbone(family).train()
     model.get_submodule(find_layers(model)[0].name).weight.requires_grad_(False)
     before = snapshot(model)
@@ -87,7 +90,7 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
     plain = logits(merged(**bench.inputs))
     torch.testing.assert_close(plain, expected, rtol=0, atol=forward(3, 64, expected))
     assert not torch.allclose(expected, logits(bench.twin(**bench.inputs)), atol=1e-2)
-    # Merging neither unbinds nor changes the adapted model.
+    # Merging does not unbind or change the adapted model.
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
     assert bench.adapted.attached
     bench.adapted.unbind()
@@ -135,7 +138,7 @@ def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters,
             bench.twin.get_parameter(spec.name + ".weight").detach() + delta
         )
     heads = {n.removeprefix("head:"): v for n, v in views.items() if n.startswith("head:")}
-    assert set(heads) == set(adapted.head(state))
+    assert set(heads) == set(adapted.direct_parameters(state))
     output = torch.func.functional_call(bench.twin, {**weights, **heads}, (), bench.inputs)
     expected_loss = output.logits.square().mean()
     expected_loss.backward()
@@ -144,7 +147,7 @@ def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters,
     error = (grad.double() - leaf.grad).abs().max()
     assert error <= 1e-5 * leaf.grad.abs().max()
     for name, value in adapted.layout.views(leaf.grad).items():
-        assert value.abs().max() > 0, name  # nothing is compared with zeros
+        assert value.abs().max() > 0, name  # no comparison with zeros
 
 
 def test_backward_adds_into_the_given_vector_and_steps_are_seen(make):
@@ -165,7 +168,7 @@ def test_backward_adds_into_the_given_vector_and_steps_are_seen(make):
     torch.testing.assert_close(grad, 2 * once)
     assert grad.data_ptr() == pointer
     assert once.abs().min(dim=0).values >= 0 and (once != 0).float().mean() > 0.9
-    # A step in place is what the next forward computes with; no binding anew.
+    # The next forward sees an in-place step without binding again.
     grad.zero_()
     state.sub_(1e-3 * once / once.norm())
     assert backward() < first
@@ -208,13 +211,13 @@ def test_layers_without_heads_keep_their_modules(make):
     assert set(bench.adapted.adapters) == {spec.name for spec in bench.adapted.specs}
 
 
-def test_the_head_is_trained_only_if_asked(make):
+def test_the_classification_head_is_trained_only_on_request(make):
     with_head, without = make("bert"), make("bert", train_head=False)
-    assert with_head.adapted.head_size == (24 * 24 + 24) + (3 * 24 + 3)  # pooler, classifier
-    assert without.adapted.head_size == 0
+    assert with_head.adapted.classifier_size == (24 * 24 + 24) + (3 * 24 + 3)  # pooler, classifier
+    assert without.adapted.classifier_size == 0
     assert with_head.adapted.layout.size == without.adapted.layout.size + 600 + 75
     state = with_head.random_state()
-    head = with_head.adapted.head(state)
+    head = with_head.adapted.direct_parameters(state)
     with_head.adapted.bind(state)
     with_head.adapted.forward(**with_head.inputs)
     assert torch.equal(with_head.model.classifier.weight, head["classifier.weight"])
@@ -251,7 +254,7 @@ def test_layouts_and_vectors_depend_on_the_seed_alone(make):
         assert torch.equal(delta, two.adapted.deltas(state)[name])
 
 
-def test_refused_adapters_leave_the_model_as_it_was(backbone):
+def test_rejected_adapters_leave_the_model_unchanged(backbone):
     model = backbone("vit").train()
     before = snapshot(model)
     good, bad = find_layers(model)[:2]
@@ -275,8 +278,44 @@ def test_refused_adapters_leave_the_model_as_it_was(backbone):
         (lambda v: v, lambda v: v[1:], "vector has shape"),
     ],
 )
-def test_vectors_that_do_not_fit_are_refused(make, vector, grad, message):
+def test_mismatched_vectors_raise(make, vector, grad, message):
     bench = make("vit")
     state = bench.adapted.initial()
     with pytest.raises(InputError, match=message):
         bench.adapted.bind(vector(state), None if grad is None else grad(state))
+
+
+def tied():
+    """A model whose embedding table is also the weight of the output layer."""
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_tied_parameter_is_replaced_in_every_module():
+    model = tied()
+    original, tokens = model[0].weight, torch.tensor([1, 4])
+    overrides = ParameterOverrides(model, ["0.weight"])
+    torch.testing.assert_close(overrides.initial(), {"0.weight": original.detach()})
+    leaf = torch.ones(5, 3, requires_grad=True)
+    overrides.bind({"0.weight": leaf})
+    assert torch.equal(model(tokens), torch.full((2, 5), 3.0))
+    model(tokens).sum().backward()
+    # From the rows looked up (5 outputs each) and from the output layer (2 tokens of ones).
+    expected = torch.full((5, 3), 2.0)
+    expected[tokens] += 5.0
+    torch.testing.assert_close(leaf.grad, expected)
+    overrides.unbind()
+    assert model[0].weight is original and model[1].weight is original
+
+
+def test_in_another_precision_every_forward_has_its_own_graph():
+    model = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+    overrides = ParameterOverrides(model, ["weight"])
+    leaf = torch.ones(1, 2, requires_grad=True)
+    overrides.bind({"weight": leaf})
+    for times in (1, 2):
+        overrides.refresh()
+        assert model.weight.dtype == torch.bfloat16
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        torch.testing.assert_close(leaf.grad, torch.full((1, 2), float(times)))

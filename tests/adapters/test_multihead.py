@@ -12,7 +12,7 @@ ROUTES = [(True, True), (True, False), (False, True), (False, False)]
 
 
 def case(d_out, d_in, heads, rank, tokens, dtype=torch.float64, *, bias=True, seed=0, scale=True):
-    """A layer with random everything: adapter, tensors, input."""
+    """Return a layer with random adapter, tensors and input."""
     adapter = MultiHead(heads, rank, init="random_normal", train_scale=scale)
     generator = torch.Generator().manual_seed(seed)
 
@@ -123,7 +123,7 @@ def test_routes_agree_to_1e_12_in_float64(path):
     assert (y - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
-def test_the_frozen_weight_gets_no_gradient_and_bases_neither():
+def test_the_frozen_weight_and_bias_get_no_gradient():
     adapter, constants, params, x, weight, bias = case(8, 8, 2, 2, (4,))
     weight.requires_grad_()
     bias.requires_grad_()
@@ -135,7 +135,7 @@ def test_the_frozen_weight_gets_no_gradient_and_bases_neither():
     assert params["core"].grad is not None
 
 
-def test_no_graph_where_nothing_trains():
+def test_no_graph_without_trainables():
     adapter, constants, params, x, weight, bias = case(8, 8, 2, 2, (4,))
     assert not adapter.forward(x, weight, bias, constants, params).requires_grad
     assert not torch.isnan(adapter.forward(x, weight, bias, constants, params)).any()
@@ -211,7 +211,7 @@ def test_routes_follow_the_number_of_tokens(tokens, routes):
     assert choose_routes(tokens, 768, 768, 4, 110, core_grad=True, input_grad=True) == routes
 
 
-def test_no_heads_leave_the_layer_alone():
+def test_no_heads_leave_the_layer_unchanged():
     adapter, spec = MultiHead(0, 4), LayerSpec("layer", "layer", 8, 8)
     assert adapter.shapes(spec) == adapter.constants(spec, 0) == adapter.initial(spec, 0) == {}
     assert adapter.num_parameters(spec) == adapter.num_scalars(spec) == 0
@@ -222,12 +222,12 @@ def test_no_heads_leave_the_layer_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"), [((-1, 2), "heads=-1"), ((2, 0), "rank=0: must be at least 1")]
 )
-def test_sizes_that_mean_nothing_are_refused(arguments, message):
+def test_invalid_sizes_raise(arguments, message):
     with pytest.raises(InputError, match=message):
         MultiHead(*arguments)
 
 
-def test_heads_that_do_not_fit_are_refused_or_overflow():
+def test_heads_that_do_not_fit_raise_or_overflow():
     spec = LayerSpec("layer", "layer", 16, 8)
     with pytest.raises(InputError):
         MultiHead(3, 4).constants(spec, 0)

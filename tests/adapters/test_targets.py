@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trishul_ray.adapters.targets import block_of, find_layers, head_parameters
+from trishul_ray.adapters.targets import block_of, classifier_parameters, find_layers
 from trishul_ray.errors import InputError
 
 EXPECTED = {
@@ -51,7 +51,7 @@ def test_a_full_path_names_one_layer(backbone):
     assert [layer.name for layer in find_layers(backbone("vit"), [path])] == [path]
 
 
-def test_cross_attention_is_named_only_as_such(backbone):
+def test_cross_attention_is_adapted_only_by_its_full_name(backbone):
     model = backbone("t5")
     assert not any("EncDec" in layer.name for layer in find_layers(model))
     cross = find_layers(model, ["EncDecAttention.q"])
@@ -83,12 +83,12 @@ def test_blocks(name, block):
         ("vit", [], "adapter.targets is empty"),
     ],
 )
-def test_targets_that_name_nothing_adaptable_are_refused(backbone, family, targets, message):
+def test_targets_that_match_nothing_adaptable_raise(backbone, family, targets, message):
     with pytest.raises(InputError, match=message):
         find_layers(backbone(family), targets)
 
 
-def test_a_family_without_defaults_must_name_its_targets():
+def test_a_family_without_defaults_needs_targets():
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(InputError, match=r"adapter.targets must be set .* bert"):
         find_layers(model)
@@ -112,8 +112,8 @@ def test_a_family_without_defaults_must_name_its_targets():
         ("t5", []),
     ],
 )
-def test_head_parameters(backbone, family, names):
-    assert head_parameters(backbone(family)) == names
+def test_classifier_parameters(backbone, family, names):
+    assert classifier_parameters(backbone(family)) == names
 
 
 def test_the_meta_device_is_enough(backbone):

@@ -116,7 +116,7 @@ def test_a_client_call_can_be_repeated(name, executor, tmp_path):
 def model_of(bench, trained):
     """The change of every weight, and the head, of a trained state, float64."""
     weights = bench.model.deltas(trained.vector, trained.base, trained.constants)
-    head = {k: v.double() for k, v in bench.model.head(trained.vector).items()}
+    head = {k: v.double() for k, v in bench.model.direct_parameters(trained.vector).items()}
     return weights | head
 
 

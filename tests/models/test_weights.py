@@ -20,7 +20,7 @@ from transformers import (
 
 from trishul_ray.adapters.export import export_merged
 from trishul_ray.adapters.model import AdaptedModel, Trained
-from trishul_ray.adapters.targets import head_parameters
+from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.backbone import Backbone
@@ -118,7 +118,7 @@ def test_a_head_for_other_classes_is_drawn(family, tmp_path):
     stored = save(family, tmp_path / "m")
     kind = "sequence-classification"
     first, other = (load(tmp_path / "m", kind, 3, tmp_path, seed=s) for s in (0, 1))
-    head = {n for n in head_parameters(first) if "pooler" not in n}
+    head = {n for n in classifier_parameters(first) if "pooler" not in n}
     assert same(first.base_model, stored.base_model)
     assert same(first, load(tmp_path / "m", kind, 3, tmp_path))
     assert same(first, other, but=head) and not same(first, other)
@@ -133,7 +133,7 @@ def test_a_pooler_that_is_lacking_is_drawn_with_the_head(tmp_path):
         want = 0.02 * torch.randn(module.weight.shape, generator=generator)
         torch.testing.assert_close(module.weight, want, rtol=1e-6, atol=0)
         assert not module.bias.any()
-    assert head_parameters(model) == [
+    assert classifier_parameters(model) == [
         "bert.pooler.dense.weight", "bert.pooler.dense.bias",
         "classifier.weight", "classifier.bias",
     ]  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_decoder_that_classifies_pads_as_its_tokenizer_does(tmp_path):
     row = torch.tensor([[5, 9, 12], [5, 9, tokenizer.eos_token_id]])
     alone = model(input_ids=row[1:, :2]).logits
     torch.testing.assert_close(model(input_ids=row).logits[1:], alone)
-    assert head_parameters(model) == ["score.weight"]
+    assert classifier_parameters(model) == ["score.weight"]
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
@@ -222,12 +222,12 @@ def test_tied_weights_are_trained_and_exported_as_one(family, precision, tmp_pat
     close = {"rtol": 1e-5, "atol": 1e-7}
     if precision == torch.bfloat16:
         close = {"rtol": 0.1, "atol": 0.05 * float(grad.abs().max())}
-    for name, found in adapted.head(grad).items():
+    for name, found in adapted.direct_parameters(grad).items():
         torch.testing.assert_close(found, twin.get_parameter(name).grad, **close)
     vector -= 0.1 * grad
     export_merged(adapted, Trained(vector), tmp_path / "out")
     stored = load(tmp_path / "out", kind, None, tmp_path)
-    for name, value in adapted.head(vector).items():
+    for name, value in adapted.direct_parameters(vector).items():
         assert torch.equal(stored.get_parameter(name), value)  # float32, whatever the precision
     adapted.bind(vector)
     torch.testing.assert_close(

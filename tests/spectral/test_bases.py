@@ -1,7 +1,8 @@
-"""Bases: what is orthonormal to what, for every init."""
+"""Orthonormality of the bases, for every initialization."""
 
 import logging
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -12,14 +13,20 @@ from torch import Tensor
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral import bases
-from trishul_ray.spectral.bases import draw_bases, heads_that_fit, is_orthonormal
+from trishul_ray.spectral.bases import BasisInit, draw_bases, heads_that_fit
 
-INITS = ["gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"]
+INITS = get_args(BasisInit)
 ORTHONORMAL_HEADS = [init for init in INITS if init != "rv_random_normal"]
 
 
 def blocks(columns: Tensor, heads: int) -> list[Tensor]:
     return list(columns.double().chunk(heads, dim=1))
+
+
+def is_orthonormal(columns: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether the columns of [d, k] are orthonormal, by every entry of the Gram matrix."""
+    gram = columns.double().mT @ columns.double()
+    return bool(((gram - torch.eye(len(gram))).abs() <= tolerance).all())
 
 
 def span_dimension(columns: Tensor) -> int:
@@ -131,12 +138,12 @@ def test_same_generator_same_bytes_other_generator_other_bases(init):
     assert not any(torch.allclose(x, y) for x, y in zip(draw(3), draw(4), strict=True))
 
 
-def test_the_two_sides_are_drawn_apart():
+def test_the_two_sides_are_drawn_independently():
     b, a = draw_bases("gram_schmidt", 2, 4, 16, 16, generator=torch_rng(0, "bases"))
     assert not torch.allclose(b, a.mT)
 
 
-def test_overflow_is_refused_with_what_fits():
+def test_overflow_raises_with_the_number_that_fits():
     with pytest.raises(InputError, match=r"6 x 156 = 936 exceeds the width 768.*4 heads"):
         draw_bases("gram_schmidt", 6, 156, 768, 768, generator=torch_rng(0, "bases"))
 
@@ -145,7 +152,7 @@ def test_overflow_is_refused_with_what_fits():
 @given(
     rank=st.integers(2, 9), fit=st.integers(1, 3), left=st.integers(0, 8), more=st.integers(1, 3)
 )
-def test_overflow_uses_the_width_up_before_it_falls_back(rank, fit, left, more):
+def test_overflow_uses_the_full_width_before_falling_back(rank, fit, left, more):
     left = min(left, rank - 1)
     width, heads = fit * rank + left, fit + more
     b, _ = draw_bases(
@@ -209,7 +216,7 @@ def test_heads_that_fit(rank, width, heads):
         ({"init": "rv_random_normal", "rank": 13}, "rank=13 exceeds the width 12"),
     ],
 )
-def test_bad_input_is_named(change, message):
+def test_invalid_input_raises(change, message):
     arguments = {"init": "random_normal", "heads": 2, "rank": 4, "d_out": 16, "d_in": 12, **change}
     with pytest.raises(InputError, match=message):
         draw_bases(**arguments, generator=torch_rng(0, "bases"))

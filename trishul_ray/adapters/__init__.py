@@ -1,1 +1,1 @@
-"""How a frozen linear layer is adapted: kinds of adapters, layout, attach, merge, export."""
+"""Adapters of frozen linear layers: their types, the flat layout, attaching, merging, export."""

@@ -1,10 +1,10 @@
-"""The contract of a layer adapter: how one frozen linear layer is adapted.
+"""The interface of a layer adapter: how one frozen linear layer is adapted.
 
-An adapter says what is trained beside a frozen weight, what is drawn once and frozen with it, and
-how the layer then computes. It owns no tensors: constants and trainables are handed over in every
+An adapter defines the trainable tensors beside a frozen weight, the frozen tensors drawn with them,
+and the layer's forward. It holds no tensors itself: constants and trainables are passed to every
 call, so that one attached model serves any client.
 
-Legend: d_out, d_in the layer's width; n tokens; R the adapter's total rank.
+Legend: d_out, d_in the layer's widths; n tokens; R the adapter's total rank.
 """
 
 from abc import ABC, abstractmethod
@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-#: Which route an adapted layer takes: through one merged weight, through the thin factors, or
-#: whichever needs fewer multiplications for the shapes at hand. The results are equal; to keep them
-#: so, a forward in low precision takes the thin factors always.
-Path = Literal["auto", "merged", "factored"]
+#: How an adapted layer computes: through one merged weight, through the thin factors, or whichever
+#: needs fewer multiplications for the shapes at hand. The results agree up to rounding. To keep it
+#: so, an adapter's forward in low precision is always factored.
+ComputePath = Literal["auto", "merged", "factored"]
 
-#: Weights of these types are not merged while they train: adding the update would round it away.
+#: Weights of these dtypes are not merged during training: adding the update would round it away.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -30,7 +30,7 @@ class LayerSpec:
 
     Attributes:
         name: dotted module path in the model.
-        block: dotted path of the transformer block it belongs to.
+        block: dotted path of its transformer block.
         d_out: rows of the weight.
         d_in: columns of the weight.
     """
@@ -43,25 +43,28 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LayerAdapter(ABC):
-    """How one linear layer is adapted. Subclasses are frozen dataclasses of hyper-parameters."""
+    """Adapter of one linear layer. Subclasses are frozen dataclasses of hyper-parameters."""
 
     @abstractmethod
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trainables by suffix (``core``, ``scale``, ...); empty: not adapted."""
+        """Return the shapes of the trainables by suffix (``core``, ``scale``, ...).
+
+        An empty dictionary leaves the layer unadapted.
+        """
 
     @abstractmethod
     def constants(
         self, spec: LayerSpec, seed: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """The frozen tensors of this layer, float32 on ``device``.
+        """Return the frozen tensors of this layer, float32 on ``device``.
 
-        They are drawn on the CPU from the layer's own stream, so that every process and every
-        kind of device gets the same bytes.
+        They are drawn on the CPU from the layer's own random stream, so that every process and
+        device type gets the same bytes.
         """
 
     @abstractmethod
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
-        """The trainables before the first step, float32 on the CPU; the update they give is 0."""
+        """Return the trainables before the first step, float32 on the CPU; their update is 0."""
 
     @abstractmethod
     def forward(
@@ -71,12 +74,12 @@ class LayerAdapter(ABC):
         bias: Tensor | None,
         constants: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
-        path: Path = "auto",
-        rest: Tensor | None = None,
+        path: ComputePath = "auto",
+        remainder: Tensor | None = None,
     ) -> Tensor:
-        """The adapted layer: x [..., d_in] -> [..., d_out].
+        """Compute the adapted layer.
 
-        Gradients flow to ``x`` and ``params``, never to ``weight``, ``bias`` or ``rest``.
+        Gradients flow to ``x`` and ``params``, never to ``weight``, ``bias`` or ``remainder``.
 
         Args:
             x: [..., d_in] in the weight's dtype.
@@ -84,32 +87,35 @@ class LayerAdapter(ABC):
             bias: [d_out] or None.
             constants: frozen tensors by name.
             params: trainables by suffix.
-            path: which route to take.
-            rest: [d_out, d_in], in low precision alone: what the frozen weight has beyond
-                ``weight`` (see :func:`trishul_ray.adapters.low_precision.split`).
+            path: how to compute.
+            remainder: [d_out, d_in], only in low precision: the second part of a frozen weight that
+                was split by :func:`trishul_ray.adapters.linear.split`.
+
+        Returns:
+            [..., d_out] in the weight's dtype.
         """
 
     @abstractmethod
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> Tensor:
-        """The weight with the update added, [d_out, d_in] in the weight's dtype."""
+        """Return the weight plus the update, [d_out, d_in] in the weight's dtype."""
 
     @abstractmethod
     def lora_factors(
         self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The update as a LoRA pair of scale 1, float64: B-side [d_out, R] and A-side [R, d_in]."""
+        """Return the update as a LoRA pair of scale 1: float64 [d_out, R] and [R, d_in]."""
 
     def delta(self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        """The update of the weight, float64 [d_out, d_in]."""
-        side_B, side_A = self.lora_factors(constants, params)
-        return side_B @ side_A
+        """Return the update of the weight, float64 [d_out, d_in]."""
+        factor_B, factor_A = self.lora_factors(constants, params)
+        return factor_B @ factor_A
 
     @abstractmethod
     def num_parameters(self, spec: LayerSpec) -> int:
-        """Trainable matrix entries, scalars left out (as the published budgets count)."""
+        """Return the number of trainable matrix entries (published budgets leave scalars out)."""
 
     def num_scalars(self, spec: LayerSpec) -> int:
-        """Trainable scalars beside :meth:`num_parameters`."""
+        """Return the number of trainable scalars."""
         return 0

@@ -1,10 +1,10 @@
 """Low-rank adaptation: ``y = W x + scale · B A x`` (Hu et al., arXiv 2106.09685).
 
-B starts at zero and A at ``N(0, 1/(3 d_in))``: the Gaussian that RAVAN's appendix states for its
-LoRA baselines, whose scale is not published, with the variance of the uniform distribution that
-PEFT (and so FedIT's own code) draws from.
+B starts at zero and A at ``N(0, 1/(3 d_in))``. RAVAN's appendix states a Gaussian for its LoRA
+baselines but not its scale; this one has the variance of the uniform distribution that PEFT, and
+therefore FedIT's own code, draws from.
 
-Legend: r rank, n tokens, d_out and d_in the layer's width; A [r, d_in], B [d_out, r].
+Legend: r rank; n tokens; d_out, d_in the layer's widths; A [r, d_in], B [d_out, r].
 """
 
 import math
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trishul_ray.adapters.base import LOW_PRECISION, LayerAdapter, LayerSpec, Path
-from trishul_ray.adapters.low_precision import add_linear, rest_product
+from trishul_ray.adapters.base import LOW_PRECISION, ComputePath, LayerAdapter, LayerSpec
+from trishul_ray.adapters.linear import split_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 
@@ -26,7 +26,7 @@ ENTRY_COST = 32
 
 
 def merging_pays(n: int, d_out: int, d_in: int, rank: int, *, backward: bool) -> bool:
-    """Whether forming ``W + scale B A`` is cheaper than the thin products, by the shapes."""
+    """Return whether forming ``W + scale B A`` is cheaper than the thin products."""
     thin = n * (rank + ENTRY_COST) * (d_out + d_in)
     merge = rank * d_out * d_in
     if not backward:
@@ -37,12 +37,12 @@ def merging_pays(n: int, d_out: int, d_in: int, rank: int, *, backward: bool) ->
 
 @dataclass(frozen=True)
 class LoRA(LayerAdapter):
-    """A trained pair of thin factors.
+    """A pair of thin factors.
 
     Attributes:
         rank: r.
-        scale: what multiplies B A (alpha / r).
-        train_A: train both factors, or freeze A as it was drawn (FFA-LoRA, arXiv 2403.12313).
+        scale: factor of B A (alpha / r).
+        train_A: train both factors, or freeze A as drawn (FFA-LoRA, arXiv 2403.12313).
     """
 
     rank: int
@@ -50,12 +50,11 @@ class LoRA(LayerAdapter):
     train_A: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a rank that means nothing."""
         if self.rank < 1:
             raise InputError(f"rank={self.rank}: must be at least 1")
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-        """``lora_A`` [r, d_in] if trained, and ``lora_B`` [d_out, r]."""
+        """Return ``lora_A`` [r, d_in] if trained, and ``lora_B`` [d_out, r]."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.train_A:
             shapes["lora_A"] = (self.rank, spec.d_in)
@@ -65,17 +64,22 @@ class LoRA(LayerAdapter):
     def constants(
         self, spec: LayerSpec, seed: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """``lora_A`` [r, d_in] if it is frozen; nothing otherwise."""
+        """Return ``lora_A`` [r, d_in] if it is frozen, else nothing."""
         return {} if self.train_A else {"lora_A": self._draw(spec, seed).to(device)}
 
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
-        """A drawn, B = 0: the layer starts as the pretrained one."""
+        """Return the drawn A and B = 0: the layer starts as the pretrained one."""
         start = {"lora_A": self._draw(spec, seed)} if self.train_A else {}
         return start | {"lora_B": torch.zeros(spec.d_out, self.rank)}
 
     def _draw(self, spec: LayerSpec, seed: int) -> Tensor:
         generator = torch_rng(seed, "lora", spec.name)
         return torch.randn(self.rank, spec.d_in, generator=generator) / math.sqrt(3 * spec.d_in)
+
+    def _factors(
+        self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return params["lora_B"], params["lora_A"] if self.train_A else constants["lora_A"]
 
     def forward(
         self,
@@ -84,49 +88,37 @@ class LoRA(LayerAdapter):
         bias: Tensor | None,
         constants: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
-        path: Path = "auto",
-        rest: Tensor | None = None,
+        path: ComputePath = "auto",
+        remainder: Tensor | None = None,
     ) -> Tensor:
-        """The adapted layer: x [..., d_in] -> [..., d_out], in the weight's dtype."""
-        factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
-        factor_B = params["lora_B"]
+        """Compute the adapted layer, [..., d_in] -> [..., d_out] in the weight's dtype."""
+        factor_B, factor_A = self._factors(constants, params)
         d_out, d_in = weight.shape
-        low = weight.dtype in LOW_PRECISION
-        merged = not low and (
-            path == "merged"
-            or (
-                path == "auto"
-                and merging_pays(
-                    x.numel() // d_in,
-                    d_out,
-                    d_in,
-                    self.rank,
-                    backward=torch.is_grad_enabled() and factor_B.requires_grad,
-                )
-            )
-        )
-        if merged:
+        low_precision = weight.dtype in LOW_PRECISION
+        merged = path == "merged"
+        if path == "auto":
+            backward = torch.is_grad_enabled() and factor_B.requires_grad
+            merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=backward)
+        if merged and not low_precision:
             return functional.linear(x, self.merged_weight(weight, constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
         x2 = x.reshape(-1, d_in)
         thin = x2 @ factor_A.t()  # [n, r]
         if self.scale != 1.0:
             thin = thin * self.scale
-        if low:
-            update = rest_product(x2, rest)  # [n, d_out]
-            up = factor_B.t()  # [r, d_out]
-            update = thin @ up if update is None else update.addmm_(thin, up)
-            return add_linear(update, x2, weight, bias).view(*x.shape[:-1], d_out)
-        # In place: nothing needs the plain layer's output, and a copy costs as much as the product.
-        y = functional.linear(x2, weight, bias)  # [n, d_out]
-        return y.addmm_(thin, factor_B.t()).view(*x.shape[:-1], d_out)
+        up = factor_B.t()  # [r, d_out]
+        if low_precision:
+            y = split_linear(x2, weight, remainder, bias, (thin, up))
+        else:
+            # In place: nothing else needs the plain output, and a copy costs as much as a product.
+            y = functional.linear(x2, weight, bias).addmm_(thin, up)
+        return y.view(*x.shape[:-1], d_out)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> Tensor:
-        """The weight with the update added, [d_out, d_in] in the weight's dtype."""
-        factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
-        factor_B = params["lora_B"]
+        """Return ``W + scale · B A``, [d_out, d_in] in the weight's dtype."""
+        factor_B, factor_A = self._factors(constants, params)
         dtype = torch.promote_types(weight.dtype, factor_B.dtype)
         return torch.addmm(
             weight.to(dtype), factor_B.to(dtype), factor_A.to(dtype), alpha=self.scale
@@ -135,10 +127,10 @@ class LoRA(LayerAdapter):
     def lora_factors(
         self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """``scale · B`` [d_out, r] and A [r, d_in], float64."""
-        factor_A = params["lora_A"] if self.train_A else constants["lora_A"]
-        return self.scale * params["lora_B"].detach().double(), factor_A.detach().double()
+        """Return ``scale · B`` [d_out, r] and A [r, d_in], float64."""
+        factor_B, factor_A = self._factors(constants, params)
+        return self.scale * factor_B.detach().double(), factor_A.detach().double()
 
     def num_parameters(self, spec: LayerSpec) -> int:
-        """The r (d_in + d_out) entries, or r d_out where A is frozen."""
+        """Return r (d_in + d_out), or r d_out where A is frozen."""
         return self.rank * (spec.d_out + (spec.d_in if self.train_A else 0))

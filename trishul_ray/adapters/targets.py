@@ -1,4 +1,4 @@
-"""Which layers of a model are adapted, and which parameters are its classification head."""
+"""Selection of the layers to adapt and of the parameters of the classification head."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,37 +9,22 @@ from torch import nn
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.errors import InputError
 
-#: Which linear weights score a transformer block; see :func:`scored_layers`.
+#: Which linear weights give a transformer block its score; see :func:`scored_layers`.
 BlockScores = Literal["adapted", "attention", "all"]
 
-_QUERY_VALUE = ("query", "value")
-_PROJECTIONS = ("q_proj", "v_proj")
-_T5 = ("SelfAttention.q", "SelfAttention.v")
+_ENCODERS = "vit deit beit dinov2 bert roberta xlm-roberta electra camembert"
+_DECODERS = "llama mistral qwen2 qwen3 gemma gemma2"
 
-#: Query and value of each family, as RAVAN (Table 9) and TRISHUL adapt them. T5's
-#: cross-attention (``EncDecAttention``) is left out there and here.
+#: Query and value of each model family, as adapted by RAVAN (Table 9) and TRISHUL. Like them, leave
+#: out T5's cross-attention (``EncDecAttention``).
 DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
-    "vit": _QUERY_VALUE,
-    "deit": _QUERY_VALUE,
-    "beit": _QUERY_VALUE,
-    "dinov2": _QUERY_VALUE,
-    "bert": _QUERY_VALUE,
-    "roberta": _QUERY_VALUE,
-    "xlm-roberta": _QUERY_VALUE,
-    "electra": _QUERY_VALUE,
-    "camembert": _QUERY_VALUE,
-    "t5": _T5,
-    "mt5": _T5,
-    "llama": _PROJECTIONS,
-    "mistral": _PROJECTIONS,
-    "qwen2": _PROJECTIONS,
-    "qwen3": _PROJECTIONS,
-    "gemma": _PROJECTIONS,
-    "gemma2": _PROJECTIONS,
+    **dict.fromkeys(_ENCODERS.split(), ("query", "value")),
+    **dict.fromkeys(("t5", "mt5"), ("SelfAttention.q", "SelfAttention.v")),
+    **dict.fromkeys(_DECODERS.split(), ("q_proj", "v_proj")),
 }
 
-#: Names of one layer in the papers and in newer or older releases of transformers. A target that
-#: names no module is looked up under its other name.
+#: Names of one layer in the papers and in different releases of transformers. A target that matches
+#: no module is looked up under its alias.
 ALIASES = {
     "query": "q_proj",
     "key": "k_proj",
@@ -49,8 +34,8 @@ ALIASES = {
     "v_proj": "value",
 }
 
-#: First path component of the parameters that make up a classification head.
-HEAD_MODULES = frozenset(
+#: First path component of the parameters of a classification head.
+CLASSIFIER_MODULES = frozenset(
     {
         "classifier",
         "cls_classifier",
@@ -67,9 +52,9 @@ _POOLER = ("pooler", "dense")
 
 
 def block_of(name: str) -> str:
-    """The transformer block of a module: its path up to and including the first number.
+    """Return the transformer block of a module: its path up to and including the first number.
 
-    A module outside any numbered block is a block of its own.
+    A module outside any numbered block forms its own block.
     """
     parts = name.split(".")
     for index, part in enumerate(parts):
@@ -79,10 +64,10 @@ def block_of(name: str) -> str:
 
 
 def spec_of(model: nn.Module, name: str) -> LayerSpec:
-    """The spec of one linear layer.
+    """Return the spec of one linear layer.
 
     Raises:
-        InputError: there is no such module, or it is not an ``nn.Linear``.
+        InputError: the module does not exist or is not an ``nn.Linear``.
     """
     try:
         module = model.get_submodule(name)
@@ -96,18 +81,18 @@ def spec_of(model: nn.Module, name: str) -> LayerSpec:
 
 
 def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[LayerSpec]:
-    """The linear layers that the targets name, in the model's order.
+    """Return the linear layers that match the targets, in the model's order.
 
-    A target names every module whose dotted path is it or ends with it: ``q_proj``,
+    A target matches every module whose dotted path equals it or ends with it: ``q_proj``,
     ``SelfAttention.q`` or a full path.
 
     Args:
-        model: a Hugging Face model (on any device, meta included).
+        model: a Hugging Face model (on any device, including meta).
         targets: names; None takes query and value of the model's family.
 
     Raises:
-        InputError: a target names nothing (the nearest names are given) or no ``nn.Linear``, or
-            the family has no default.
+        InputError: a target matches no module (the message lists the nearest names) or a module
+            that is not an ``nn.Linear``, or the family has no default.
     """
     if targets is None:
         targets = _default_targets(model)
@@ -116,58 +101,58 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
     paths = [name for name, _ in model.named_modules() if name]
     chosen: set[str] = set()
     for target in targets:
-        found = _matches(paths, target) or _matches(paths, _alias(target))
-        if not found:
+        matches = _matches(paths, target) or _matches(paths, _alias(target))
+        if not matches:
             raise InputError(_unknown_target(model, target))
-        chosen.update(found)
+        chosen.update(matches)
     return [spec_of(model, name) for name in paths if name in chosen]
 
 
 def scored_layers(
     model: nn.Module, adapted: Sequence[LayerSpec], scores: BlockScores
 ) -> list[LayerSpec]:
-    """Return the linear layers whose weights score the blocks of the adapted ones.
+    """Return the linear layers whose weights score the blocks of the adapted layers.
 
     Args:
-        model: a Hugging Face model (on any device, meta included).
+        model: a Hugging Face model (on any device, including meta).
         adapted: the layers that get an adapter.
-        scores: ``adapted`` for those alone; ``attention`` for every linear layer of the same
-            blocks that lies in a module named for attention (``attention``, ``self_attn``,
-            ``SelfAttention``, ``EncDecAttention``, ...); ``all`` for every linear layer of them.
+        scores: ``adapted`` for only those layers; ``all`` for every linear layer of the same
+            blocks; ``attention`` for those of them inside an attention module (``attention``,
+            ``self_attn``, ``SelfAttention``, ``EncDecAttention``, ...).
 
     Raises:
-        InputError: a block has no layer of that kind.
+        InputError: a block has no such layer.
     """
     if scores == "adapted":
         return list(adapted)
     blocks = dict.fromkeys(spec.block for spec in adapted)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    found = [spec_of(model, name) for name in names if block_of(name) in blocks]
+    layers = [spec_of(model, name) for name in names if block_of(name) in blocks]
     if scores == "attention":
-        found = [spec for spec in found if "attn" in spec.name.lower().replace("attention", "attn")]
+        layers = [s for s in layers if "attn" in s.name.lower().replace("attention", "attn")]
     for block in blocks:
-        if not any(spec.block == block for spec in found):
+        if not any(spec.block == block for spec in layers):
             raise InputError(
                 f"method.block_scores={scores!r}: block {block!r} has no such linear layer; use "
                 "adapted or all"
             )
-    return found
+    return layers
 
 
-def head_parameters(model: nn.Module) -> list[str]:
-    """Names of the classification head's parameters; none for a model without one.
+def classifier_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the classification head's parameters; empty for a model without one.
 
-    A language-model head (``lm_head``) is part of the pretrained model and does not count. BERT's
-    pooler does: it is the dense layer in front of the classifier that RoBERTa's and ELECTRA's
-    heads have within, and many checkpoints lack it.
+    A language-model head (``lm_head``) belongs to the pretrained model and is not included. BERT's
+    pooler is: it is the dense layer before the classifier, which RoBERTa and ELECTRA have inside
+    their heads, and many checkpoints lack it.
     """
-    return [name for name, _ in model.named_parameters() if head_module(name) is not None]
+    return [name for name, _ in model.named_parameters() if classifier_module(name) is not None]
 
 
-def head_module(name: str) -> str | None:
-    """The last name of the head's module that a parameter is part of; None outside the head."""
+def classifier_module(name: str) -> str | None:
+    """Return the last name of a parameter's classification-head module; None outside the head."""
     parts = name.split(".")
-    if parts[0] in HEAD_MODULES:
+    if parts[0] in CLASSIFIER_MODULES:
         return parts[0]
     return _POOLER[0] if tuple(parts[1:3]) == _POOLER else None
 
@@ -176,8 +161,8 @@ def _default_targets(model: nn.Module) -> tuple[str, ...]:
     family = getattr(getattr(model, "config", None), "model_type", None)
     if family not in DEFAULT_TARGETS:
         raise InputError(
-            f"adapter.targets must be set for the model family {family!r}; there are defaults "
-            f"for {', '.join(sorted(DEFAULT_TARGETS))}"
+            f"adapter.targets must be set for the model family {family!r}; families with defaults: "
+            f"{', '.join(sorted(DEFAULT_TARGETS))}"
         )
     return DEFAULT_TARGETS[family]
 
@@ -192,7 +177,7 @@ def _alias(target: str) -> str:
 
 
 def _unknown_target(model: nn.Module, target: str) -> str:
-    names: dict[str, None] = {}  # suffixes of one and two components, in order of appearance
+    names: dict[str, None] = {}  # path suffixes of one and two components, in model order
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             parts = path.split(".")

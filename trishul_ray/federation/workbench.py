@@ -235,7 +235,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     """What the server needs to know of a workbench."""
     layout, method, model = bench.model.layout, bench.method, bench.model
     wire = method.wire(layout)
-    counts = count_parameters(model.adapters, model.specs, model.head_size)
+    counts = count_parameters(model.adapters, model.specs)
     heads = {
         spec.block: getattr(model.adapters[spec.name], "heads", 0)
         for spec in model.specs
@@ -249,9 +249,9 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         task=bench.task,
         test_rows=len(bench.test_rows),
         parameters={
-            "adapter": counts.adapter + model.whole_size,
+            "adapter": counts.adapter + model.backbone_size,
             "scalars": counts.scalars,
-            "head": counts.head,
+            "head": model.classifier_size,
         },
         heads=heads,
         block_norms={

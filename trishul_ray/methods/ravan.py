@@ -24,15 +24,10 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.adapters import exact_share, head_rank, rank_fields
 from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State, register
-from trishul_ray.spectral.bases import heads_that_fit
+from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 
 if TYPE_CHECKING:
     from trishul_ray.config import AdapterConfig
-
-
-BasisInit = Literal[
-    "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
-]
 
 
 class HeadsConfig(MethodConfig):

@@ -20,7 +20,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from trishul_ray.adapters.targets import head_parameters
+from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers
 from trishul_ray.rng import torch_rng
@@ -121,7 +121,7 @@ def load_checkpoint(
             raise backbone.load_error(error) from error
     missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
     # A classification head may be new; a language model's head is part of what was pretrained.
-    optional = set(head_parameters(model)) if kind.endswith("classification") else set()
+    optional = set(classifier_parameters(model)) if kind.endswith("classification") else set()
     lost = sorted(missing - optional)
     if lost:
         raise CorruptFileError(

@@ -1,8 +1,8 @@
-"""How the frozen bases of a multi-head adapter are drawn.
+"""Frozen bases of a multi-head adapter.
 
 Head i of a layer adapts ``W`` by ``s_i B_i H_i A_i`` (TRISHUL, eq. forward; RAVAN, sec. 3). The
-bases of all heads are kept concatenated: ``basis_B`` [d_out, heads*rank] holds B_i in its columns
-``i*rank:(i+1)*rank``, ``basis_A`` [heads*rank, d_in] holds A_i in the same rows.
+bases of all heads are concatenated: ``basis_B`` [d_out, h r] holds B_i in its columns
+``i r : (i + 1) r``, and ``basis_A`` [h r, d_in] holds A_i in the same rows.
 
 ==================  ================================================  ==========================
 init                definition                                        B_i^T B_j (and A_i A_j^T)
@@ -14,13 +14,13 @@ shared_subspace     B_i = M R_i, A_i = R_i N (RAVAN, sec. 3.1)        R_i^T R_j
 constant            B_i = B_1, A_i = A_1                              I
 ==================  ================================================  ==========================
 
-RAVAN asks of the R_i only that they be invertible; here they are random orthogonal matrices, the
-best conditioned choice, so that each single head keeps the isometry of eq. norm_equiv.
+RAVAN only requires the R_i to be invertible. Here they are random orthogonal matrices, the best
+conditioned choice, so that each head keeps the isometry of eq. norm_equiv.
 
-Draws and factorizations are made in float64 on the generator's device and cast at the end: with a
-CPU generator the bases are the same for every target device.
+Bases are drawn and factorized in float64 on the generator's device and cast at the end: a CPU
+generator gives the same bases for every target device.
 
-Legend: d = width of one side, h = heads, r = rank.
+Legend: d width of one side, h heads, r rank.
 """
 
 import functools
@@ -33,24 +33,28 @@ from torch import Tensor
 
 from trishul_ray.errors import InputError
 
-Init = Literal["gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"]
+#: How bases are initialized; see the table above.
+BasisInit = Literal[
+    "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
+]
+#: What to do where heads do not fit orthogonally; see :func:`draw_bases`.
 Overflow = Literal["error", "independent"]
 
 _log = logging.getLogger(__name__)
 
 
 def heads_that_fit(rank: int, d_out: int, d_in: int) -> int:
-    """How many heads of ``rank`` can be mutually orthogonal: ``floor(min(d_out, d_in) / rank)``.
+    """Return how many heads can be mutually orthogonal: ``floor(min(d_out, d_in) / rank)``.
 
     Raises:
-        InputError: if ``rank`` or a width is below 1.
+        InputError: ``rank`` or a width is below 1.
     """
     _check_sizes(rank, d_out, d_in)
     return min(d_out, d_in) // rank
 
 
 def draw_bases(
-    init: Init,
+    init: BasisInit,
     heads: int,
     rank: int,
     d_out: int,
@@ -60,45 +64,44 @@ def draw_bases(
     sigma: float | None = None,
     overflow: Overflow = "error",
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Draws the frozen bases of one layer; see the module's table for the inits.
+    """Draw the frozen bases of one layer.
 
-    Where ``heads * rank`` exceeds a side's width d, joint orthonormality is impossible there.
-    ``overflow="error"`` refuses; ``"independent"`` keeps the first ``floor(d / rank)`` heads
-    jointly orthonormal, gives the next head what is left of the orthogonal complement (completed
-    to ``rank`` orthonormal columns), and every later head an orthonormal basis of its own. Each
-    side is treated by its own width, and a warning is logged once per shape.
+    Where ``heads * rank`` exceeds a side's width d, its heads cannot be jointly orthonormal.
+    ``overflow="error"`` raises. ``overflow="independent"`` keeps the first ``floor(d / rank)``
+    heads jointly orthonormal, gives the next head the rest of the orthogonal complement, completed
+    to ``rank`` orthonormal columns, and gives every later head an independent orthonormal basis.
+    The two sides are treated separately. A warning is logged once per shape.
 
     Args:
-        init: how to draw.
+        init: initialization, see the module's table.
         heads: h >= 0; 0 gives empty bases.
         rank: r, 1 <= r <= min(d_out, d_in).
         d_out: output width of the layer.
         d_in: input width of the layer.
         generator: the only source of randomness; it is advanced.
-        sigma: entry scale of ``rv_random_normal``; default ``1/sqrt(d)`` of each side, which
-            gives columns of B_i and rows of A_i unit length on average.
+        sigma: standard deviation of the entries for ``rv_random_normal``. The default
+            ``1/sqrt(d)`` of each side gives columns of B_i and rows of A_i unit length on average.
         overflow: what to do if ``gram_schmidt`` heads do not fit.
-        dtype: of the result.
-        device: of the result.
+        dtype: dtype of the result.
 
     Returns:
-        ``(basis_B, basis_A)`` of shapes [d_out, h*r] and [h*r, d_in], contiguous.
+        ``(basis_B, basis_A)`` of shapes [d_out, h r] and [h r, d_in], contiguous, on the
+        generator's device.
 
     Raises:
-        InputError: for an unknown init, a size out of range, a rank above the width, a sigma that
-            is not positive or given to another init, or heads that do not fit.
+        InputError: ``init`` or ``overflow`` is unknown, a size is out of range, ``rank`` exceeds
+            the width, ``sigma`` is not positive or given for another init, or heads do not fit.
     """
     _check_sizes(rank, d_out, d_in)
-    if init not in get_args(Init):
-        raise InputError(f"init={init!r} is unknown; known: {', '.join(get_args(Init))}")
+    if init not in get_args(BasisInit):
+        raise InputError(f"init={init!r} is unknown; known: {', '.join(get_args(BasisInit))}")
     if overflow not in get_args(Overflow):
-        raise InputError(f"overflow={overflow!r} is unknown; known: {get_args(Overflow)}")
+        raise InputError(f"overflow={overflow!r} is unknown; known: error, independent")
     if heads < 0:
         raise InputError(f"heads={heads} must be at least 0")
     if sigma is not None and init != "rv_random_normal":
-        raise InputError(f"sigma={sigma} has no meaning for init={init!r}: leave it out")
+        raise InputError(f"sigma={sigma} is only allowed for init=rv_random_normal, not {init}")
     if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
         raise InputError(f"sigma={sigma} must be positive and finite")
     if rank > min(d_out, d_in):
@@ -106,10 +109,10 @@ def draw_bases(
             f"rank={rank} exceeds the width {min(d_out, d_in)} of a {d_out}x{d_in} layer"
         )
     if heads == 0:
-        empty = torch.empty(0, 0, dtype=dtype, device=device)
+        empty = torch.empty(0, 0, dtype=dtype, device=generator.device)
         return empty.new_empty(d_out, 0), empty.new_empty(0, d_in)
     if init == "gram_schmidt" and heads * rank > min(d_out, d_in):
-        _overflow(overflow, heads, rank, d_out, d_in)
+        _handle_overflow(overflow, heads, rank, d_out, d_in)
 
     columns = [_gaussian(d, heads * rank, generator) for d in (d_out, d_in)]
     if init == "gram_schmidt":
@@ -128,19 +131,7 @@ def draw_bases(
             torch.cat([m @ mix for mix in mixes], dim=1),
             torch.cat([n @ mix.mT for mix in mixes], dim=1),
         ]
-    basis_b, basis_a = sides[0], sides[1].mT
-    return (
-        basis_b.to(device=device, dtype=dtype).contiguous(),
-        basis_a.to(device=device, dtype=dtype).contiguous(),
-    )
-
-
-def is_orthonormal(columns: Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether the columns of a [d, k] matrix are orthonormal, entry by entry of the Gram matrix."""
-    columns = columns.double()
-    gram = columns.mT @ columns  # [k, d] x [d, k]
-    identity = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
-    return bool(((gram - identity).abs() <= tolerance).all())
+    return sides[0].to(dtype).contiguous(), sides[1].mT.to(dtype).contiguous()
 
 
 def _check_sizes(rank: int, d_out: int, d_in: int) -> None:
@@ -149,15 +140,15 @@ def _check_sizes(rank: int, d_out: int, d_in: int) -> None:
             raise InputError(f"{name}={value} must be at least 1")
 
 
-def _overflow(overflow: Overflow, heads: int, rank: int, d_out: int, d_in: int) -> None:
+def _handle_overflow(overflow: Overflow, heads: int, rank: int, d_out: int, d_in: int) -> None:
     fit = heads_that_fit(rank, d_out, d_in)
-    what = (
+    problem = (
         f"heads x rank = {heads} x {rank} = {heads * rank} exceeds the width "
         f"{min(d_out, d_in)} of a {d_out}x{d_in} layer: {fit} heads of rank {rank} fit orthogonally"
     )
     if overflow == "error":
-        raise InputError(f"{what}; use fewer heads, a lower rank or overflow=independent")
-    _warn_once(f"{what}; the others get orthonormal bases of their own")
+        raise InputError(f"{problem}; use fewer heads, a lower rank or overflow=independent")
+    _warn_once(f"{problem}; the other heads get independent orthonormal bases")
 
 
 @functools.cache
@@ -172,7 +163,7 @@ def _gaussian(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def _orthonormal(gaussian: Tensor) -> Tensor:
-    """Q of the QR factorization of [..., d, k], k <= d, made unique by a positive diagonal of R."""
+    """Return Q of the QR of [..., d, k], k <= d, made unique by a positive diagonal of R."""
     q: Tensor
     r: Tensor
     q, r = torch.linalg.qr(gaussian)
@@ -181,21 +172,20 @@ def _orthonormal(gaussian: Tensor) -> Tensor:
 
 
 def _orthonormal_heads(gaussian: Tensor, heads: int, rank: int) -> Tensor:
-    """[d, h*r] whose blocks of r columns are each orthonormal, independently."""
     blocks = gaussian.reshape(-1, heads, rank).movedim(1, 0)  # [h, d, r]
     return _orthonormal(blocks).movedim(0, 1).flatten(1)
 
 
 def _jointly_orthonormal(gaussian: Tensor, heads: int, rank: int) -> Tensor:
-    """[d, h*r], orthonormal as a whole as far as d goes, and always head by head."""
+    """Return [d, h r], jointly orthonormal as far as d allows and always head by head."""
     width = gaussian.shape[0]
-    joint = _orthonormal(gaussian[:, :width])  # [d, min(d, h*r)]
+    joint = _orthonormal(gaussian[:, :width])  # [d, min(d, h r)]
     blocks = []
     for start in range(0, heads * rank, rank):
         end = start + rank
         block = joint[:, start:end]
         if end > width:
-            # QR leaves the leading, already orthonormal columns as they are.
+            # QR leaves the leading columns, which are orthonormal already, unchanged.
             block = _orthonormal(torch.cat([block, gaussian[:, max(start, width) : end]], dim=1))
         blocks.append(block)
     return torch.cat(blocks, dim=1)

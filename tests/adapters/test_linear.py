@@ -1,3 +1,5 @@
+"""Adapted layers in low precision keep small updates."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,9 +8,9 @@ from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.export import export_merged
+from trishul_ray.adapters.linear import AdaptedLinear, split
 from trishul_ray.adapters.lora import LoRA
-from trishul_ray.adapters.low_precision import split
-from trishul_ray.adapters.model import AdaptedLinear, Trained
+from trishul_ray.adapters.model import Trained
 from trishul_ray.adapters.multihead import MultiHead
 
 LOW = torch.bfloat16
@@ -21,29 +23,29 @@ KINDS = {
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(-12, 0), st.integers(-20, 2), st.integers(0, 10**6))
-def test_two_parts_hold_a_sum_to_twice_the_digits(weight_scale, update_scale, seed):
+def test_two_parts_represent_a_sum_to_twice_the_digits(weight_scale, update_scale, seed):
     generator = torch.Generator().manual_seed(seed)
     weight = 2.0**weight_scale * torch.randn(9, 7, generator=generator)
-    weight = weight.to(LOW).float()  # as a backbone in bfloat16 has it
+    weight = weight.to(LOW).float()  # values of a bfloat16 backbone
     update = 2.0 ** (weight_scale + update_scale) * torch.randn(9, 7, generator=generator)
     whole = weight.double() + update.double()
-    high, rest = split((weight + update).double(), LOW)
-    assert high.dtype == rest.dtype == LOW
-    error = (high.double() + rest.double() - (weight + update).double()).abs()
+    high, remainder = split((weight + update).double(), LOW)
+    assert high.dtype == remainder.dtype == LOW
+    error = (high.double() + remainder.double() - (weight + update).double()).abs()
     assert (error <= 2.0**-17 * whole.abs() + 1e-12).all()
-    # Relative to the update itself, however small it is (beside the float32 sum it is folded in).
+    # Relative to the update itself, however small.
     assert error.norm() <= 2.0**-8 * update.norm()
 
 
 def regressed(x, y, bias):
-    """The matrix that a layer applied, by least squares over its tokens: float64 [d_out, d_in]."""
+    """Return the matrix that a layer applied, by least squares over tokens, [d_out, d_in]."""
     x, y = x.detach().double().flatten(0, -2), y.detach().double().flatten(0, -2)
     return torch.linalg.lstsq(x, y - bias.detach().double()).solution.T
 
 
-def gain(found, wanted):
-    """How much of the update ``wanted`` is in ``found``: 1 if all, 0 if it was rounded away."""
-    return float((found * wanted).sum() / wanted.square().sum())
+def gain(actual, expected):
+    """Return the share of ``expected`` present in ``actual``: 1 if all, 0 if rounded away."""
+    return float((actual * expected).sum() / expected.square().sum())
 
 
 def layer_of(adapter, path="auto", width=32):
@@ -61,7 +63,7 @@ def layer_of(adapter, path="auto", width=32):
     }
     size = adapter.delta(layer.constants, params).norm()
     last = next(name for name in ("lora_B", "core") if name in params)
-    # As large as what is folded: a thousandth of the weight.
+    # As large as the base: a thousandth of the weight.
     params[last] *= 1e-3 * linear.weight.double().norm() / size
     base = 0.2e-3 * torch.randn(width, width, generator=generator)
     return layer, params, base
@@ -71,27 +73,27 @@ def layer_of(adapter, path="auto", width=32):
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_updates_reach_the_output(kind, path, trains):
-    """An update of a thousandth of the weight, folded or the adapter's own. With its sum rounded to
-    bfloat16, or added to a rounded output, half of it and more is lost."""
+    """An update of a thousandth of the weight, from the adapter or the base. Rounding the summed
+    weight to bfloat16, or adding to a rounded output, would lose half of it or more."""
     layer, params, base = layer_of(KINDS[kind], path)
-    own = layer.adapter.delta(layer.constants, params)
+    delta = layer.adapter.delta(layer.constants, params)
     x = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(2)).to(LOW)
     bound = {k: v.clone().requires_grad_(trains) for k, v in params.items()}
-    for folded, update in ((None, own), (base, own + base.double())):
-        layer.bind(bound, folded)
+    for bound_base, update in ((None, delta), (base, delta + base.double())):
+        layer.bind(bound, bound_base)
         y = layer(x)
         assert y.dtype == LOW
-        found = regressed(x, y, layer.bias) - layer.weight.double()
-        assert gain(found, update) == pytest.approx(1, abs=0.03)
-        if folded is not None:
-            assert gain(found - own, base.double()) == pytest.approx(1, abs=0.03)
-            assert (found - update).norm() < 0.15 * update.norm()  # the outputs' own rounding
+        actual = regressed(x, y, layer.bias) - layer.weight.double()
+        assert gain(actual, update) == pytest.approx(1, abs=0.03)
+        if bound_base is not None:
+            assert gain(actual - delta, base.double()) == pytest.approx(1, abs=0.03)
+            assert (actual - update).norm() < 0.15 * update.norm()  # rounding of the outputs
 
 
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_moved_layer(kind, path):
-    """Of trainables and of the input, against float64, for an update as large as the weight."""
+def test_gradients_are_those_of_the_layer_with_its_base(kind, path):
+    """For trainables and input, against float64, with an update as large as the weight."""
     layer, params, base = layer_of(KINDS[kind], path)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 50, 32, generator=generator).to(LOW).requires_grad_()
@@ -114,19 +116,19 @@ def test_gradients_are_those_of_the_moved_layer(kind, path):
     (y * dy.double()).sum().backward()
     pairs = {"x": (x.grad, exact.grad)}
     pairs |= {name: (bound[name].grad, leaf.grad) for name, leaf in leaves.items()}
-    for name, (got, wanted) in pairs.items():
-        assert (got.double() - wanted).norm() < 1e-2 * wanted.norm(), name
+    for name, (got, expected) in pairs.items():
+        assert (got.double() - expected).norm() < 1e-2 * expected.norm(), name
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_bound_model_computes_with_its_folded_updates(make, trains):
-    """Through the whole model: every layer's input and output, as its forward met them."""
+def test_a_bound_model_computes_with_its_base(make, trains):
+    """Through the whole model, by the inputs and outputs of every layer."""
     bench = make("vit", "mixed", dtype=LOW)
     generator = torch.Generator().manual_seed(4)
     base = {
         name: 1e-3 * bench.model.get_submodule(name).weight.float()
         * torch.randn(24, 24, generator=generator)
-        for name, _, _ in bench.adapted.states(bench.adapted.initial())
+        for name, _, _ in bench.adapted.iter_layers(bench.adapted.initial())
     }  # fmt: skip
     seen = {}
     for name in base:
@@ -137,29 +139,29 @@ def test_a_bound_model_computes_with_its_folded_updates(make, trains):
     pixels = torch.randn(2000, 3, 8, 8, generator=generator).to(LOW)
     bench.adapted.forward(pixel_values=pixels)
     gains = []
-    for name, wanted in base.items():
+    for name, update in base.items():
         layer = bench.model.get_submodule(name)
         # The first token is the same for every image, so its rounding does not average out.
         x, y = (tensor.detach()[:, 1:].double() for tensor in seen[name])
         plain = nn.functional.linear(x, layer.weight.double(), layer.bias.double())
-        gains.append(gain(y - plain, x @ wanted.double().T))
-    # A few channels do not average a rounding out either, hence a mean over layers.
+        gains.append(gain(y - plain, x @ update.double().T))
+    # Rounding does not average out over few channels either, hence a mean over layers.
     assert sum(gains) / len(gains) == pytest.approx(1, abs=0.05)
     assert min(gains) > 0.8 and max(gains) < 1.2
 
 
-def test_float32_weights_are_moved_as_they_always_were(make):
+def test_float32_weights_add_the_base_exactly(make):
     bench = make("vit", "lora")
     base = {spec.name: torch.randn(24, 24) for spec in bench.adapted.specs}
     state = bench.adapted.initial()
     bench.adapted.bind(state, torch.zeros_like(state), base)
     for name, update in base.items():
         layer = bench.model.get_submodule(name)
-        assert torch.equal(layer.moved, layer.weight + update)
-        assert layer.rest is None
+        assert torch.equal(layer.moved_weight, layer.weight + update)
+        assert layer.remainder is None
 
 
-def test_merging_leaves_a_folded_update_bound(make):
+def test_merging_leaves_the_base_bound(make):
     bench = make("vit", "lora")
     state = bench.random_state()
     base = {spec.name: torch.ones(24, 24) for spec in bench.adapted.specs}
@@ -169,7 +171,7 @@ def test_merging_leaves_a_folded_update_bound(make):
     assert torch.equal(bench.adapted.forward(**bench.inputs).logits, expected)
 
 
-def test_a_merged_export_holds_updates_that_bfloat16_would_lose(make, tmp_path):
+def test_a_merged_export_keeps_updates_that_bfloat16_would_lose(make, tmp_path):
     bench = make("vit", "lora", dtype=LOW)
     state = bench.adapted.initial()
     weights = {s.name: bench.twin.get_parameter(s.name + ".weight") for s in bench.adapted.specs}

@@ -1,0 +1,144 @@
+"""The module that replaces one ``nn.Linear`` of an adapted model, and its low precision.
+
+Backbones in bfloat16 and float16 must keep updates far smaller than the frozen weight. Two
+roundings lose an update D of a weight W whose entries are below half a step of W's dtype:
+
+* The sum ``W + D`` rounds back to W. :func:`split` therefore stores it as two tensors of that
+  dtype.
+* ``x W^T`` is rounded to the dtype when it is written, and adding ``x D^T`` afterwards rounds back
+  to it in the same way, for every token. :func:`split_linear` therefore starts from the small
+  terms: the sum is accumulated in float32 and rounded once it holds all terms. The rounding error
+  is as large as before but unbiased.
+
+Legend: n tokens; d_out, d_in the layer's widths; R the adapter's total rank.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from trishul_ray.adapters.base import LOW_PRECISION, ComputePath, LayerAdapter
+
+
+class AdaptedLinear(nn.Module):
+    """Replacement of one ``nn.Linear``; without bound trainables it computes the original layer."""
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        adapter: LayerAdapter,
+        constants: dict[str, Tensor],
+        path: ComputePath,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.adapter, self.path = adapter, path
+        self.low_precision = linear.weight.dtype in LOW_PRECISION
+        self.constants = constants  # float32, for exact updates
+        self._bound_constants = constants
+        # In the weight's dtype, for the forward; cast once.
+        self._cast_constants = {k: v.to(linear.weight.dtype) for k, v in constants.items()}
+        self.params: dict[str, Tensor] | None = None
+        #: Frozen weight plus the bound base, or None without a base.
+        self.moved_weight: Tensor | None = None
+        #: Merged weight of a bound state that is not trained; formed at its first forward.
+        self.merged: Tensor | None = None
+        #: In low precision, second part of ``merged``, or else of ``moved_weight``.
+        self.remainder: Tensor | None = None
+
+    def bind(
+        self,
+        params: dict[str, Tensor] | None,
+        base: Tensor | None = None,
+        constants: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Compute with trainables by suffix, or as the frozen layer for None.
+
+        Args:
+            params: trainables.
+            base: [d_out, d_in] float32, added to the frozen weight while bound. In low precision
+                the sum is kept as two tensors, so that a small base is not rounded away.
+            constants: frozen tensors that replace those of the layer while bound.
+        """
+        self.params, self.merged = params, None
+        self.moved_weight, self.remainder = None, None
+        if base is not None:
+            self.moved_weight, self.remainder = self._parts(self.weight.detach().float() + base)
+        used = self.constants if constants is None else constants
+        if constants is not None or self._bound_constants is not self.constants:
+            self._cast_constants = {k: v.to(self.weight.dtype) for k, v in used.items()}
+        self._bound_constants = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the adapted layer, [..., d_in] -> [..., d_out]."""
+        if self.params is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        frozen = self.weight if self.moved_weight is None else self.moved_weight
+        if not self._uses_merged(self.params):
+            return self.adapter.forward(
+                x, frozen, self.bias, self._cast_constants, self.params, self.path, self.remainder
+            )
+        if self.merged is None:
+            if self.remainder is not None:
+                frozen = frozen.float() + self.remainder.float()
+            merged = self.adapter.merged_weight(frozen, self._bound_constants, self.params)
+            self.merged, self.remainder = self._parts(merged)
+        if self.remainder is None:
+            return nn.functional.linear(x, self.merged, self.bias)
+        x2 = x.reshape(-1, self.in_features)
+        y = split_linear(x2, self.merged, self.remainder, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _parts(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return ``weight`` in the layer's dtype and, in low precision, its remainder."""
+        dtype = self.weight.dtype
+        return split(weight, dtype) if self.low_precision else (weight.to(dtype), None)
+
+    def _uses_merged(self, params: dict[str, Tensor]) -> bool:
+        """Return whether the bound state is merged once for all its forwards.
+
+        In low precision a merged weight takes two products. That pays only with a base, where the
+        frozen weight takes two as well.
+        """
+        trains = any(p.requires_grad for p in params.values())
+        exact = not self.low_precision or self.remainder is not None
+        return not trains and self.path != "factored" and exact
+
+
+def split(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``(high, remainder)`` in ``dtype`` whose sum is ``weight`` to twice the digits.
+
+    With 8 significant bits (bfloat16) the error of the sum is at most
+    ``2^-9 |remainder| <= 2^-18 |weight|`` in every entry. ``weight`` is float32 or float64.
+    """
+    high = weight.to(dtype)
+    return high, (weight - high.to(weight.dtype)).to(dtype)
+
+
+def split_linear(
+    x: Tensor,
+    weight: Tensor,
+    remainder: Tensor | None,
+    bias: Tensor | None,
+    factors: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return ``x (weight + remainder)^T + thin up + bias`` [n, d_out], small terms first.
+
+    No gradient flows to ``x`` through ``remainder``: the input gradient uses only the high part of
+    the weight. Its error is one rounding, like those of the gradient itself, and does not
+    accumulate over steps.
+
+    Args:
+        x: [n, d_in].
+        weight: [d_out, d_in].
+        remainder: [d_out, d_in], second part of a :func:`split` weight, or None.
+        bias: [d_out] or None.
+        factors: ``(thin, up)``, the projected input [n, R] and the way up [R, d_out].
+    """
+    y = None if remainder is None else x.detach() @ remainder.t()
+    if factors is not None:
+        y = factors[0] @ factors[1] if y is None else y.addmm_(*factors)
+    if y is None:
+        return nn.functional.linear(x, weight, bias)
+    y = y.addmm_(x, weight.t())
+    return y if bias is None else y.add_(bias)
