@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trishul_ray.data.coverage import Rows, measure_coverage
+from trishul_ray.data.coverage import RowCounts, measure_coverage
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.glue import SST2
 from trishul_ray.data.prepare import prepare
@@ -36,7 +36,7 @@ def test_a_mirror_with_a_part_says_so_of_each_split(mirror, tmp_path):
     data = prepare("glue/qqp", cache=tmp_path / "cache", hub=tmp_path / "hub")
     found = measure_coverage(data)
     assert found.part and found.revision is None
-    assert found.train == Rows(4, 4, 363_846) and found.test == Rows(2, 2, 40_430)
+    assert found.train == RowCounts(4, 4, 363_846) and found.test == RowCounts(2, 2, 40_430)
     assert found.sentence == (
         "part of glue/qqp: 4 of 363,846 training rows, 2 of 40,430 test rows scored; "
         "mirror:nyu-mll/glue, revision unknown"
@@ -98,7 +98,7 @@ def test_your_own_rows_are_all_there_are(tmp_path):
     own = DataConfig(name="table", path=str(tmp_path / "notes.csv"))
     data = prepare(own, cache=tmp_path / "cache", hub=None)
     found = measure_coverage(data)
-    assert not found.part and found.test == Rows(2, 2, 2)
+    assert not found.part and found.test == RowCounts(2, 2, 2)
     assert "revision" not in found.sentence
     limited = measure_coverage(data, test_limit=1)
     assert limited.part and "1 of 2 test rows" in limited.sentence

@@ -195,7 +195,7 @@ def test_without_network_one_line_says_where_it_was_looked_for(tmp_path, monkeyp
     with pytest.raises(InputError) as caught:
         prepare("cifar100", cache=tmp_path, hub=hub)
     said = str(caught.value)
-    looked = f"mirror {hub} does not hold it, {hub}/archives has no cifar-100-python.tar.gz"
+    looked = f"mirror {hub} does not have it, {hub}/archives has no cifar-100-python.tar.gz"
     assert said.startswith("dataset cifar100 (uoft-cs/cifar100) not found: ") and "\n" not in said
     assert (looked if with_mirror else "no mirror is set") in said
     # The variable, what it should lead to, and the command.

@@ -17,7 +17,7 @@ from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensors
-from trishul_ray.federation.prepare import Prepared, _dataset_and_task, build_site
+from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
 from trishul_ray.federation.reduce import unit_sizes
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State, build_method
@@ -159,7 +159,7 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     if dataset.folder.is_dir():
         task = build_task(experiment, dataset.info, backbone)
     else:
-        dataset, task, sources = _dataset_and_task(experiment, backbone)
+        dataset, task, sources = prepare_dataset(experiment, backbone)
         changed = changed_sources(prepared.sources, sources)
         if changed:
             raise InputError(
