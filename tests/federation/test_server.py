@@ -43,14 +43,14 @@ def test_a_spoilt_upload_is_left_out_counted_and_named(small):
     record = server.records[2]
     first = record["clients"][0]
     assert list(record["refused"]) == [str(first)]
-    assert f"upload of client {first} refused: shared holds" in server.progress().events[-1]
+    assert f"upload of client {first} rejected: shared holds" in server.progress().events[-1]
     assert np.isfinite(server.state["shared"]).all()
 
 
 def test_below_the_quorum_the_run_fails_and_keeps_its_state(small):
     experiment = small("resources.backend=inline")
     server = serve(experiment, spoilt=2)
-    with pytest.raises(RunError, match=r"round 2: only 1 of 3 uploads are sound"):
+    with pytest.raises(RunError, match=r"round 2: only 1 of 3 uploads are valid"):
         server.step()
     assert open_checkpoints(experiment).newest().round == 1
 
