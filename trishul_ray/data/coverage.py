@@ -67,13 +67,7 @@ class Coverage:
 def measure_coverage(
     dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None
 ) -> Coverage:
-    """Return how much of a prepared dataset, raw or encoded, a run covers.
-
-    Args:
-        dataset: the prepared dataset.
-        train_limit: ``data.train_limit``.
-        test_limit: ``evaluation.limit``.
-    """
+    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers."""
     info = dataset.info
     official = official_rows(info.name) or {}
     on_hub = info.source.startswith(("hub:", "mirror:"))

@@ -138,12 +138,7 @@ def _read_or_write(
 ) -> PreparedDataset:
     """Return the prepared files of ``name`` and ``key``, written first if missing or damaged.
 
-    Args:
-        cache: folder for prepared files.
-        name: start of the folder's name.
-        key: text that changes whenever the rows may change.
-        splits: splits that ``read_contents`` returns.
-        read_contents: called only if files have to be written.
+    ``read_contents`` is called only if files have to be written.
     """
     digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
     folder = cache / "data" / f"{name.replace('/', '-')}-{digest}"
@@ -200,13 +195,8 @@ def encode(
 ) -> PreparedDataset:
     """Return ``dataset`` with its texts encoded, prepared now or before.
 
-    The columns ``label``, ``group`` and ``client`` are copied.
-
-    Args:
-        dataset: prepared dataset with columns of texts.
-        encoder: encoder of the task that trains on it.
-        cache: folder for prepared files.
-        progress: called with the stage and the fraction done.
+    The columns ``label``, ``group`` and ``client`` are copied. See :func:`prepare` for ``cache``
+    and ``progress``.
     """
     info, splits = dataset.info, dataset.split_names
 

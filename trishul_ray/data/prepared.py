@@ -71,21 +71,6 @@ class DatasetInfo:
         """Number of classes."""
         return len(self.classes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, which :meth:`from_json` reads."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(self).items()
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "DatasetInfo":
-        """Return the description from the values of :meth:`to_json`."""
-        fields: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
-        }
-        return cls(**fields)
-
 
 def fingerprint(columns: Mapping[str, Column]) -> str:
     """Return the hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
@@ -133,7 +118,7 @@ def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) ->
         shape = json.dumps(list(column.shape[1:]))
         fields.append(pa.field(name, values.type, nullable=False, metadata={"shape": shape}))
         arrays.append(values)
-    meta = {"format": FORMAT_VERSION, "info": info.to_json(), "fingerprint": fingerprint(columns)}
+    meta = {"format": FORMAT_VERSION, "info": asdict(info), "fingerprint": fingerprint(columns)}
     schema = pa.schema(fields, metadata={_META: json.dumps(meta).encode()})
     batch = pa.record_batch(arrays, schema=schema)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -188,7 +173,10 @@ class Split:
     @cached_property
     def info(self) -> DatasetInfo:
         """Description of the dataset."""
-        return DatasetInfo.from_json(self._meta["info"])
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in self._meta["info"].items()
+        }
+        return DatasetInfo(**values)
 
     @property
     def fingerprint(self) -> str:

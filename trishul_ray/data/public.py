@@ -35,6 +35,12 @@ from trishul_ray.errors import CorruptFileError, InputError
 #: Columns by canonical name; see :class:`~trishul_ray.data.prepared.DatasetInfo`.
 Columns = dict[str, Column]
 
+#: Columns of every split.
+Splits = Mapping[str, Columns]
+
+#: Class names, or None if the source has none.
+ClassNames = tuple[str, ...] | None
+
 
 class RowFormat(ABC):
     """How the tables of a public dataset are decoded into columns."""
@@ -50,29 +56,19 @@ class RowFormat(ABC):
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the canonical columns [N, ...] of a table; ``group`` may be raw texts.
 
-        Args:
-            table: table with :attr:`columns`.
-            where: origin of the table, for error messages.
-            progress: called with the fraction done.
+        Error messages begin with ``where``; ``progress`` is called with the fraction done.
 
         Raises:
             CorruptFileError: a column or row is malformed.
         """
 
-    def class_names(self, table: pa.Table) -> tuple[str, ...] | None:
+    def class_names(self, table: pa.Table) -> ClassNames:
         """Return the class names that the table's metadata holds, if they are complete."""
         return None
 
     @abstractmethod
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
-        """Return fields of ``DatasetInfo``, and the columns of every split as they are stored.
-
-        Args:
-            splits: decoded columns of every split.
-            names: class names that the source holds, if any.
-        """
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+        """Return fields of ``DatasetInfo``, and the columns of every split as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +101,12 @@ class ImageRows(RowFormat):
         pixels = decode_images(table, self.image, self.mode, self.size, where, progress)
         return {"pixels": pixels, "label": label}
 
-    def class_names(self, table: pa.Table) -> tuple[str, ...] | None:
+    def class_names(self, table: pa.Table) -> ClassNames:
         """Return the class names of the hub's metadata, if there is one for each class."""
         names = class_names(table, self.label)
         return names if names is not None and len(names) == self.classes else None
 
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return class names, image shape and the statistics of the training pixels."""
         mean, std = pixel_statistics(splits["train"]["pixels"])
         fields = {
@@ -151,9 +145,7 @@ class TextRows(RowFormat):
         progress(1.0)
         return columns
 
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return class names and fields."""
         return {"classes": self.classes, "fields": self.fields}, splits
 
@@ -188,9 +180,7 @@ class QuestionRows(RowFormat):
         progress(1.0)
         return columns
 
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return the names of the sub-datasets that occur, with ``group`` as int64 [N]."""
         numbered, groups = number_values(
             {split: columns["group"] for split, columns in splits.items()}, self.subsets, "group"
@@ -213,14 +203,10 @@ class Archive(Protocol):
             InputError: the folder has some of the files, but not all.
         """
 
-    def read(
-        self, files: Sequence[Path], progress: ProgressCallback
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
         """Return the columns of every split, as the row format decodes them, and class names.
 
-        Args:
-            files: result of :meth:`find`.
-            progress: called with the split and the fraction done.
+        ``progress`` is called with the split and the fraction done.
 
         Raises:
             CorruptFileError: a file is malformed; names file, member or row, and fault.
@@ -267,9 +253,7 @@ class PublicDataset:
             return f"archives:{file_signature(archive_files)}"
         return self.repo.key
 
-    def read(
-        self, hub: Path | None, progress: ProgressCallback
-    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] of every split.
 
         Raises:
@@ -280,7 +264,7 @@ class PublicDataset:
         def report(split: str, fraction: float) -> None:
             progress(f"{self.name} {split}", fraction)
 
-        splits: Mapping[str, Columns]
+        splits: Splits
         mirrored = self.repo.mirror_files(hub, tuple(self.sizes))
         archive_files = self._archive_files(hub) if mirrored is None else None
         if self.archive is not None and archive_files is not None:
@@ -300,7 +284,7 @@ class PublicDataset:
         hub: Path | None,
         mirrored: Mapping[str, Sequence[Path]] | None,
         progress: ProgressCallback,
-    ) -> tuple[dict[str, Columns], tuple[str, ...] | None, str]:
+    ) -> tuple[Splits, ClassNames, str]:
         """Return columns by split, class names and the source: the mirror's files, or the hub."""
         splits: dict[str, Columns] = {}
         names = None
@@ -334,7 +318,7 @@ class PublicDataset:
             ]
         )
 
-    def _check_sizes(self, splits: Mapping[str, Columns], where: str) -> None:
+    def _check_sizes(self, splits: Splits, where: str) -> None:
         for split, rows in self.sizes.items():
             if length(splits[split]) != rows:
                 raise CorruptFileError(
@@ -342,7 +326,7 @@ class PublicDataset:
                     f"the official {rows}: the copy is incomplete or of another version"
                 )
 
-    def _test_rows(self, splits: Mapping[str, Columns]) -> Columns:
+    def _test_rows(self, splits: Splits) -> Columns:
         parts = [dict(splits[split]) for split in self.test]
         if self.groups:
             for group, part in enumerate(parts):

@@ -123,12 +123,7 @@ def state_digest(state: Arrays) -> str:
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    Args:
-        store: the ``checkpoints`` folder of the run.
-        experiment_id: id of the experiment; checkpoints of another experiment are skipped.
-        keep: number of checkpoints to keep.
+    """The checkpoints of one run, in its ``checkpoints`` folder; the newest ``keep`` are kept.
 
     Attributes:
         skipped: one line for each file that :meth:`newest` could not use.

@@ -21,11 +21,7 @@ def learning_rates(
     ``constant`` is η, ``linear`` η (1 - p), and ``cosine`` η (1 + cos πp) / 2 (Loshchilov and
     Hutter, arXiv 1608.03983, without restarts within the span). No step has rate zero.
 
-    Args:
-        settings: the optimizer section of the experiment.
-        round_number: number of the round, from 1.
-        rounds: rounds of the run.
-        steps: local steps of a round.
+    Rounds are counted from 1.
     """
     over_run = settings.schedule_over == "run"
     total = rounds * steps if over_run else steps

@@ -33,7 +33,6 @@ from trishul_ray.federation.messages import (
     Outcome,
     SurveyJob,
     TrainJob,
-    TrainReport,
     Upload,
     as_tensors,
     changed_sources,
@@ -100,13 +99,8 @@ class RunResult:
 class Server:
     """One federated run. Call :meth:`step` until :attr:`finished`.
 
-    The constructor starts the run, or restores the newest valid checkpoint.
-
-    Args:
-        experiment: the run.
-        executor: runs the jobs.
-        checkpoints: store of the state after each round.
-        attempt: name of this run in the tracking server; a restored run keeps its name.
+    The constructor starts the run, or restores the newest valid checkpoint. ``attempt`` names the
+    run in the tracking server; a restored run keeps its name.
 
     Raises:
         RunError: the data or the backbone differ from those of the checkpoint.
@@ -167,12 +161,9 @@ class Server:
         for client, answer in zip(clients, outcome.surveys, strict=True):
             if not all(np.isfinite(array).all() for array in answer.values()):
                 raise RunError(f"the survey before round 1: client {client} sent non-finite values")
-        self.survey = {
-            key: np.mean([a[key].astype(np.float64) for a in outcome.surveys], axis=0).astype(
-                np.float32
-            )
-            for key in outcome.surveys[0]
-        }
+        for key in outcome.surveys[0]:
+            mean = np.mean([a[key].astype(np.float64) for a in outcome.surveys], axis=0)
+            self.survey[key] = mean.astype(np.float32)
         sent = sum(array.size for answer in outcome.surveys for array in answer.values())
         self.records[0] |= {"uploaded_parameters": sent, "uploaded_bytes": 4 * sent}
 
@@ -239,8 +230,8 @@ class Server:
         self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome
     ) -> dict[str, Any]:
         """Aggregate the uploads of a round into the next state and return the round's record."""
-        fed, expected = self.experiment.federation, self.blueprint.expected
-        layout = self.blueprint.layout
+        fed, layout = self.experiment.federation, self.blueprint.layout
+        expected = self.blueprint.expected
         reducer = Reducer(self.method, layout, fed.weighting, expected)
         total = self.executor.reduce(outcome.uploads, reducer)
         for client, reason in sorted(total.refused.items()):
@@ -262,7 +253,7 @@ class Server:
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
         }
         self.round = number
-        record = self._record(number, cohort, broadcast, outcome.reports, total)
+        record = self._record(number, cohort, broadcast, outcome, total)
         every = self.experiment.evaluation.diagnostics_every
         if every and (number % every == 0 or number == fed.rounds):
             valid = [u for u in sample if u.client in accepted]
@@ -279,14 +270,9 @@ class Server:
         return record
 
     def _record(
-        self,
-        number: int,
-        cohort: list[int],
-        broadcast: Arrays,
-        reports: list[TrainReport],
-        total: Partial,
+        self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome, total: Partial
     ) -> dict[str, Any]:
-        tensors = as_tensors(broadcast)
+        tensors, reports = as_tensors(broadcast), outcome.reports
         each = self.method.download_parameters(tensors, len(cohort), self.blueprint.layout)
         down = sum(each - int(r.notes["unsent"]) for r in reports)
         known = {client for record in self.records for client in record.get("clients", ())}

@@ -122,14 +122,14 @@ def _pick_device(experiment: Experiment) -> torch.device:
 
 
 def _attach(
-    backbone: torch.nn.Module,
+    module: torch.nn.Module,
     experiment: Experiment,
     method: Method,
     site: Site,
     device: torch.device,
 ) -> AdaptedModel:
     return AdaptedModel(
-        backbone,
+        module,
         method.adapters(site),
         seed=experiment.seed,
         train_head=experiment.model.train_head,
@@ -146,8 +146,8 @@ def adapt_to(bench: Workbench, survey: Arrays) -> None:
     if old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in new):
         return
     bench.site = replace(bench.site, survey=new)
-    backbone = bench.model.detach()
-    bench.model = _attach(backbone, bench.settings, bench.method, bench.site, bench.device)
+    module = bench.model.detach()
+    bench.model = _attach(module, bench.settings, bench.method, bench.site, bench.device)
     bench.initial = bench.model.initial().to(bench.device)
 
 
@@ -185,11 +185,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
 def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:
     """Draw the share of the full budget that a client can train, one of :data:`LEVELS`.
 
-    Args:
-        profile: ``federation.compute``.
-        seed: seed of the experiment.
-        client: number of the client.
-        shares: probability of each level; None takes those of the profile.
+    ``shares`` are the probabilities of the levels; by default those of the profile.
     """
     weights = np.asarray(PROFILES[profile] if shares is None else shares, dtype=np.float64)
     level = numpy_rng(seed, "capacity", client).choice(len(LEVELS), p=weights / weights.sum())
