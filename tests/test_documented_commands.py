@@ -147,7 +147,7 @@ def write(file, columns):
 
 def write_split(folder, source, split):
     """A few rows of a public dataset, in the columns its layout reads."""
-    layout, rows = source.layout, ROWS["train" if split == "train" else "test"]
+    layout, rows = source.rows, ROWS["train" if split == "train" else "test"]
     numbers = range(rows)
     if isinstance(layout, ImageRows):
         sink = io.BytesIO()
@@ -169,5 +169,5 @@ def write_split(folder, source, split):
     else:
         columns = {name: texts(rows) for name in layout.fields}
         columns["label"] = [n % len(layout.classes) for n in numbers]
-    where = source.repo.layouts[0].format(split=split).replace("*", "00000-of-00001")
+    where = source.repo.file_patterns[0].format(split=split).replace("*", "00000-of-00001")
     write(folder / source.repo.repo / where, columns)

@@ -1,3 +1,5 @@
+"""Preparation of datasets by name: sources, cache, damaged files and malformed rows."""
+
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -42,7 +44,7 @@ def write_parquet(file: Path, encoded: list[bytes | None], labels: list[int]) ->
 
 
 def mirror(hub: Path, rows: int = 4) -> Path:
-    """A mirror of a small CIFAR-100: two train shards and a test shard."""
+    """Write a mirror of a small CIFAR-100: two train shards and a test shard."""
     folder = hub / "uoft-cs/cifar100/cifar100"
     for seed, name in enumerate(
         ["train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"]
@@ -52,7 +54,7 @@ def mirror(hub: Path, rows: int = 4) -> Path:
     return folder
 
 
-def test_names_are_described():
+def test_every_name_has_a_description():
     glue = ["glue/mnli", "glue/qnli", "glue/qqp", "glue/rte", "glue/sst2"]
     public = ["20newsgroups", "cifar10", "cifar100", "digits", *glue, "mrqa", "svhn"]
     assert dataset_names() == (*public, "images", "table", "hub")
@@ -64,21 +66,26 @@ def test_names_are_described():
 
 def test_a_mirror_is_read_shard_by_shard(tmp_path):
     mirror(tmp_path / "hub")
-    told = []
+    reported = []
     data = prepare(
-        "cifar100", cache=tmp_path, hub=tmp_path / "hub", progress=lambda *step: told.append(step)
+        "cifar100",
+        cache=tmp_path,
+        hub=tmp_path / "hub",
+        progress=lambda *step: reported.append(step),
     )
-    want = np.concatenate([images(4, 0), images(4, 1)]).transpose(0, 3, 1, 2)
-    np.testing.assert_array_equal(data.train.column("pixels"), want)
+    expected = np.concatenate([images(4, 0), images(4, 1)]).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(data.train.column("pixels"), expected)
     assert data.train.labels.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert data.test.labels.tolist() == [20, 21, 22, 23]
     assert data.info.num_classes == 100 and data.info.image_shape == (3, 32, 32)
-    np.testing.assert_allclose(data.info.mean, (want / 255).mean((0, 2, 3)), atol=1e-6)
-    np.testing.assert_allclose(data.info.std, (want / 255).std((0, 2, 3)), atol=1e-6)
-    assert ("cifar100 train", 1.0) in told and all(0 <= fraction <= 1 for _, fraction in told)
+    np.testing.assert_allclose(data.info.mean, (expected / 255).mean((0, 2, 3)), atol=1e-6)
+    np.testing.assert_allclose(data.info.std, (expected / 255).std((0, 2, 3)), atol=1e-6)
+    assert ("cifar100 train", 1.0) in reported and all(
+        0 <= fraction <= 1 for _, fraction in reported
+    )
 
 
-def test_prepared_files_are_found_again_and_changed_sources_are_not_mistaken(tmp_path):
+def test_prepared_files_are_reused_until_the_source_changes(tmp_path):
     folder = mirror(tmp_path / "hub")
     first = prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
     written = first.train.path.stat().st_mtime_ns
@@ -92,24 +99,24 @@ def test_prepared_files_are_found_again_and_changed_sources_are_not_mistaken(tmp
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 def test_a_damaged_prepared_file_is_prepared_again(tmp_path, damage):
     first = prepare("digits", cache=tmp_path, hub=None)
-    path, want = first.test.path, first.fingerprint
-    whole = path.read_bytes()
+    path, fingerprint = first.test.path, first.fingerprint
+    content = path.read_bytes()
     path.unlink()
     if damage == "cut":
-        path.write_bytes(whole[:-100])
+        path.write_bytes(content[:-100])
     elif damage == "flip":
-        at = whole.index(first.test.column("pixels")[:2].tobytes())
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        at = content.index(first.test.column("pixels")[:2].tobytes())
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
     again = prepare("digits", cache=tmp_path, hub=None)
-    assert again.fingerprint == want and path.read_bytes() == whole
+    assert again.fingerprint == fingerprint and path.read_bytes() == content
     again.verify()
 
 
-def test_two_at_once_prepare_once(tmp_path):
+def test_concurrent_calls_prepare_once(tmp_path):
     mirror(tmp_path / "hub", rows=30)
     calls = []
 
-    def one(index):
+    def call(index):
         return prepare(
             "cifar100",
             cache=tmp_path,
@@ -118,10 +125,10 @@ def test_two_at_once_prepare_once(tmp_path):
         )
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(one, range(4)))
+        datasets = list(pool.map(call, range(4)))
     assert len(set(calls)) == 1
-    assert len({data.fingerprint for data in found}) == 1
-    assert not list(found[0].folder.glob("*.tmp"))
+    assert len({data.fingerprint for data in datasets}) == 1
+    assert not list(datasets[0].folder.glob("*.tmp"))
 
 
 BAD_ROWS = {
@@ -137,7 +144,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_is_named_by_file_row_and_fault(tmp_path, case):
+def test_a_malformed_row_is_reported_with_file_row_and_fault(tmp_path, case):
     encoded, labels, message = BAD_ROWS[case]
     folder = mirror(tmp_path / "hub")
     (folder / "train-00001-of-00002.parquet").unlink()
@@ -158,21 +165,21 @@ def test_a_bad_row_is_named_by_file_row_and_fault(tmp_path, case):
         ({"img": [{"bytes": b"x"}] * 2, "fine_label": [1, None]}, "row 1: fine_label is null"),
     ],
 )
-def test_wrong_columns_are_named(tmp_path, table, message):
+def test_wrong_columns_are_reported(tmp_path, table, message):
     folder = mirror(tmp_path / "hub")
     pq.write_table(pa.table(table), folder / "train-00000-of-00002.parquet")
     with pytest.raises(CorruptFileError, match=message):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
 
 
-def test_truncated_parquet_is_named(tmp_path):
+def test_a_truncated_parquet_file_is_reported(tmp_path):
     file = mirror(tmp_path / "hub") / "train-00000-of-00002.parquet"
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(CorruptFileError, match=r"train-00000-of-00002.parquet: not a readable"):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_missing_names_and_folders_are_reported(tmp_path):
     with pytest.raises(InputError, match=r"data.name='cifar101' is unknown.*mean cifar10"):
         prepare("cifar101", cache=tmp_path, hub=None)
     with pytest.raises(InputError, match=r"storage.hub or TRISHUL_HUB\) is not a folder"):
@@ -187,26 +194,31 @@ def test_what_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("with_mirror", [False, True])
-def test_without_network_one_line_says_where_it_was_looked_for(tmp_path, monkeypatch, with_mirror):
+def test_without_network_one_line_names_the_places_searched(tmp_path, monkeypatch, with_mirror):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     hub = tmp_path / "hub" if with_mirror else None
     if hub is not None:
         (hub / "archives").mkdir(parents=True)
     with pytest.raises(InputError) as caught:
         prepare("cifar100", cache=tmp_path, hub=hub)
-    said = str(caught.value)
-    looked = f"mirror {hub} does not hold it, {hub}/archives has no cifar-100-python.tar.gz"
-    assert said.startswith("dataset cifar100 (uoft-cs/cifar100) not found: ") and "\n" not in said
-    assert (looked if with_mirror else "no mirror is set") in said
-    # The variable, what it should lead to, and the command.
-    assert "set TRISHUL_HUB or storage.hub to a folder with " in said
-    assert "uoft-cs/cifar100/cifar100/train-*.parquet or archives/cifar-100-python.tar.gz" in said
-    assert "or run `trishul datasets cifar100` once with internet" in said
+    message = str(caught.value)
+    searched = f"mirror {hub} does not have it, {hub}/archives has no cifar-100-python.tar.gz"
+    assert (
+        message.startswith("dataset cifar100 (uoft-cs/cifar100) not found: ")
+        and "\n" not in message
+    )
+    assert (searched if with_mirror else "no mirror is set") in message
+    # The variable to set, the files that the folder needs, and the command.
+    assert "set TRISHUL_HUB or storage.hub to a folder with " in message
+    assert (
+        "uoft-cs/cifar100/cifar100/train-*.parquet or archives/cifar-100-python.tar.gz" in message
+    )
+    assert "or run `trishul datasets cifar100` once with internet access" in message
 
 
 @pytest.mark.parametrize("fetch", [None, "cifar100/{split}-*.parquet"])
-def test_the_hub_path_gives_what_the_mirror_path_gives(tmp_path, monkeypatch, fetch):
-    """`load_dataset` on a folder laid out as the hub's repository, card included."""
+def test_the_hub_and_a_mirror_give_the_same_rows(tmp_path, monkeypatch, fetch):
+    """``load_dataset`` reads a folder with the layout of the hub's repository, card included."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     folder = mirror(tmp_path / "hub")
     (folder.parent / "README.md").write_text(

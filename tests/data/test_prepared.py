@@ -1,3 +1,5 @@
+"""Prepared files: written and read back, mapped, pickled, verified."""
+
 import pickle
 
 import numpy as np
@@ -35,19 +37,19 @@ def split(tmp_path):
 
 
 def test_what_is_written_is_read_back(split):
-    want = columns()
+    expected = columns()
     assert len(split) == 7
     assert split.info == INFO
     assert split.columns == ("pixels", "label")
-    for name in want:
-        np.testing.assert_array_equal(split.column(name), want[name])
-        assert split.column(name).dtype == want[name].dtype
-    np.testing.assert_array_equal(split.labels, want["label"])
-    assert split.fingerprint == fingerprint(want)
+    for name in expected:
+        np.testing.assert_array_equal(split.column(name), expected[name])
+        assert split.column(name).dtype == expected[name].dtype
+    np.testing.assert_array_equal(split.labels, expected["label"])
+    assert split.fingerprint == fingerprint(expected)
     split.verify()
 
 
-def test_columns_are_read_only_views_on_the_file(split):
+def test_columns_are_read_only_views_of_the_file(split):
     for name in split.columns:
         view = split.column(name)
         assert not view.flags.owndata and not view.flags.writeable
@@ -58,19 +60,19 @@ def test_columns_are_read_only_views_on_the_file(split):
 
 @settings(deadline=None, max_examples=20)
 @given(rows=st.lists(st.integers(0, 6), max_size=9))
-def test_a_batch_is_the_rows_in_that_order(tmp_path_factory, rows):
+def test_a_batch_has_the_rows_in_the_order_of_the_indices(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("split")
     write_split(folder / "x.arrow", columns(), INFO)
     batch = Split(folder / "x.arrow").batch(np.array(rows, dtype=np.int64))
-    want = columns()
+    expected = columns()
     assert batch["pixels"].shape == (len(rows), 3, 4, 5) and batch["pixels"].dtype == torch.uint8
     assert batch["label"].dtype == torch.int64
-    np.testing.assert_array_equal(batch["pixels"].numpy(), want["pixels"][rows])
-    np.testing.assert_array_equal(batch["label"].numpy(), want["label"][rows])
+    np.testing.assert_array_equal(batch["pixels"].numpy(), expected["pixels"][rows])
+    np.testing.assert_array_equal(batch["label"].numpy(), expected["label"][rows])
 
 
 @pytest.mark.parametrize("index", [-1, 7])
-def test_a_batch_refuses_rows_that_are_not_there(split, index):
+def test_a_batch_rejects_indices_out_of_range(split, index):
     with pytest.raises(IndexError, match=r"0\.\.6"):
         split.batch(np.array([0, index]))
 
@@ -80,7 +82,7 @@ def test_a_batch_is_a_copy(split):
     split.verify()
 
 
-def test_pickles_are_paths(tmp_path):
+def test_pickles_hold_paths_alone(tmp_path):
     for name in ("train", "test"):
         write_split(tmp_path / f"{name}.arrow", columns(1000), INFO)
     dataset = PreparedDataset(tmp_path, ("train", "test"))
@@ -92,7 +94,7 @@ def test_pickles_are_paths(tmp_path):
     np.testing.assert_array_equal(again.train.labels, dataset.train.labels)
 
 
-def test_the_fingerprint_tells_columns_apart():
+def test_the_fingerprint_depends_on_values_and_shapes():
     base = columns()
     other = {**base, "label": base["label"] + 1}
     reshaped = {**base, "pixels": base["pixels"].reshape(7, 3, 5, 4)}
@@ -100,14 +102,14 @@ def test_the_fingerprint_tells_columns_apart():
     assert fingerprint(base) == fingerprint(dict(reversed(base.items())))
 
 
-def test_writing_is_repeatable_and_leaves_nothing_beside(tmp_path):
+def test_writing_is_repeatable_and_leaves_no_temporary_files(tmp_path):
     write_split(tmp_path / "a.arrow", columns(), INFO)
     write_split(tmp_path / "b.arrow", columns(), INFO)
     assert (tmp_path / "a.arrow").read_bytes() == (tmp_path / "b.arrow").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.arrow", "b.arrow"]
 
 
-def test_faults_are_named(tmp_path, split):
+def test_missing_columns_splits_and_files_are_reported(tmp_path, split):
     with pytest.raises(InputError, match=r"no column 'img'.*pixels, label"):
         split.column("img")
     with pytest.raises(InputError, match=r"no split 'dev'.*train, test"):
@@ -116,14 +118,14 @@ def test_faults_are_named(tmp_path, split):
         len(Split(tmp_path / "gone.arrow"))
 
 
-def test_corrupt_files_are_named(tmp_path, split):
-    whole = split.path.read_bytes()
+def test_corrupt_files_are_reported(tmp_path, split):
+    content = split.path.read_bytes()
     cut = tmp_path / "cut.arrow"
-    cut.write_bytes(whole[: len(whole) // 2])
+    cut.write_bytes(content[: len(content) // 2])
     with pytest.raises(CorruptFileError, match=r"cut\.arrow is unreadable"):
         len(Split(cut))
-    at = whole.index(columns()["pixels"].tobytes()) + 11
+    at = content.index(columns()["pixels"].tobytes()) + 11
     flipped = tmp_path / "flipped.arrow"
-    flipped.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    flipped.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     with pytest.raises(CorruptFileError, match=r"flipped\.arrow: its bytes have changed"):
         Split(flipped).verify()

@@ -1,4 +1,4 @@
-"""Text and question datasets from a mirror: what is read, counted and refused."""
+"""Text and question datasets from a mirror: rows, groups and malformed files."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def write(hub: Path, where: str, columns: dict[str, list]) -> Path:
 NEWS = {"text": ["caf\u00e9", ""], "label": [19, 0], "label_text": ["x", "y"]}
 
 
-def test_newsgroups_in_parquet_or_as_the_hubs_json_lines(tmp_path):
+def test_newsgroups_are_read_from_parquet_and_from_json_lines(tmp_path):
     for split in ("train", "test"):
         write(tmp_path / "a", f"SetFit/20_newsgroups/data/{split}", NEWS)
         lines = [
@@ -43,11 +43,11 @@ def test_newsgroups_in_parquet_or_as_the_hubs_json_lines(tmp_path):
     assert lines.fingerprint == data.fingerprint
 
 
-def test_mnli_test_rows_are_both_validation_splits_in_groups(tmp_path):
+def test_both_validation_splits_of_mnli_are_groups_of_test_rows(tmp_path):
     rows = {"premise": ["p"], "hypothesis": ["h"], "label": [1], "idx": [0]}
     for split in ("train", "validation_matched", "validation_mismatched"):
         write(tmp_path, f"nyu-mll/glue/mnli/{split}", rows | {"premise": [split]})
-    # Its unlabelled test split is not read.
+    # The unlabelled test split is not read.
     write(tmp_path, "nyu-mll/glue/mnli/test_matched", rows | {"label": [-1]})
     data = prepare("glue/mnli", cache=tmp_path, hub=tmp_path)
     assert data.test.texts("premise").to_pylist() == ["validation_matched", "validation_mismatched"]
@@ -64,7 +64,7 @@ QA = {
 }
 
 
-def test_mrqa_subsets_are_groups_in_the_official_order(tmp_path):
+def test_subsets_of_mrqa_are_groups_in_the_official_order(tmp_path):
     write(tmp_path, "mrqa-workshop/mrqa/data/train", QA)
     write(tmp_path, "mrqa-workshop/mrqa/data/validation", {k: v[2:] for k, v in QA.items()})
     data = prepare("mrqa", cache=tmp_path, hub=tmp_path)
@@ -113,7 +113,7 @@ def test_mrqa_subsets_are_groups_in_the_official_order(tmp_path):
         ("mrqa", "mrqa-workshop/mrqa/data", {"subset": ["x"]}, "no column 'question'"),
     ],
 )
-def test_a_malformed_mirror_is_named_by_file_and_row(tmp_path, name, where, columns, message):
+def test_a_malformed_mirror_is_reported_with_file_and_row(tmp_path, name, where, columns, message):
     file = write(tmp_path, f"{where}/train", columns)
     for split in ("test", "validation"):
         write(tmp_path, f"{where}/{split}", columns)
@@ -122,7 +122,7 @@ def test_a_malformed_mirror_is_named_by_file_and_row(tmp_path, name, where, colu
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_texts_that_are_not_utf8_are_named(tmp_path):
+def test_texts_that_are_not_utf8_are_reported(tmp_path):
     bad = pa.array([b"ok", b"\xff\xfe"], pa.binary()).view(pa.string())
     for split in ("train", "test"):
         write(tmp_path, f"SetFit/20_newsgroups/data/{split}", {"text": bad, "label": [0, 1]})
@@ -131,7 +131,7 @@ def test_texts_that_are_not_utf8_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("source", PUBLIC, ids=lambda source: source.name)
-def test_every_dataset_is_pinned_counted_and_named_where_it_is_not_found(
+def test_every_dataset_is_pinned_and_reported_with_its_sources_if_not_found(
     source, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
@@ -140,10 +140,10 @@ def test_every_dataset_is_pinned_counted_and_named_where_it_is_not_found(
     (tmp_path / "hub").mkdir()
     with pytest.raises(InputError) as caught:
         prepare(source.name, cache=tmp_path, hub=tmp_path / "hub")
-    said = str(caught.value)
+    message = str(caught.value)
     for part in (source.repo.repo, source.archive.title, "TRISHUL_HUB", "trishul datasets"):
-        assert part in said
-    assert "\n" not in said and "OfflineModeIsEnabled" in said
+        assert part in message
+    assert "\n" not in message and "OfflineModeIsEnabled" in message
 
 
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))
@@ -187,9 +187,9 @@ def test_real_questions(cache):
     for split in (data.train, data.test):
         answers = split.texts("answers").to_pylist()
         contexts = split.texts("context").to_pylist()
-        # Extractive: an answer stands in the context.
-        held = [
+        # Extractive: the context contains an answer.
+        extractive = [
             any(answer in context for answer in json.loads(text))
             for text, context in zip(answers, contexts, strict=True)
         ]
-        assert np.mean(held) > 0.99
+        assert np.mean(extractive) > 0.99

@@ -130,7 +130,7 @@ def test_a_run_without_a_sound_checkpoint_says_that_it_starts_over(trishul_here,
         file.write_bytes(file.read_bytes()[:100])
     code, _, error = trishul_here("run", *TINY)
     assert code == 0, error
-    assert "no sound checkpoint is left: the run starts over" in error
+    assert "no valid checkpoint is left: the run starts over" in error
     after = json.loads((home / "result.json").read_text())
     assert after["state_sha256"] == before["state_sha256"]
 

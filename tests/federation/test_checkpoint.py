@@ -1,4 +1,8 @@
-"""Checkpoints: whole or not at all, newest sound one wins, corrupt ones are named."""
+"""Checkpoints: complete or absent, the newest valid one is used, corrupt ones are reported."""
+
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -27,18 +31,18 @@ def store(tmp_path):
 
 def test_round_trip(store):
     store.save(make(1))
-    found = store.newest()
+    restored = store.newest()
     original = make(1)
-    assert (found.round, found.attempt, found.records) == (1, "a1", original.records)
-    np.testing.assert_array_equal(found.state["shared"], original.state["shared"])
+    assert (restored.round, restored.attempt, restored.records) == (1, "a1", original.records)
+    np.testing.assert_array_equal(restored.state["shared"], original.state["shared"])
     np.testing.assert_array_equal(
-        found.client_states[3]["variate"], original.client_states[3]["variate"]
+        restored.client_states[3]["variate"], original.client_states[3]["variate"]
     )
-    np.testing.assert_array_equal(found.spectra["before"], original.spectra["before"])
-    np.testing.assert_array_equal(found.matrices["covariance"], np.ones((1, 2, 2)))
+    np.testing.assert_array_equal(restored.spectra["before"], original.spectra["before"])
+    np.testing.assert_array_equal(restored.matrices["covariance"], np.ones((1, 2, 2)))
 
 
-def test_keeps_the_newest_and_replaces_a_round(store):
+def test_the_newest_are_kept_and_a_round_is_replaced(store):
     for number in (1, 2, 3):
         store.save(make(number))
     store.save(make(3, fill=2.0))
@@ -48,7 +52,7 @@ def test_keeps_the_newest_and_replaces_a_round(store):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_a_corrupt_one_is_named_and_the_one_before_is_used(store, damage, tmp_path):
+def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(store, damage, tmp_path):
     store.save(make(1))
     name = store.save(make(2))
     path = tmp_path / "checkpoints" / name
@@ -66,21 +70,51 @@ def test_a_corrupt_one_is_named_and_the_one_before_is_used(store, damage, tmp_pa
     assert "corrupt" in store.skipped[0]
 
 
-def test_another_experiments_checkpoint_is_not_taken(store, tmp_path):
+def test_a_checkpoint_of_another_experiment_is_skipped(store, tmp_path):
     store.save(make(1))
     other = CheckpointStore(Store.open(str(tmp_path / "checkpoints")), "xyz")
     assert other.newest() is None
     assert "belongs to experiment abc" in other.skipped[0]
 
 
-def test_a_leftover_of_a_killed_write_is_not_seen(store, tmp_path):
+def test_a_temporary_file_of_a_killed_write_is_ignored(store, tmp_path):
     store.save(make(1))
     (tmp_path / "checkpoints" / ".round-000002-00.safetensors.1234.tmp").write_bytes(b"half")
     assert store.newest().round == 1
     assert store.skipped == []
 
 
-def test_digest_sees_names_types_and_values():
+def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path):
+    script = (
+        "import sys, numpy as np\n"
+        "from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore\n"
+        "from trishul_ray.storage import Store\n"
+        "store = CheckpointStore(Store.open(sys.argv[1]), 'x')\n"
+        "restored = store.newest()\n"
+        "number = restored.round if restored else 0\n"
+        "while True:\n"
+        "    number += 1\n"
+        "    state = {'shared': np.full(2_000_000, number, np.float32)}\n"
+        "    store.save(Checkpoint('x', 'a', number, state))\n"
+        "    print(number, flush=True)\n"
+    )
+    store = CheckpointStore(Store.open(str(tmp_path)), "x")
+    rng = np.random.default_rng()
+    for _ in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        saved = int(writer.stdout.readline())
+        time.sleep(rng.uniform(0, 0.1))
+        writer.kill()
+        saved = max([saved, *map(int, writer.communicate()[0].split())])
+        restored = store.newest()
+        assert restored.round >= saved
+        assert store.skipped == []
+        assert set(restored.state["shared"].tolist()) == {float(restored.round)}
+
+
+def test_the_digest_depends_on_names_dtypes_and_values():
     base = {"a": np.zeros(3, np.float32)}
     assert state_digest(base) == state_digest({"a": np.zeros(3, np.float32)})
     assert state_digest(base) != state_digest({"b": np.zeros(3, np.float32)})

@@ -1,4 +1,4 @@
-"""Settings of a run: in force inside, restored after; the same bytes on a GPU."""
+"""Settings of a run: active inside the block, restored after it; the same bytes on a GPU."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from trishul_ray.federation.prepare import prepare_run
 
 
 def settings():
-    """What torch computes with now."""
+    """Return the current settings of torch."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return {
         "threads": torch.get_num_threads(),
@@ -35,7 +35,7 @@ def settings():
     }
 
 
-def in_force(threads, tf32):
+def expected_settings(threads, tf32):
     return {
         "threads": threads,
         "deterministic": True,
@@ -61,10 +61,10 @@ def experiment(threads=2, precision="fp32"):
 
 @pytest.fixture
 def ambient():
-    """Settings of a caller that are all other than a run's; the process's own come back after."""
+    """Set all settings to other values than a run's; restore the old ones at the end."""
     run = experiment(torch.get_num_threads() + 1)
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    with deterministic(run):  # restores whatever this test sets
+    with deterministic(run):  # restores the settings of the process
         torch.set_num_threads(1)
         torch.set_deterministic_debug_mode(0)
         torch.utils.deterministic.fill_uninitialized_memory = True
@@ -78,17 +78,17 @@ def ambient():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_a_runs_settings_are_in_force_inside_and_restored_after(ambient, precision):
+def test_a_runs_settings_are_active_inside_and_restored_after(ambient, precision):
     run = experiment(3, precision)
-    wanted = in_force(3, precision == "tf32")
-    assert all(ambient[name] != wanted[name] for name in wanted.keys() - {
+    expected = expected_settings(3, precision == "tf32")
+    assert all(ambient[name] != expected[name] for name in expected.keys() - {
         "warn only", "plain attention", "tf32 products", "tf32 convolutions",
     })  # fmt: skip
     with deterministic(run):
-        assert settings() == wanted
+        assert settings() == expected
         with deterministic(experiment(2)):
-            assert settings() == in_force(2, False)
-        assert settings() == wanted
+            assert settings() == expected_settings(2, False)
+        assert settings() == expected
     assert settings() == ambient
     with pytest.raises(ZeroDivisionError), deterministic(run):
         raise ZeroDivisionError
@@ -96,29 +96,31 @@ def test_a_runs_settings_are_in_force_inside_and_restored_after(ambient, precisi
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named():
-    where, what = torch.tensor([0, 0]), torch.tensor([1.0, 2.0])
-    torch.zeros(3).put_(where, what)
-    named = r"^no reproducible kernel .*: put_ does not have a deterministic implementation; .*cpu$"
-    with pytest.raises(RunError, match=named), deterministic(experiment()):
-        torch.zeros(3).put_(where, what)
+    index, values = torch.tensor([0, 0]), torch.tensor([1.0, 2.0])
+    torch.zeros(3).put_(index, values)
+    message = (
+        r"^no reproducible kernel .*: put_ does not have a deterministic implementation; .*cpu$"
+    )
+    with pytest.raises(RunError, match=message), deterministic(experiment()):
+        torch.zeros(3).put_(index, values)
     with pytest.raises(RuntimeError, match="shape"), deterministic(experiment()):
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
-@pytest.mark.parametrize("module", ["cli", "federation.client", "federation.coordinator"])
+@pytest.mark.parametrize("module", ["cli", "federation.on_ray.actors"])
 def test_the_environment_is_set_before_torch_is_imported(module):
-    """Commands and actors: OpenMP reads its settings when torch loads, cuBLAS with CUDA."""
+    """OpenMP reads its settings when torch is loaded, cuBLAS at the first CUDA call."""
     code = (
         "import os, sys\n"
         f"import trishul_ray.{module}\n"
         f"print([os.environ.get(name) for name in {list(ENVIRONMENT)}], 'torch' in sys.modules)"
     )
     first, *others = ENVIRONMENT
-    given = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT} | {first: ":16:8"}
+    environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT} | {first: ":16:8"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    # What the user has set stays.
+    # A variable that the user has set keeps its value.
     assert done.stdout.strip() == f"{[':16:8', *(ENVIRONMENT[name] for name in others)]} False"
 
 
@@ -159,11 +161,11 @@ def test_attention_and_its_gradient_repeat_on_a_gpu(dtype, masked):
         for _ in range(3)
     )
     mask = torch.zeros(8, 1, 197, 197, device="cuda", dtype=dtype) if masked else None
-    found = []
+    repeats = []
     for _ in range(5):
         with deterministic(experiment()):
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-        found.append([tensor.detach().cpu() for tensor in (out, *gradients)])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        repeats.append([tensor.detach().cpu() for tensor in (out, *gradients)])
+    for other in repeats[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(repeats[0], other, strict=True))

@@ -1,4 +1,4 @@
-"""Learning rates by local step, gradient clipping, and what follows them."""
+"""Learning rates by local step, gradient clipping, and what depends on them."""
 
 import math
 
@@ -27,17 +27,17 @@ def rates_of(settings, rounds, steps):
 
 
 @given(SPANS, st.floats(1e-6, 1.0))
-def test_constant_is_the_rate_itself(span, lr):
+def test_the_constant_schedule_is_the_learning_rate(span, lr):
     assert (rates_of(OptimizerConfig(lr=lr), *span) == lr).all()
 
 
 @given(SPANS, st.floats(0, 0.95), st.sampled_from(["linear", "cosine"]))
-def test_a_run_falls_as_torch_schedulers_do(span, warmup, name):
-    """The same closed form by torch's own schedulers, stepped once per local step."""
+def test_decay_over_a_run_matches_torch_schedulers(span, warmup, name):
+    """torch's schedulers have the same closed form, stepped once per local step."""
     rounds, steps = span
     total = rounds * steps
     settings = OptimizerConfig(lr=0.5, schedule=name, warmup=warmup)
-    found = rates_of(settings, rounds, steps).ravel()
+    rates = rates_of(settings, rounds, steps).ravel()
     rise = math.ceil(warmup * total)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     fall = total - rise
@@ -50,14 +50,14 @@ def test_a_run_falls_as_torch_schedulers_do(span, warmup, name):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         after.step()
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-    assert (found > 0).all()
+    np.testing.assert_allclose(rates, expected, rtol=1e-9, atol=1e-12)
+    assert (rates > 0).all()
 
 
-def test_over_a_round_each_begins_anew():
+def test_a_schedule_over_a_round_restarts_in_each_round():
     settings = OptimizerConfig(lr=1.0, schedule="linear", schedule_over="round", warmup=0.5)
-    found = rates_of(settings, 3, 4)
-    np.testing.assert_allclose(found, [[0.5, 1.0, 1.0, 0.5]] * 3)
+    rates = rates_of(settings, 3, 4)
+    np.testing.assert_allclose(rates, [[0.5, 1.0, 1.0, 0.5]] * 3)
 
 
 SHORT = [
@@ -93,10 +93,10 @@ def round_of(experiment, number):
     return bench, upload.arrays["shared"], report
 
 
-def test_a_step_moves_by_its_own_rate(short):
+def test_a_step_uses_its_own_rate(short):
     """Adam's first step is η times a sign, so one local step shows the round's rate."""
-    words = ["method=ffalora", "optimizer.schedule=linear", "optimizer.lr=0.01"]
-    experiment = short(*words, "federation.local_steps=1", "federation.rounds=4")
+    overrides = ["method=ffalora", "optimizer.schedule=linear", "optimizer.lr=0.01"]
+    experiment = short(*overrides, "federation.local_steps=1", "federation.rounds=4")
     moved = []
     for number in (1, 2, 4):
         bench, shared, _ = round_of(experiment, number)
@@ -123,8 +123,14 @@ def test_the_threshold_follows_the_rate(short, every):
 
 def test_scaffolds_variate_is_the_mean_gradient_under_a_schedule(short):
     """By option II and a schedule: the mean of raw gradients, each with its step's rate."""
-    words = ["method=scaffold", "optimizer.name=sgd", "optimizer.lr=0.01", "optimizer.warmup=0.9"]
-    experiment = short(*words)
+    overrides = [
+        "method=scaffold",
+        "method.option=II",
+        "optimizer.name=sgd",
+        "optimizer.lr=0.01",
+        "optimizer.warmup=0.9",
+    ]
+    experiment = short(*overrides)
     executor = InlineExecutor(experiment, prepare_run(experiment))
     bench, seen = executor.bench, []
     broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {})
@@ -138,10 +144,15 @@ def test_scaffolds_variate_is_the_mean_gradient_under_a_schedule(short):
 
 
 def test_a_gradient_is_clipped_to_the_norm(short):
-    words = ["method=ffalora", "optimizer.name=sgd", "optimizer.lr=1", "federation.local_steps=1"]
+    options = [
+        "method=ffalora",
+        "optimizer.name=sgd",
+        "optimizer.lr=1",
+        "federation.local_steps=1",
+    ]
 
-    def moved(*overrides):
-        bench, shared, _ = round_of(short(*words, *overrides), 1)
+    def moved(*more):
+        bench, shared, _ = round_of(short(*options, *more), 1)
         return shared - bench.method.pack(bench.model.layout, bench.initial).numpy()
 
     free, clipped = moved(), moved("optimizer.clip_norm=0.001")
@@ -152,10 +163,10 @@ def test_a_gradient_is_clipped_to_the_norm(short):
 
 
 def test_a_resumed_run_has_the_same_bytes(short, tmp_path, drive_to_end):
-    words = ["optimizer.schedule=cosine", "optimizer.warmup=0.2", "optimizer.clip_norm=0.5"]
+    overrides = ["optimizer.schedule=cosine", "optimizer.warmup=0.2", "optimizer.clip_norm=0.5"]
     digests = []
     for name, stopped in (("whole", False), ("parts", True)):
-        experiment = short(*words, f"storage.runs={tmp_path / name}")
+        experiment = short(*overrides, f"storage.runs={tmp_path / name}")
         if stopped:
             first = InlineDriver(experiment, prepare_run(experiment), "a")
             first.begin()
@@ -170,7 +181,7 @@ def test_a_resumed_run_has_the_same_bytes(short, tmp_path, drive_to_end):
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("optimizer.schedule=step", "should be 'constant', 'linear' or 'cosine'"),
         ("optimizer.warmup=1", "optimizer.warmup=1: input should be less than 1"),
@@ -178,14 +189,14 @@ def test_a_resumed_run_has_the_same_bytes(short, tmp_path, drive_to_end):
         ("optimizer.schedule_over=epoch", "should be 'run' or 'round'"),
     ],
 )
-def test_nonsense_is_one_line(override, says):
+def test_invalid_options_are_reported_in_one_line(override, message):
     with pytest.raises(InputError) as caught:
         load_experiment(None, [override])
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "word", ["schedule=linear", "warmup=0.1", "clip_norm=1", "schedule_over=round"]
+    "option", ["schedule=linear", "warmup=0.1", "clip_norm=1", "schedule_over=round"]
 )
-def test_each_is_part_of_the_identity(word):
-    assert load_experiment(None, [f"optimizer.{word}"]).id != load_experiment().id
+def test_each_option_is_part_of_the_identity(option):
+    assert load_experiment(None, [f"optimizer.{option}"]).id != load_experiment().id

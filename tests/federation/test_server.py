@@ -1,29 +1,24 @@
-"""The server, inline: judged uploads, quorum, resume over corrupt and half-written checkpoints."""
-
-import subprocess
-import sys
-import time
+"""The server, inline: validation of uploads, quorum, resume past a corrupt checkpoint."""
 
 import numpy as np
 import pytest
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints
+from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import capacity
-from trishul_ray.storage import Store
 
 
 class Faulty(InlineExecutor):
-    """Some clients' uploads are spoilt on the way, in one round."""
+    """Replaces the uploads of the first clients by NaN."""
 
-    spoilt: tuple[int, ...] = ()
+    spoilt = 0
 
     def run(self, broadcast, jobs):
         outcome = super().run(broadcast, jobs)
-        for upload in outcome.uploads[: len(self.spoilt)]:
+        for upload in outcome.uploads[: self.spoilt]:
             upload.arrays["shared"] = np.full_like(upload.arrays["shared"], np.nan)
         return outcome
 
@@ -32,30 +27,30 @@ def serve(experiment, spoilt):
     executor = Faulty(experiment, prepare_run(experiment))
     server = Server(experiment, executor, open_checkpoints(experiment), "a")
     server.step()
-    executor.spoilt = (0,) * spoilt
+    executor.spoilt = spoilt
     return server
 
 
-def test_a_spoilt_upload_is_left_out_counted_and_named(small):
+def test_an_invalid_upload_is_left_out_recorded_and_reported(small):
     experiment = small("resources.backend=inline")
     server = serve(experiment, spoilt=1)
-    server.step()
+    report = server.step()
     record = server.records[2]
     first = record["clients"][0]
     assert list(record["refused"]) == [str(first)]
-    assert f"upload of client {first} refused: shared holds" in server.progress().events[-1]
+    assert f"upload of client {first} rejected: shared holds" in report.events[-1]
     assert np.isfinite(server.state["shared"]).all()
 
 
-def test_below_the_quorum_the_run_fails_and_keeps_its_state(small):
+def test_below_the_quorum_the_run_fails_and_keeps_its_checkpoint(small):
     experiment = small("resources.backend=inline")
     server = serve(experiment, spoilt=2)
-    with pytest.raises(RunError, match=r"round 2: only 1 of 3 uploads are sound"):
+    with pytest.raises(RunError, match=r"round 2: only 1 of 3 uploads are valid"):
         server.step()
     assert open_checkpoints(experiment).newest().round == 1
 
 
-def test_a_corrupt_checkpoint_is_named_and_the_one_before_continues(
+def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(
     small, inline_result, assert_same, drive_to_end, tmp_path
 ):
     experiment = small("resources.backend=inline")
@@ -71,36 +66,6 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_continues(
     assert events[0] == f"checkpoint {newest.name} is corrupt (checksum differs): skipped"
     assert events[1] == "continuing after round 1"
     assert_same(result, inline_result(experiment))
-
-
-def test_killed_while_writing_a_checkpoint_the_one_before_is_there(tmp_path):
-    script = (
-        "import sys, numpy as np\n"
-        "from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore\n"
-        "from trishul_ray.storage import Store\n"
-        "store = CheckpointStore(Store.open(sys.argv[1]), 'x')\n"
-        "found = store.newest()\n"
-        "number = found.round if found else 0\n"
-        "while True:\n"
-        "    number += 1\n"
-        "    state = {'shared': np.full(2_000_000, number, np.float32)}\n"
-        "    store.save(Checkpoint('x', 'a', number, state))\n"
-        "    print(number, flush=True)\n"
-    )
-    store = CheckpointStore(Store.open(str(tmp_path)), "x")
-    rng = np.random.default_rng()
-    for _ in range(3):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        saved = int(writer.stdout.readline())
-        time.sleep(rng.uniform(0, 0.1))
-        writer.kill()
-        saved = max([saved, *map(int, writer.communicate()[0].split())])
-        found = store.newest()
-        assert found.round >= saved
-        assert store.skipped == []
-        assert set(found.state["shared"].tolist()) == {float(found.round)}
 
 
 @pytest.mark.gpu
@@ -119,8 +84,8 @@ def test_a_slice_of_a_gpu_is_enforced_on_the_device():
 
 
 @pytest.mark.parametrize("method", ["ravan", "trishul"])
-def test_full_and_limited_clients_stand_in_one_cohort(small, inline_result, method):
-    # A client of full capacity sends no mask: the diagnostics see it beside those that do.
+def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method):
+    # A client of full capacity sends no mask, a limited one does.
     experiment = small(
         f"method={method}",
         "federation.compute=uniform",

@@ -132,7 +132,7 @@ def test_a_run_under_way_does_not_go_on_with_other_sources(trishul, place, chang
     code, said = trishul("run", *WORDS)
     told = " ".join(said.split())
     assert code == 1
-    assert f"run {experiment.id} began with other {named} than are there now: put back" in told
+    assert f"run {experiment.id} was started with other {named}: restore the original, or" in told
     assert not list(place.glob("runs/*/result.json"))
     code, said = trishul("run", *WORDS, "--fresh")
     assert code == 0 and "continuing" not in said

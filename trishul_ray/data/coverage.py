@@ -1,4 +1,4 @@
-"""How much of a dataset a run trains on and is scored on, of how many official rows."""
+"""How many of a dataset's official rows a run trains on and is scored on."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,13 +8,13 @@ from trishul_ray.data.prepared import PreparedDataset
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one split.
+class RowCounts:
+    """Numbers of rows of one split.
 
     Attributes:
-        used: trained on, or scored.
-        held: what the source holds.
-        official: what the published dataset has; ``held`` for one's own data, whole by definition.
+        used: rows that are trained on, or scored.
+        held: rows that the source holds.
+        official: rows of the published dataset; for the user's own data, the same as ``held``.
     """
 
     used: int
@@ -22,37 +22,37 @@ class Rows:
     official: int
 
     def __str__(self) -> str:
-        """Return ``60 of 363,846``, or ``363,846`` where all are used."""
-        whole = self.used == self.official
-        return f"{self.used:,}" if whole else f"{self.used:,} of {self.official:,}"
+        # "60 of 363,846", or "363,846" if all are used.
+        complete = self.used == self.official
+        return f"{self.used:,}" if complete else f"{self.used:,} of {self.official:,}"
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a run's scores are scores of.
+    """The rows behind a run's scores.
 
     Attributes:
         dataset: name of the dataset.
-        source: where the rows came from.
-        revision: commit of the hub's repository; None where it is unknown or there is none.
-        train: rows the clients train on.
+        source: origin of the rows.
+        revision: commit of the hub's repository; None if unknown or not from the hub.
+        train: rows that the clients train on.
         test: rows that are scored.
     """
 
     dataset: str
     source: str
     revision: str | None
-    train: Rows
-    test: Rows
+    train: RowCounts
+    test: RowCounts
 
     @property
     def part(self) -> bool:
-        """Return whether training or scoring saw other than all the official rows."""
+        """Whether training or scoring uses other than all official rows."""
         return any(rows.used != rows.official for rows in (self.train, self.test))
 
     @property
     def sentence(self) -> str:
-        """Return dataset, rows, source and revision in one line."""
+        """Dataset, rows, source and revision in one line."""
         unknown = self.revision is None and self.source.startswith(("hub:", "mirror:"))
         return (
             f"{'part' if self.part else 'all'} of {self.dataset}: {self.train} training rows, "
@@ -60,33 +60,28 @@ class Coverage:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, with ``part`` and ``sentence`` beside the fields."""
+        """Return the fields, ``part`` and ``sentence`` as plain JSON values."""
         return asdict(self) | {"part": self.part, "sentence": self.sentence}
 
 
 def measure_coverage(
     dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None
 ) -> Coverage:
-    """Return how much of ``dataset`` a run covers.
-
-    Args:
-        dataset: as prepared, of texts or encoded.
-        train_limit: ``data.train_limit``.
-        test_limit: ``evaluation.limit``.
-    """
+    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers."""
     info = dataset.info
     official = official_rows(info.name) or {}
     on_hub = info.source.startswith(("hub:", "mirror:"))
     revision = info.source.partition("@")[2] if on_hub else ""
 
-    def rows(split: str, limit: int | None) -> Rows:
+    def count(split: str, limit: int | None) -> RowCounts:
         held = len(dataset.split(split))
-        return Rows(held if limit is None else min(limit, held), held, official.get(split, held))
+        used = held if limit is None else min(limit, held)
+        return RowCounts(used, held, official.get(split, held))
 
     return Coverage(
         dataset=info.name,
         source=info.source,
         revision=revision or None,
-        train=rows("train", train_limit),
-        test=rows("test", test_limit),
+        train=count("train", train_limit),
+        test=count("test", test_limit),
     )

@@ -21,7 +21,7 @@ from trishul_ray.data.column_mapping import (
 )
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import NamedImage, decode_and_resize
-from trishul_ray.data.prepared import DatasetInfo, Progress
+from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
 from trishul_ray.data.public import Columns
 from trishul_ray.data.tables import SUFFIXES, file_signature, read_files
 from trishul_ray.errors import InputError
@@ -82,7 +82,7 @@ class LocalImages(CustomDataset):
         )
 
     def read(
-        self, hub: Path | None, progress: Progress
+        self, hub: Path | None, progress: ProgressCallback
     ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
         """Return the description, and ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
 
@@ -161,7 +161,7 @@ class LocalTable(CustomDataset):
         return self._files_key(self._find_files())
 
     def read(
-        self, hub: Path | None, progress: Progress
+        self, hub: Path | None, progress: ProgressCallback
     ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
         """Return the description, and the columns [N, ...] by split.
 
@@ -231,7 +231,7 @@ class CustomHubDataset(CustomDataset):
         return self._key(repo.key) if files is None else self._files_key(files)
 
     def read(
-        self, hub: Path | None, progress: Progress
+        self, hub: Path | None, progress: ProgressCallback
     ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
         """Return the description, and the columns [N, ...] by split.
 

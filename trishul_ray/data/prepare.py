@@ -1,8 +1,8 @@
-"""The datasets known by name, and their preparation into a cache folder.
+"""Look up a dataset by name and prepare it in a cache folder, as raw rows or encoded for a task.
 
-A prepared dataset lies in ``<cache>/data/<name>-<key>/``, the key being a hash of what decides its
-rows: the format version and the source's files. Files are written beside and renamed; the first
-process to take the folder's lock prepares, the others wait and read.
+Prepared files are in ``<cache>/data/<name>-<key>/``; the key is a hash of everything that decides
+the rows: the format version and the source's files. Files are written to a temporary name and then
+renamed. The first process to lock the folder prepares the files; the others wait and read them.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from trishul_ray.data.prepared import (
     Column,
     DatasetInfo,
     PreparedDataset,
-    Progress,
+    ProgressCallback,
     Split,
     write_split,
 )
@@ -31,96 +31,86 @@ from trishul_ray.errors import CorruptFileError, InputError
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig
 
+#: The description of a dataset, and the columns [N, ...] of every split.
+_Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
+
 
 class Source(Protocol):
-    """Where a dataset's rows come from."""
+    """Where the rows of a dataset come from."""
 
     @property
     def name(self) -> str:
         """Name in the registry."""
-        ...
 
     @property
     def description(self) -> str:
-        """One line for people."""
-        ...
+        """One line for the list of datasets."""
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits that :meth:`read` gives."""
-        ...
+        """Splits that :meth:`read` returns."""
 
     @property
     def official(self) -> Mapping[str, int] | None:
-        """Published numbers of ``train`` and ``test`` rows; None for one's own data."""
-        ...
+        """Published numbers of ``train`` and ``test`` rows; None for the user's own data."""
 
     def key(self, hub: Path | None) -> str:
-        """Text that changes whenever the rows may."""
-        ...
+        """Return a text that changes whenever the rows may change."""
 
-    def read(
-        self, hub: Path | None, progress: Progress
-    ) -> tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]:
-        """The description, and every split's columns [N, ...] (see ``DatasetInfo``)."""
-        ...
+    def read(self, hub: Path | None, progress: ProgressCallback) -> _Contents:
+        """Return the description, and the columns of every split; see ``DatasetInfo``."""
 
 
 _SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), *PUBLIC)}
 
 
 def dataset_names() -> tuple[str, ...]:
-    """Names that :func:`prepare` knows: the public ones sorted, then those of one's own data."""
+    """Return the names that :func:`prepare` accepts: public datasets sorted, then own data."""
     return (*sorted(_SOURCES), *CUSTOM)
 
 
 def describe_datasets() -> dict[str, str]:
-    """One line on each dataset, by name."""
-    return {
-        name: _SOURCES[name].description if name in _SOURCES else CUSTOM[name].description
-        for name in dataset_names()
-    }
+    """Return one line on each dataset, by name."""
+    return {name: (_SOURCES.get(name) or CUSTOM[name]).description for name in dataset_names()}
 
 
 def official_rows(name: str) -> Mapping[str, int] | None:
-    """Return the published numbers of ``train`` and ``test`` rows; None for one's own data."""
+    """Return the published numbers of ``train`` and ``test`` rows; None for the user's own data."""
     return _SOURCES[name].official if name in _SOURCES else None
 
 
 def prepare(
-    data: "DataConfig | str", *, cache: Path, hub: Path | None, progress: Progress | None = None
+    data: "DataConfig | str",
+    *,
+    cache: Path,
+    hub: Path | None,
+    progress: ProgressCallback | None = None,
 ) -> PreparedDataset:
-    """A dataset as memory-mapped files, prepared now or found in ``cache``.
+    """Return a dataset as memory-mapped files, prepared now or before.
 
-    A prepared file that is missing, unreadable or not the bytes that were written is prepared
-    again. Safe when several processes of one machine (or of a shared file system with locks)
-    call it at once.
+    A prepared file that is missing or damaged is prepared again. Several processes of one machine,
+    or of a shared file system with locks, may call this at the same time.
 
     Args:
-        data: which dataset, or the name of one that needs no more than its name.
+        data: the data section of an experiment, or the name of a public dataset.
         cache: folder for prepared files.
-        hub: a local mirror with the hub's layout, asked before the hub itself.
-        progress: told of the stage and the fraction done.
+        hub: local mirror with the hub's layout, searched before the hub; None for no mirror.
+        progress: called with the stage and the fraction done.
 
     Raises:
-        InputError: unknown name, or the dataset cannot be had; says where it was looked for.
-        CorruptFileError: the source itself is malformed; names file, row and fault.
+        InputError: the name is unknown, or the dataset was not found; names the places searched.
+        CorruptFileError: the source is malformed; names file, row and fault.
     """
-    source = _source(data)
+    source = _find_source(data)
     if hub is not None and not hub.is_dir():
         raise InputError(f"mirror {hub} (storage.hub or TRISHUL_HUB) is not a folder")
-    tell = progress or _silent
-    return in_cache(
-        cache, source.name, source.key(hub), source.splits, lambda: source.read(hub, tell)
+    report = progress or (lambda stage, fraction: None)
+    return _read_or_write(
+        cache, source.name, source.key(hub), source.splits, lambda: source.read(hub, report)
     )
 
 
-def _source(data: "DataConfig | str") -> Source:
-    """The source of a dataset.
-
-    Raises:
-        InputError: no such dataset, or one's own data without ``dataset=`` that reads them.
-    """
+def _find_source(data: "DataConfig | str") -> Source:
     name = data if isinstance(data, str) else data.name
     if name in CUSTOM:
         if isinstance(data, str):
@@ -139,44 +129,43 @@ def _source(data: "DataConfig | str") -> Source:
     return _SOURCES[name]
 
 
-def in_cache(
+def _read_or_write(
     cache: Path,
     name: str,
     key: str,
     splits: tuple[str, ...],
-    read: Callable[[], tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]],
+    read_contents: Callable[[], _Contents],
 ) -> PreparedDataset:
-    """The prepared files of ``name`` for what ``key`` says, from ``cache`` or from ``read()``.
+    """Return the prepared files of ``name`` and ``key``, written first if missing or damaged.
 
-    Args:
-        cache: folder for prepared files.
-        name: the folder's name begins with it.
-        key: text that changes whenever the rows may.
-        splits: what ``read`` gives.
-        read: the description and every split's columns; called only where they are wanting.
+    ``read_contents`` is called only if files have to be written.
     """
     digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
     folder = cache / "data" / f"{name.replace('/', '-')}-{digest}"
     make_cache_folder(folder)
     prepared = PreparedDataset(folder, splits)
     with FileLock(folder / "lock"):
-        if not _is_sound(prepared):
-            info, columns = read()
+        if not _is_intact(prepared):
+            info, columns = read_contents()
             for split in splits:
                 write_split(folder / f"{split}.arrow", columns[split], info)
-            prepared = PreparedDataset(folder, splits)
+            prepared = PreparedDataset(folder, splits)  # without the splits opened above
     return prepared
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Create ``folder`` with its parents; an InputError where that is not allowed."""
+    """Create ``folder`` and its parents.
+
+    Raises:
+        InputError: the folder cannot be created.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"storage.cache: cannot create {folder}: {error.strerror}") from error
 
 
-def _is_sound(prepared: PreparedDataset) -> bool:
+def _is_intact(prepared: PreparedDataset) -> bool:
     if not all(prepared.split(name).path.is_file() for name in prepared.split_names):
         return False
     try:
@@ -186,21 +175,15 @@ def _is_sound(prepared: PreparedDataset) -> bool:
     return True
 
 
-def _silent(stage: str, fraction: float) -> None:
-    """Progress to nobody."""
-
-
 class Encoder(Protocol):
-    """Turns a split's texts into columns of numbers."""
+    """Converts the texts of a split into columns of numbers."""
 
     @property
     def key(self) -> str:
-        """Text that changes whenever an encoded number may: tokenizer, lengths, prompt."""
-        ...
+        """Text that changes whenever an encoded number may change: tokenizer, lengths, prompt."""
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> Mapping[str, np.ndarray]:
-        """Columns [N, ...] of numbers; ``label``, ``group`` and ``client`` are carried over."""
-        ...
+        """Return columns of numbers [N, ...] made from the texts."""
 
 
 def encode(
@@ -208,28 +191,25 @@ def encode(
     encoder: Encoder,
     *,
     cache: Path,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> PreparedDataset:
-    """``dataset`` as ``encoder`` sees it; see the module.
+    """Return ``dataset`` with its texts encoded, prepared now or before.
 
-    Args:
-        dataset: with columns of texts.
-        encoder: of the task that will train on it.
-        cache: folder for prepared files.
-        progress: told of the stage and the fraction done.
+    The columns ``label``, ``group`` and ``client`` are copied. See :func:`prepare` for ``cache``
+    and ``progress``.
     """
     info, splits = dataset.info, dataset.split_names
 
-    def read() -> tuple[DatasetInfo, dict[str, dict[str, np.ndarray]]]:
+    def encode_splits() -> _Contents:
         columns = {}
         for name in splits:
             split = dataset.split(name)
 
-            def tell(done: float, name: str = name) -> None:
+            def report(done: float, name: str = name) -> None:
                 if progress is not None:
                     progress(f"encoding {info.name} {name}", done)
 
-            columns[name] = dict(encoder.encode(split, tell)) | {
+            columns[name] = dict(encoder.encode(split, report)) | {
                 column: np.array(split.column(column))
                 for column in ("label", "group", "client")
                 if column in split.columns
@@ -237,4 +217,4 @@ def encode(
         return info, columns
 
     key = f"{dataset.fingerprint}\n{encoder.key}"
-    return in_cache(cache, f"{info.name}-encoded", key, splits, read)
+    return _read_or_write(cache, f"{info.name}-encoded", key, splits, encode_splits)

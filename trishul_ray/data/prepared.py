@@ -1,4 +1,7 @@
-"""What a dataset says of itself. Shapes: N rows, C channels, H x W pixels."""
+"""Prepared datasets: one memory-mapped Arrow file per split, and a description of the rows.
+
+Legend of shapes: N rows, C channels, H x W pixels, b rows of a batch.
+"""
 
 import hashlib
 import json
@@ -15,30 +18,42 @@ import torch
 
 from trishul_ray.errors import CorruptFileError, InputError
 
-#: What a dataset's rows are: see :class:`DatasetInfo`.
+#: Part of every prepared file's key: raise it when the format of the files changes.
+FORMAT_VERSION = 2
+
+#: Key of the description in the metadata of the Arrow schema.
+_META = b"trishul"
+
+#: Kind of the rows; see :class:`DatasetInfo`.
 Kind = Literal["image", "text", "qa"]
+
+#: A column to write: numbers [N, ...], or N texts.
+Column: TypeAlias = "np.ndarray | pa.StringArray"
+
+#: Called as ``progress(stage, fraction)`` during long work; fraction is the share done, in [0, 1].
+ProgressCallback = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a dataset says of itself; stored as JSON in every prepared file.
+    """Description of a dataset, stored as JSON in every prepared file.
 
-    Columns by kind. ``image``: ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N]. ``text``:
-    the columns of ``fields`` as strings, and ``label``. ``qa``: ``question``, ``context`` and
-    ``answers`` (a JSON list of texts) as strings. Any of them may also have ``group`` int64 [N]
-    (an index into ``groups``) and ``client`` int64 [N] (who holds the row, for a natural
-    partition).
+    The columns depend on the kind. ``image``: ``pixels`` uint8 [N, C, H, W] and ``label`` int64
+    [N]. ``text``: the columns of ``fields`` as strings, and ``label``. ``qa``: ``question``,
+    ``context`` and ``answers`` (a JSON list of texts) as strings. Every kind may also have
+    ``group`` int64 [N] (an index into ``groups``) and ``client`` int64 [N] (the client that holds
+    the row, for a natural partition).
 
     Attributes:
-        name: the dataset's name in the registry.
-        kind: what its rows are.
-        source: where the rows came from, for people.
-        classes: class names; their number is the number of classes. Empty for ``qa``.
+        name: name of the dataset in the registry.
+        kind: kind of the rows.
+        source: origin of the rows, for messages and reports.
+        classes: class names; empty for ``qa``.
         groups: names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
         fields: text columns in reading order; ``text`` only.
-        image_shape: (C, H, W); ``image`` only, as are the two below.
-        mean: per channel, of pixels / 255 over the first split.
-        std: per channel, likewise.
+        image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
+        mean: mean per channel of pixels / 255 over the first split.
+        std: standard deviation per channel, likewise.
     """
 
     name: str
@@ -56,35 +71,9 @@ class DatasetInfo:
         """Number of classes."""
         return len(self.classes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; :meth:`from_json` reads them back."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(self).items()
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "DatasetInfo":
-        """Inverse of :meth:`to_json`."""
-        fields: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
-        }
-        return cls(**fields)
-
-
-#: Part of every prepared file's key: raise it when the layout below changes.
-FORMAT_VERSION = 2
-
-
-_META = b"trishul"
-
-
-#: A column to write: numbers [N, ...], or N texts.
-Column: TypeAlias = "np.ndarray | pa.StringArray"
-
 
 def fingerprint(columns: Mapping[str, Column]) -> str:
-    """Hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
+    """Return the hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         column = columns[name]
@@ -100,18 +89,18 @@ def fingerprint(columns: Mapping[str, Column]) -> str:
 
 
 def _text_buffers(column: pa.StringArray) -> tuple[memoryview, memoryview]:
-    """Offsets int64 [N + 1] and UTF-8 bytes of a column of texts without nulls."""
+    """Return the offsets, int64 [N + 1], and the UTF-8 bytes of a column without nulls."""
     if column.null_count or column.type != pa.large_string():
         raise ValueError("a column of texts must be large_string without nulls")
     if column.offset:
         column = pa.concat_arrays([column, pa.array([], pa.large_string())])
     _, offsets, data = column.buffers()
-    places = np.frombuffer(offsets, np.int64, len(column) + 1) if offsets else np.zeros(1, np.int64)
-    return places.data, memoryview(data or b"")[: int(places[-1])]
+    ends = np.frombuffer(offsets, np.int64, len(column) + 1) if offsets else np.zeros(1, np.int64)
+    return ends.data, memoryview(data or b"")[: int(ends[-1])]
 
 
 def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) -> None:
-    """Write ``columns`` (numbers [N, ...] or texts [N]) beside ``path``, then rename into place."""
+    """Write ``columns`` to a temporary file beside ``path``, then rename it to ``path``."""
     columns = {
         name: column.cast(pa.large_string()) if isinstance(column, pa.Array) else column
         for name, column in columns.items()
@@ -129,31 +118,28 @@ def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) ->
         shape = json.dumps(list(column.shape[1:]))
         fields.append(pa.field(name, values.type, nullable=False, metadata={"shape": shape}))
         arrays.append(values)
-    meta = {"format": FORMAT_VERSION, "info": info.to_json(), "fingerprint": fingerprint(columns)}
+    meta = {"format": FORMAT_VERSION, "info": asdict(info), "fingerprint": fingerprint(columns)}
     schema = pa.schema(fields, metadata={_META: json.dumps(meta).encode()})
     batch = pa.record_batch(arrays, schema=schema)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             writer.write_batch(batch)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 class Split:
-    """The rows of one split, opened lazily; a pickle carries the path alone.
+    """The rows of one split: a file written by :func:`write_split`, mapped on first use.
 
-    Args:
-        path: a file written by :func:`write_split`.
+    A pickle holds the path alone; another process maps the file itself.
     """
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is opened yet."""
         self.path = Path(path)
 
     def __reduce__(self) -> tuple[type["Split"], tuple[Path]]:
-        """Pickle the path alone: another process maps the file itself."""
         return (Split, (self.path,))
 
     @cached_property
@@ -161,7 +147,7 @@ class Split:
         if not self.path.is_file():
             raise InputError(
                 f"prepared data {self.path} is not on this machine: storage.cache must be a "
-                "folder that every node of the cluster sees"
+                "folder that every node of the cluster can read"
             )
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
@@ -177,23 +163,24 @@ class Split:
         try:
             meta = json.loads((self._batch.schema.metadata or {})[_META])
         except (KeyError, ValueError) as error:
-            raise CorruptFileError(
-                f"prepared data {self.path} was not written by this platform"
-            ) from error
+            raise CorruptFileError(f"{self.path} is not a prepared dataset") from error
         if meta["format"] != FORMAT_VERSION:
             raise CorruptFileError(
-                f"prepared data {self.path} has format {meta['format']}, not {FORMAT_VERSION}"
+                f"prepared data {self.path} has format {meta['format']}, expected {FORMAT_VERSION}"
             )
         return dict(meta)
 
     @cached_property
     def info(self) -> DatasetInfo:
-        """The dataset's description."""
-        return DatasetInfo.from_json(self._meta["info"])
+        """Description of the dataset."""
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in self._meta["info"].items()
+        }
+        return DatasetInfo(**values)
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the rows, as recorded when they were written."""
+        """Hex SHA-256 of the rows, recorded when they were written."""
         return str(self._meta["fingerprint"])
 
     @property
@@ -202,7 +189,6 @@ class Split:
         return tuple(self._batch.schema.names)
 
     def __len__(self) -> int:
-        """Number of rows N."""
         return int(self._batch.num_rows)
 
     @cached_property
@@ -225,23 +211,23 @@ class Split:
         return views
 
     def column(self, name: str) -> np.ndarray:
-        """Column ``name`` as a read-only view [N, ...] on the mapped file.
+        """Return a column of numbers as a read-only view [N, ...] of the mapped file.
 
         Raises:
-            InputError: no such column.
+            InputError: there is no such column of numbers.
         """
         if name not in self._views:
-            raise self._lacks(name, tuple(self._views))
+            raise self._no_column(name, self._views)
         return self._views[name]
 
     def texts(self, name: str) -> pa.LargeStringArray:
-        """Column ``name`` of texts [N], on the mapped file.
+        """Return a column of texts [N], backed by the mapped file.
 
         Raises:
-            InputError: no such column of texts.
+            InputError: there is no such column of texts.
         """
         if name not in self._texts:
-            raise self._lacks(name, tuple(self._texts))
+            raise self._no_column(name, self._texts)
         return self._texts[name]
 
     @cached_property
@@ -252,23 +238,24 @@ class Split:
             if pa.types.is_large_string(field.type)
         }
 
-    def _lacks(self, name: str, have: tuple[str, ...]) -> InputError:
-        return InputError(f"no column {name!r} in {self.path}; it has {', '.join(have) or 'none'}")
+    def _no_column(self, name: str, columns: Mapping[str, Any]) -> InputError:
+        known = ", ".join(columns) or "none"
+        return InputError(f"no column {name!r} in {self.path}; it has {known}")
 
     @property
     def labels(self) -> np.ndarray:
-        """Labels, int64 [N]: a read-only view."""
+        """Labels, a read-only view int64 [N]."""
         return self.column("label")
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """Rows ``indices`` (integers [b], each in 0..N-1), copied out in that order.
+        """Return a copy of the rows at ``indices`` (integers [b], each in 0..N-1), in that order.
 
         Returns:
-            every column of numbers as a tensor of its own dtype: for images ``pixels`` uint8
+            every column of numbers as a tensor of the same dtype: for images ``pixels`` uint8
             [b, C, H, W] and ``label`` int64 [b].
 
         Raises:
-            IndexError: an index is negative or not below N.
+            IndexError: an index is out of range.
         """
         rows = np.asarray(indices)
         if rows.size and (rows.min() < 0 or rows.max() >= len(self)):
@@ -276,10 +263,10 @@ class Split:
         return {name: torch.from_numpy(view[rows]) for name, view in self._views.items()}
 
     def verify(self) -> None:
-        """Read every row and compare with the recorded fingerprint.
+        """Compare all rows with the recorded fingerprint.
 
         Raises:
-            CorruptFileError: the rows are not those that were written.
+            CorruptFileError: the rows have changed since they were written.
         """
         if fingerprint({**self._views, **self._texts}) != self.fingerprint:
             raise CorruptFileError(f"prepared data {self.path}: its bytes have changed")
@@ -287,18 +274,18 @@ class Split:
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """A dataset as its prepared files; pickles as paths, opens lazily in any process.
+    """A folder of prepared splits. A pickle holds paths alone; files are mapped on first use.
 
     Attributes:
-        folder: holds ``<split>.arrow`` for every split.
-        split_names: e.g. ``("pretrain", "train", "test")``.
+        folder: folder with ``<split>.arrow`` for every split.
+        split_names: names of the splits, e.g. ``("pretrain", "train", "test")``.
     """
 
     folder: Path
     split_names: tuple[str, ...]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Paths and names, without the splits that are open."""
+        # Without the open splits.
         return {"folder": self.folder, "split_names": self.split_names}
 
     @cached_property
@@ -306,7 +293,7 @@ class PreparedDataset:
         return {name: Split(self.folder / f"{name}.arrow") for name in self.split_names}
 
     def split(self, name: str) -> Split:
-        """The split called ``name``.
+        """Return the split ``name``.
 
         Raises:
             InputError: the dataset has no such split.
@@ -318,17 +305,17 @@ class PreparedDataset:
 
     @property
     def train(self) -> Split:
-        """What the clients hold."""
+        """Rows that the clients hold."""
         return self.split("train")
 
     @property
     def test(self) -> Split:
-        """What is measured on."""
+        """Rows for evaluation."""
         return self.split("test")
 
     @property
     def info(self) -> DatasetInfo:
-        """The dataset's description."""
+        """Description of the dataset."""
         return self.train.info
 
     @property
@@ -338,10 +325,6 @@ class PreparedDataset:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def verify(self) -> None:
-        """Check every split's rows; see :meth:`Split.verify`."""
+        """Verify every split; see :meth:`Split.verify`."""
         for name in self.split_names:
             self.split(name).verify()
-
-
-#: ``progress(stage, fraction)``.
-Progress = Callable[[str, float], None]

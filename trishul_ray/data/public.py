@@ -1,21 +1,24 @@
-"""A public dataset: from a mirror, else from its original archives, else from the hub.
+"""Public datasets: read from a local mirror, else from the original archives, else from the hub.
 
-Where the rows are from the hub or from the archives, their number must be the official one. A
-mirror may hold a part; :mod:`trishul_ray.data.coverage` says how much.
+Rows from archives or from the hub must be as many as the official number. A mirror may hold fewer;
+:mod:`trishul_ray.data.coverage` reports how many.
+
+Legend of shapes: N rows, C channels, H x W pixels.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
-from trishul_ray.data.prepared import Column, DatasetInfo, Kind, Progress
+from trishul_ray.data.prepared import Column, DatasetInfo, Kind, ProgressCallback
 from trishul_ray.data.tables import (
     file_signature,
     join,
@@ -29,50 +32,53 @@ from trishul_ray.data.tables import (
 )
 from trishul_ray.errors import CorruptFileError, InputError
 
-#: ``tell(fraction)`` of the work in hand.
-Tell = Callable[[float], None]
-
-
-#: Columns by canonical name.
+#: Columns by canonical name; see :class:`~trishul_ray.data.prepared.DatasetInfo`.
 Columns = dict[str, Column]
 
+#: Columns of every split.
+Splits = Mapping[str, Columns]
 
-class RowFormat(Protocol):
-    """See the module."""
+#: Class names, or None if the source has none.
+ClassNames = tuple[str, ...] | None
+
+
+class RowFormat(ABC):
+    """How the tables of a public dataset are decoded into columns."""
+
+    kind: ClassVar[Kind]
 
     @property
-    def kind(self) -> Kind:
-        """What the rows are."""
-        ...
-
-    @property
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The hub's columns that are read."""
-        ...
+        """Columns of the hub's tables to read."""
 
-    def decode(self, table: pa.Table, where: str, tell: Tell) -> Columns:
-        """Canonical columns [N, ...] of a table; ``group`` may be raw texts."""
-        ...
+    @abstractmethod
+    def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
+        """Return the canonical columns [N, ...] of a table; ``group`` may be raw texts.
 
-    def names(self, table: pa.Table) -> tuple[str, ...] | None:
-        """Class names, where the table carries them."""
-        ...
+        Error messages begin with ``where``; ``progress`` is called with the fraction done.
 
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
-        """Fields of ``DatasetInfo``, and every split's columns as they are stored."""
-        ...
+        Raises:
+            CorruptFileError: a column or row is malformed.
+        """
+
+    def class_names(self, table: pa.Table) -> ClassNames:
+        """Return the class names that the table's metadata holds, if they are complete."""
+        return None
+
+    @abstractmethod
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+        """Return fields of ``DatasetInfo``, and the columns of every split as they are stored."""
 
 
 @dataclass(frozen=True)
-class ImageRows:
-    """Images of one mode and size, with labels.
+class ImageRows(RowFormat):
+    """Labelled images of one mode and size: ``pixels`` uint8 [N, C, H, W], ``label`` int64 [N].
 
     Attributes:
-        image: the image column, structs {bytes, path}.
-        label: the label column, integers.
+        label: label column, integers.
         classes: number of classes.
+        image: image column, structs {bytes, path}.
         mode: Pillow mode of every image.
         size: (height, width) of every image.
     """
@@ -82,28 +88,26 @@ class ImageRows:
     image: str = "img"
     mode: str = "RGB"
     size: tuple[int, int] = (32, 32)
-    kind: Kind = "image"
+    kind = "image"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The hub's columns that are read."""
+        """Columns of the hub's tables to read."""
         return (self.image, self.label)
 
-    def decode(self, table: pa.Table, where: str, tell: Tell) -> Columns:
-        """``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N]."""
+    def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
+        """Return ``pixels`` and ``label``."""
         label = read_labels(table, self.label, self.classes, where)
-        pixels = decode_images(table, self.image, self.mode, self.size, where, tell)
+        pixels = decode_images(table, self.image, self.mode, self.size, where, progress)
         return {"pixels": pixels, "label": label}
 
-    def names(self, table: pa.Table) -> tuple[str, ...] | None:
-        """Class names of the hub's metadata, if there is one for each class."""
-        found = class_names(table, self.label)
-        return found if found is not None and len(found) == self.classes else None
+    def class_names(self, table: pa.Table) -> ClassNames:
+        """Return the class names of the hub's metadata, if there is one for each class."""
+        names = class_names(table, self.label)
+        return names if names is not None and len(names) == self.classes else None
 
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
-        """Class names, the shape, and the statistics of the training pixels."""
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+        """Return class names, image shape and the statistics of the training pixels."""
         mean, std = pixel_statistics(splits["train"]["pixels"])
         fields = {
             "classes": names or tuple(str(label) for label in range(self.classes)),
@@ -115,81 +119,69 @@ class ImageRows:
 
 
 @dataclass(frozen=True)
-class TextRows:
-    """One or two texts with a label.
+class TextRows(RowFormat):
+    """One or two texts under their names, with ``label`` int64 [N].
 
     Attributes:
-        fields: the text columns, in reading order.
-        classes: class names; the label is an index into them.
-        label: the label column, integers.
+        fields: text columns in reading order.
+        classes: class names; a label is an index into them.
+        label: label column, integers.
     """
 
     fields: tuple[str, ...]
     classes: tuple[str, ...]
     label: str = "label"
-    kind: Kind = "text"
+    kind = "text"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The hub's columns that are read."""
+        """Columns of the hub's tables to read."""
         return (*self.fields, self.label)
 
-    def decode(self, table: pa.Table, where: str, tell: Tell) -> Columns:
-        """The texts under their names, and ``label`` int64 [N]."""
+    def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
+        """Return the texts and ``label``."""
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
         columns["label"] = read_labels(table, self.label, len(self.classes), where)
-        tell(1.0)
+        progress(1.0)
         return columns
 
-    def names(self, table: pa.Table) -> tuple[str, ...] | None:
-        """None: the names are known."""
-        return None
-
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
-        """Class names and fields."""
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+        """Return class names and fields."""
         return {"classes": self.classes, "fields": self.fields}, splits
 
 
 @dataclass(frozen=True)
-class QuestionRows:
-    """Questions with contexts and answers, of several sub-datasets.
+class QuestionRows(RowFormat):
+    """Questions of several sub-datasets: ``question``, ``context``, ``answers``, ``group``.
 
     Attributes:
-        subsets: names of the sub-datasets, in the order of their numbers; others that occur are
-            numbered after them, sorted.
-        subset: the column that names the sub-dataset.
+        subsets: names of the sub-datasets in the order of their numbers; other names that occur
+            are sorted and numbered after them.
+        subset: column with the name of the sub-dataset.
     """
 
     subsets: tuple[str, ...]
     subset: str = "subset"
-    kind: Kind = "qa"
+    kind = "qa"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The hub's columns that are read."""
+        """Columns of the hub's tables to read."""
         return ("question", "context", "answers", self.subset)
 
-    def decode(self, table: pa.Table, where: str, tell: Tell) -> Columns:
-        """``question``, ``context``, ``answers`` (JSON lists) and ``group``, texts all [N]."""
+    def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
+        """Return the four columns as texts [N]; an answer is a JSON list."""
         columns: Columns = {
             "question": read_texts(table, "question", where),
             "context": read_texts(table, "context", where),
             "answers": read_answers(table, "answers", where),
             "group": read_raw(table, self.subset, where),
         }
-        tell(1.0)
+        progress(1.0)
         return columns
 
-    def names(self, table: pa.Table) -> tuple[str, ...] | None:
-        """None: there are no classes."""
-        return None
-
-    def finish(
-        self, splits: Mapping[str, Columns], names: tuple[str, ...] | None
-    ) -> tuple[dict[str, Any], Mapping[str, Columns]]:
-        """Names of the sub-datasets that occur, and ``group`` as int64 [N]."""
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+        """Return the names of the sub-datasets that occur, with ``group`` as int64 [N]."""
         numbered, groups = number_values(
             {split: columns["group"] for split, columns in splits.items()}, self.subsets, "group"
         )
@@ -202,46 +194,38 @@ class Archive(Protocol):
 
     @property
     def title(self) -> str:
-        """The files, for people."""
-        ...
+        """File names, for messages."""
 
     def find(self, folder: Path) -> tuple[Path, ...] | None:
-        """The files, or None where the folder has none of them.
+        """Return the files, or None if the folder has none of them.
 
         Raises:
-            InputError: the folder has a part of them.
+            InputError: the folder has some of the files, but not all.
         """
-        ...
 
-    def read(
-        self, files: Sequence[Path], tell: Callable[[str, float], None]
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """Columns of every split of the hub, as the layout decodes them; class names if held.
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
+        """Return the columns of every split, as the row format decodes them, and class names.
 
-        Args:
-            files: what :meth:`find` gave.
-            tell: told of the split and the fraction done.
+        ``progress`` is called with the split and the fraction done.
 
         Raises:
             CorruptFileError: a file is malformed; names file, member or row, and fault.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A dataset of the paper, known by name.
+    """A public dataset.
 
     Attributes:
         name: name in the registry.
-        description: one line for people.
-        repo: where it is on the hub.
-        rows: Format of its rows.
-        sizes: official number of rows of every split of the hub that is read.
-        test: the hub's splits that are the test rows, in order; where there are several, the
-            rows of each are a group of their own.
-        groups: names of those groups.
-        archive: the original files; None where there are none.
+        description: one line for the list of datasets.
+        repo: repository on the hub.
+        rows: format of the rows.
+        sizes: official number of rows of each of the hub's splits that is read.
+        test: the hub's splits that form the test rows, in order.
+        groups: names of the groups of test rows, one for each split of ``test``; may be empty.
+        archive: the original files; None if they are not supported.
     """
 
     name: str
@@ -260,107 +244,110 @@ class PublicDataset:
         return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
 
     def key(self, hub: Path | None) -> str:
-        """What decides the rows, beside the format: the local files, or the hub's revision."""
+        """Return what the rows depend on: the local files, or the hub's revision."""
         files = self.repo.mirror_files(hub, tuple(self.sizes))
         if files is not None:
             return file_signature(file for split in self.sizes for file in files[split])
-        archived = self._archived(hub)
-        return self.repo.key if archived is None else f"archives:{file_signature(archived)}"
+        archive_files = self._archive_files(hub)
+        if archive_files is not None:
+            return f"archives:{file_signature(archive_files)}"
+        return self.repo.key
 
-    def read(
-        self, hub: Path | None, progress: Progress
-    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
-        """The description, and every split's columns [N, ...].
+    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
+        """Return the description, and the columns [N, ...] of every split.
 
         Raises:
-            CorruptFileError: a file or row is not as it should be; names file, row and fault.
-            InputError: the dataset is nowhere to be had; says where it was looked for.
+            CorruptFileError: a file or row is malformed; names file, row and fault.
+            InputError: the dataset was not found; names the places searched.
         """
 
-        def tell(split: str, fraction: float) -> None:
+        def report(split: str, fraction: float) -> None:
             progress(f"{self.name} {split}", fraction)
 
-        found: Mapping[str, Columns]
-        archived = None
-        if self.repo.mirror_files(hub, tuple(self.sizes)) is None:
-            archived = self._archived(hub)
-        if archived is None or self.archive is None:
-            found, names, source = self._tables(hub, tell)
+        splits: Splits
+        mirrored = self.repo.mirror_files(hub, tuple(self.sizes))
+        archive_files = self._archive_files(hub) if mirrored is None else None
+        if self.archive is not None and archive_files is not None:
+            splits, names = self.archive.read(archive_files, report)
+            source = f"archives:{', '.join(file.name for file in archive_files)}"
+            self._check_sizes(splits, str(archive_files[0].parent))
         else:
-            found, names = self.archive.read(archived, tell)
-            source = f"archives:{', '.join(file.name for file in archived)}"
-            self._check_sizes(found, str(archived[0].parent))
-        joined = {"train": dict(found["train"]), "test": self._test_rows(found)}
+            splits, names, source = self._read_tables(hub, mirrored, report)
+        joined = {"train": dict(splits["train"]), "test": self._test_rows(splits)}
         fields, columns = self.rows.finish(joined, names)
         if self.groups:
             fields["groups"] = self.groups
         return DatasetInfo(self.name, self.rows.kind, source, **fields), columns
 
-    def _tables(
-        self, hub: Path | None, tell: Callable[[str, float], None]
-    ) -> tuple[dict[str, Columns], tuple[str, ...] | None, str]:
-        """Every hub split's columns from mirror or hub, class names, and the source's name."""
-        files = self.repo.mirror_files(hub, tuple(self.sizes))
-        found: dict[str, Columns] = {}
+    def _read_tables(
+        self,
+        hub: Path | None,
+        mirrored: Mapping[str, Sequence[Path]] | None,
+        progress: ProgressCallback,
+    ) -> tuple[Splits, ClassNames, str]:
+        """Return columns by split, class names and the source: the mirror's files, or the hub."""
+        splits: dict[str, Columns] = {}
         names = None
         for split in self.sizes:
-            if files is None:
+            if mirrored is None:
                 where = f"hub dataset {self.repo.repo}, split {split}"
                 tables = [(where, self._download(split, hub))]
             else:
-                tables = read_files(files[split], self.rows.columns)
-            found[split] = self._decode(tables, partial(tell, split))
-            if not length(found[split]):
+                tables = read_files(mirrored[split], self.rows.columns)
+            splits[split] = self._decode(tables, partial(progress, split))
+            if not length(splits[split]):
                 raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
-            names = self.rows.names(tables[0][1]) or names
-        if files is None:
-            self._check_sizes(found, f"hub dataset {self.repo.repo}")
-            return found, names, self.repo.key
-        revision = self.repo.mirrored_revision(hub, [f for split in files.values() for f in split])
-        return found, names, f"mirror:{self.repo.repo}" + (f"@{revision}" if revision else "")
+            names = self.rows.class_names(tables[0][1]) or names
+        if mirrored is None:
+            self._check_sizes(splits, f"hub dataset {self.repo.repo}")
+            return splits, names, self.repo.key
+        files = [file for split_files in mirrored.values() for file in split_files]
+        revision = self.repo.mirrored_revision(hub, files)
+        return splits, names, f"mirror:{self.repo.repo}" + (f"@{revision}" if revision else "")
 
-    def _decode(self, tables: Sequence[tuple[str, pa.Table]], tell: Tell) -> Columns:
-        parts = []
-        for number, (where, table) in enumerate(tables):
+    def _decode(
+        self, tables: Sequence[tuple[str, pa.Table]], progress: Callable[[float], None]
+    ) -> Columns:
+        def report(number: int, done: float) -> None:
+            progress((number + done) / len(tables))
 
-            def told(done: float, number: int = number) -> None:
-                tell((number + done) / len(tables))
+        return join(
+            [
+                self.rows.decode(table, where, partial(report, number))
+                for number, (where, table) in enumerate(tables)
+            ]
+        )
 
-            parts.append(self.rows.decode(table, where, told))
-        return join(parts)
-
-    def _check_sizes(self, found: Mapping[str, Columns], where: str) -> None:
+    def _check_sizes(self, splits: Splits, where: str) -> None:
         for split, rows in self.sizes.items():
-            if length(found[split]) != rows:
+            if length(splits[split]) != rows:
                 raise CorruptFileError(
-                    f"{where}: split {split} of {self.name} has {length(found[split])} rows, not "
+                    f"{where}: split {split} of {self.name} has {length(splits[split])} rows, not "
                     f"the official {rows}: the copy is incomplete or of another version"
                 )
 
-    def _test_rows(self, found: Mapping[str, Columns]) -> Columns:
-        parts = [dict(found[split]) for split in self.test]
+    def _test_rows(self, splits: Splits) -> Columns:
+        parts = [dict(splits[split]) for split in self.test]
         if self.groups:
             for group, part in enumerate(parts):
                 part["group"] = np.full(length(part), group, dtype=np.int64)
         return join(parts)
 
-    def _archived(self, hub: Path | None) -> tuple[Path, ...] | None:
+    def _archive_files(self, hub: Path | None) -> tuple[Path, ...] | None:
         return None if hub is None or self.archive is None else self.archive.find(hub / "archives")
 
     def _download(self, split: str, hub: Path | None) -> pa.Table:
         try:
             return self.repo.download(split, self.rows.columns)
         except InputError as error:
-            original = self.archive.title if self.archive else ""
-            looked = "no mirror is set"
-            if hub is not None:
-                looked = f"mirror {hub} does not hold it"
-                looked += f", {hub / 'archives'} has no {original}" if original else ""
-            wanted = f"{self.repo.repo}/{self.repo.file_patterns[0].format(split=split)}"
-            wanted += f" or archives/{original}" if original else ""
+            archive = self.archive.title if self.archive else ""
+            searched = f"mirror {hub} does not have it" if hub else "no mirror is set"
+            searched += f", {hub / 'archives'} has no {archive}" if hub and archive else ""
+            needed = f"{self.repo.repo}/{self.repo.file_patterns[0].format(split=split)}"
+            needed += f" or archives/{archive}" if archive else ""
             raise InputError(
-                f"dataset {self.name} ({self.repo.repo}) not found: {looked} (storage.hub or "
-                f"TRISHUL_HUB), and the Hugging Face hub did not give it: {error}; set TRISHUL_HUB "
-                f"or storage.hub to a folder with {wanted}, or run `trishul datasets {self.name}` "
-                "once with internet"
+                f"dataset {self.name} ({self.repo.repo}) not found: {searched} (storage.hub or "
+                f"TRISHUL_HUB), and downloading it from the Hugging Face hub failed: {error}; set "
+                f"TRISHUL_HUB or storage.hub to a folder with {needed}, or run "
+                f"`trishul datasets {self.name}` once with internet access"
             ) from error

@@ -1,28 +1,25 @@
-"""Round checkpoints: everything the next round needs, in one file that proves itself.
+"""Round checkpoints: everything the next round needs, in one file with its checksum in the name.
 
-A checkpoint is one safetensors file, ``round-<number>-<sha256>.safetensors``, with the tensors of
-the global state and of every client's persistent state, and JSON metadata (round, records, attempt,
-experiment id). The checksum stands in the name, so one object is all there is: it is written
-beside and renamed into place, and a torn or altered file is named and skipped in favour of the one
-before it.
+A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``. It holds the tensors of
+the global state and of the clients' persistent states, and JSON metadata (round, records, attempt,
+experiment id). It is written to a temporary name and then renamed; a truncated or altered file is
+reported and skipped, and the one before it is used.
 """
 
 import hashlib
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.storage import Store
-
-if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
 _META = "__meta__"
@@ -33,16 +30,16 @@ class Checkpoint:
     """The state of a run after a round.
 
     Attributes:
-        experiment_id: the experiment it belongs to.
-        attempt: the tracking attempt, so that a resumed run continues the same MLflow run.
-        round: the last round that was aggregated (0: none yet).
+        experiment_id: id of the experiment.
+        attempt: name of the run in the tracking server, so that a resumed run continues it.
+        round: the last aggregated round (0: none yet).
         state: the global state.
-        client_states: persistent state of each client that has one.
-        records: one record per round so far, the untouched backbone's first.
+        client_states: persistent states, by client.
+        records: one record for each round so far; the first is of the pretrained backbone.
         spectra: singular values of the last diagnostics; see ``Diagnosed``.
-        matrices: comparisons of each two clients in every diagnosed round; see ``append_round``.
-        survey: what clients found out before round 1, averaged.
-        sources: what the run is made from; see ``Blueprint.sources``.
+        matrices: comparisons between clients in every diagnosed round; see ``append_round``.
+        survey: the averaged answers to the survey before round 1.
+        sources: hashes of data and weights; see ``Blueprint``.
     """
 
     experiment_id: str
@@ -56,14 +53,24 @@ class Checkpoint:
     survey: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
+    def _groups(self) -> dict[str, Arrays]:
+        """Return the groups of tensors, by the first part of their names in the file."""
+        return {
+            "state": self.state,
+            "spectra": self.spectra,
+            "matrices": self.matrices,
+            "survey": self.survey,
+        }
+
     def to_bytes(self) -> bytes:
-        """One safetensors image."""
-        tensors = {f"state/{key}": value for key, value in self.state.items()}
-        tensors |= {f"spectra/{key}": value for key, value in self.spectra.items()}
-        tensors |= {f"matrices/{key}": value for key, value in self.matrices.items()}
-        tensors |= {f"survey/{key}": value for key, value in self.survey.items()}
-        for client, arrays in self.client_states.items():
-            tensors |= {f"client/{client}/{key}": value for key, value in arrays.items()}
+        """Return the content of the file."""
+        groups = self._groups()
+        groups |= {f"client/{client}": state for client, state in self.client_states.items()}
+        tensors = {
+            f"{group}/{key}": array
+            for group, arrays in groups.items()
+            for key, array in arrays.items()
+        }
         meta = {
             "experiment_id": self.experiment_id,
             "attempt": self.attempt,
@@ -71,23 +78,23 @@ class Checkpoint:
             "records": self.records,
             "sources": self.sources,
         }
-        # The metadata is a tensor of bytes: safetensors' own header holds strings unordered.
+        # As a tensor of bytes: the order of entries in safetensors' own metadata is not fixed.
         tensors[_META] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
         return bytes(save_tensors({k: np.ascontiguousarray(v) for k, v in tensors.items()}))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Checkpoint":
-        """Read :meth:`to_bytes`.
+        """Return the checkpoint that :meth:`to_bytes` wrote.
 
         Raises:
-            ValueError: the bytes are no checkpoint.
+            ValueError: the bytes are not a checkpoint.
         """
         try:
             tensors = load_tensors(data)
             meta = json.loads(tensors.pop(_META).tobytes())
         except (SafetensorError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"not a checkpoint: {error}") from error
-        found = cls(
+        checkpoint = cls(
             experiment_id=meta["experiment_id"],
             attempt=meta["attempt"],
             round=meta["round"],
@@ -95,24 +102,19 @@ class Checkpoint:
             records=meta["records"],
             sources=meta.get("sources", {}),
         )
+        groups = checkpoint._groups()
         for name, value in tensors.items():
-            kind, _, rest = name.partition("/")
-            if kind == "client":
-                client, _, key = rest.partition("/")
-                found.client_states.setdefault(int(client), {})[key] = value
+            group, _, key = name.partition("/")
+            if group == "client":
+                client, _, key = key.partition("/")
+                checkpoint.client_states.setdefault(int(client), {})[key] = value
             else:
-                kinds = {
-                    "state": found.state,
-                    "spectra": found.spectra,
-                    "matrices": found.matrices,
-                    "survey": found.survey,
-                }
-                kinds[kind][rest] = value
-        return found
+                groups[group][key] = value
+        return checkpoint
 
 
 def state_digest(state: Arrays) -> str:
-    """SHA-256 over names, types and bytes of a state: equal states, equal digests."""
+    """Return the hex SHA-256 of names, dtypes, shapes and bytes of a state."""
     digest = hashlib.sha256()
     for key in sorted(state):
         digest.update(f"{key} {state[key].dtype} {state[key].shape}\n".encode())
@@ -121,14 +123,13 @@ def state_digest(state: Arrays) -> str:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, newest last.
+    """The checkpoints of one run, in its ``checkpoints`` folder; the newest ``keep`` are kept.
 
     Attributes:
-        skipped: one line for each file that could not be used, filled by :meth:`newest`.
+        skipped: one line for each file that :meth:`newest` could not use.
     """
 
     def __init__(self, store: Store, experiment_id: str, keep: int = 2) -> None:
-        """Look into ``store``, the run's ``checkpoints`` folder."""
         self.store = store
         self.experiment_id = experiment_id
         self.keep = keep
@@ -138,11 +139,11 @@ class CheckpointStore:
         return sorted(name for name in self.store.names() if _NAME.fullmatch(name))
 
     def save(self, checkpoint: Checkpoint) -> str:
-        """Write, then drop all but the newest ``keep``; returns the file's name."""
+        """Write a checkpoint, remove all but the newest ``keep``, and return the file's name."""
         data = checkpoint.to_bytes()
         name = f"round-{checkpoint.round:06d}-{hashlib.sha256(data).hexdigest()}.safetensors"
         self.store.write(name, data)
-        # Two files of one round differ by its evaluation: the one just written replaces the other.
+        # The last round is saved again once it is evaluated: the new file replaces the old one.
         same = f"round-{checkpoint.round:06d}-"
         stale = [f for f in self._files() if f.startswith(same) and f != name]
         older = [f for f in self._files() if not f.startswith(same)]
@@ -151,7 +152,7 @@ class CheckpointStore:
         return name
 
     def newest(self) -> Checkpoint | None:
-        """The newest sound checkpoint of this experiment, or None."""
+        """Return the newest valid checkpoint of this experiment, or None."""
         self.skipped = []
         for name in reversed(self._files()):
             data = self.store.read(name)
@@ -159,31 +160,25 @@ class CheckpointStore:
                 self.skipped.append(f"checkpoint {name} is corrupt (checksum differs): skipped")
                 continue
             try:
-                found = Checkpoint.from_bytes(data)
+                checkpoint = Checkpoint.from_bytes(data)
             except ValueError as error:
                 self.skipped.append(f"checkpoint {name} is unreadable ({error}): skipped")
                 continue
-            if found.experiment_id != self.experiment_id:
-                self.skipped.append(
-                    f"checkpoint {name} belongs to experiment {found.experiment_id}: skipped"
-                )
-                continue
-            return found
+            if checkpoint.experiment_id == self.experiment_id:
+                return checkpoint
+            self.skipped.append(
+                f"checkpoint {name} belongs to experiment {checkpoint.experiment_id}: skipped"
+            )
         return None
 
-    def clear(self) -> None:
-        """Remove every checkpoint."""
-        for name in self._files():
-            self.store.remove(name)
 
-
-def run_folder(experiment: "Experiment") -> Store:
+def run_folder(experiment: Experiment) -> Store:
     """Return the folder of an experiment's run, under ``storage.runs``."""
     storage = experiment.storage
     return Store.open(storage.runs, storage.retry_seconds).child(experiment.id)
 
 
-def open_checkpoints(experiment: "Experiment") -> CheckpointStore:
+def open_checkpoints(experiment: Experiment) -> CheckpointStore:
     """Return the checkpoints of an experiment's run, under ``storage.runs``."""
     folder = run_folder(experiment).child("checkpoints")
     return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)

@@ -1,8 +1,8 @@
-"""What makes the same run give the same bytes: threads, kernels, and the libraries' environment.
+"""Reproducible computation: threads, kernels and the environment variables of libraries.
 
-Everything that computes in a run (the server, and each client's jobs; inline or in an actor) does
-so inside :func:`deterministic`. torch is imported where it is used: :func:`set_environment` must
-run before.
+Everything that computes in a run, the server and the clients' jobs, inline or in an actor, does so
+inside :func:`deterministic`. This module imports torch only inside its functions, because
+:func:`set_environment` must run before torch is imported.
 """
 
 import os
@@ -15,38 +15,36 @@ from trishul_ray.errors import RunError
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
 
-#: Variables that libraries read once, and their values where the user has set none.
+#: Variables that libraries read once, and the values to set if the user has set none.
 ENVIRONMENT = {
-    # cuBLAS picks its algorithms by the workspace it finds: a fixed one gives the same bytes
-    # (NVIDIA, "cuBLAS: Results Reproducibility"). Read with the first CUDA call.
+    # cuBLAS selects its algorithms by the size of its workspace; a fixed size gives the same bytes
+    # (NVIDIA, "cuBLAS: Results Reproducibility"). Read at the first CUDA call.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # torch's OpenMP threads spin while they wait, on cores that other processes could use: with
-    # one busy neighbour on two cores, a step took 7 to 20 times as long. Read when torch loads.
+    # By default, torch's OpenMP threads spin while they wait, and block cores that other processes
+    # need: with one busy process beside it on two cores, a step took 7 to 20 times as long. Read
+    # when torch is loaded.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
-#: Reads a setting, changes it, and the value it has in a run.
+#: A setting: how to read it, how to change it, and its value in a run.
 _Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
 
 
 def set_environment() -> None:
-    """Set :data:`ENVIRONMENT`, where the user has not; call it before torch is imported."""
+    """Set the variables of :data:`ENVIRONMENT` that are not set. Call it before importing torch."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def deterministic(experiment: "Experiment") -> Iterator[None]:
-    """Compute with the threads and kernels of a run inside the block; restore them after it.
+    """Set the threads and kernels of a run inside the block, and restore the old ones after it.
 
     Inside, the number of CPU threads is ``resources.threads`` (it changes the order of float
-    sums), every operation takes a deterministic kernel, cuDNN chooses none by a stopwatch,
-    attention takes a backend whose backward pass is deterministic (flash, memory-efficient with
-    one split, or plain; not cuDNN's), and float32 products are IEEE float32 unless
-    ``model.precision`` is ``tf32``. Blocks may be nested.
-
-    Args:
-        experiment: the run.
+    sums); every operation uses a deterministic kernel; cuDNN does not choose kernels by timing;
+    attention uses a backend with a deterministic backward pass (flash, memory-efficient with one
+    split, or plain; not cuDNN's); and float32 products are IEEE float32 unless ``model.precision``
+    is ``tf32``. Blocks may be nested.
 
     Raises:
         RunError: an operation has no deterministic kernel on this device; the message names it.
@@ -62,22 +60,26 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "deterministic" not in str(error):
             raise
-        raise _refusal(error) from error
+        reason = str(error).split(", but you set")[0].split(". ")[0].strip().rstrip(".")
+        raise RunError(
+            f"no reproducible kernel for this model on this device: {reason}; use another model "
+            "or method, or resources.device=cpu"
+        ) from error
     finally:
         for (_, change, _), value in reversed(list(zip(settings, before, strict=True))):
             change(value)
 
 
 def _settings(threads: int, tf32: bool) -> list[_Setting]:
-    """Every setting of a run, in the order in which to apply them."""
+    """Return the settings of a run, in the order in which to apply them."""
     import torch
 
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return [
         (torch.get_num_threads, torch.set_num_threads, threads),
-        # As use_deterministic_algorithms(True), which would also import the compiler (seconds).
+        # Same as use_deterministic_algorithms(True), which also imports the compiler (seconds).
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 2),
-        # Nothing here reads memory before writing it; filling it would only cost time.
+        # No code reads memory before writing it; filling it would only take time.
         _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
         _attribute(cudnn, "deterministic", True),
         _attribute(cudnn, "benchmark", False),
@@ -85,7 +87,7 @@ def _settings(threads: int, tf32: bool) -> list[_Setting]:
         (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, True),
         (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, True),
         (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
-        # "highest" also keeps the CPU's float32 products from rounding their inputs.
+        # "highest" also prevents the CPU's float32 products from rounding their inputs.
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
         _attribute(cuda.matmul, "allow_tf32", tf32),
         _attribute(cudnn, "allow_tf32", tf32),
@@ -94,11 +96,3 @@ def _settings(threads: int, tf32: bool) -> list[_Setting]:
 
 def _attribute(owner: Any, name: str, value: Any) -> _Setting:
     return (lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
-
-
-def _refusal(error: RuntimeError) -> RunError:
-    said = str(error).split(", but you set")[0].split(". ")[0].strip().rstrip(".")
-    return RunError(
-        f"no reproducible kernel for this model on this device: {said}; take another model or "
-        "method, or resources.device=cpu"
-    )

@@ -1,4 +1,4 @@
-"""The inline backend: the same run in one process, for debugging and as the yardstick."""
+"""The inline backend: a run in one process, for debugging and as the baseline of Ray's overhead."""
 
 from collections.abc import Sequence
 
@@ -24,22 +24,21 @@ from trishul_ray.federation.workbench import Workbench, adapt_to, blueprint_of, 
 
 
 class InlineExecutor:
-    """Runs every job here, one after the other."""
+    """Runs all jobs in this process, one after the other, on one workbench."""
 
     def __init__(self, experiment: Experiment, prepared: Prepared) -> None:
-        """Build the one workbench."""
         self.experiment = experiment
         with deterministic(experiment):
             self.bench: Workbench = build_workbench(experiment, prepared)
 
     def describe(self, survey: Arrays) -> Blueprint:
-        """The blueprint of the workbench."""
+        """Return the blueprint of the workbench, given the survey."""
         with deterministic(self.experiment):
             adapt_to(self.bench, survey)
             return blueprint_of(self.bench)
 
     def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
-        """Run the jobs in the order given."""
+        """Run the jobs in order."""
         outcome = Outcome([], [], [])
         with deterministic(self.experiment):
             adapt_to(self.bench, survey_in(broadcast))
@@ -55,7 +54,7 @@ class InlineExecutor:
         return outcome
 
     def reduce(self, uploads: list[Upload], reducer: Reducer) -> Partial:
-        """Sum group by group, exactly as the Ray backend does."""
+        """Sum group by group, in the same order as the Ray backend."""
         return combine(
             [
                 partial_sum([uploads[i] for i in group], reducer)
@@ -64,29 +63,28 @@ class InlineExecutor:
         )
 
     def fetch(self, uploads: list[Upload]) -> list[Upload]:
-        """Uploads are here already."""
+        """Return the uploads, which are in this process already."""
         return uploads
 
 
 class InlineDriver:
-    """Everything in this process."""
+    """Drives a run in this process; the counterpart of ``RayDriver``."""
 
     def __init__(self, experiment: Experiment, prepared: Prepared, attempt: str) -> None:
-        """Build the workbench and find the newest checkpoint."""
         executor = InlineExecutor(experiment, prepared)
         self.server = Server(experiment, executor, open_checkpoints(experiment), attempt)
 
     def begin(self) -> RoundReport:
-        """See :class:`Driver`."""
+        """Return what the newest checkpoint holds."""
         return self.server.progress()
 
     def step(self) -> RoundReport:
-        """See :class:`Driver`."""
+        """Run one round."""
         try:
             return self.server.step()
         except FloatingPointError as error:
             raise RunError(str(error)) from error
 
     def final(self) -> RunResult:
-        """See :class:`Driver`."""
+        """Return the result of a finished run."""
         return self.server.result()

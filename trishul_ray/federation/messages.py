@@ -1,6 +1,6 @@
 """What the server asks of a worker and what comes back: small, picklable, without Ray.
 
-Legend: W entries of the shared part on the wire, U units of aggregation, n rows.
+Legend of shapes: P trainables of a client, W entries of the shared upload, U units of aggregation.
 """
 
 import warnings
@@ -15,26 +15,31 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import SURVEY
 from trishul_ray.tasks.base import Task
 
-#: Flat arrays by key: how states travel. NumPy, so that the object store hands out views.
+#: A state by key, as it is sent and stored. NumPy: the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
 
 
 def to_arrays(state: dict[str, torch.Tensor]) -> Arrays:
-    """A state as host arrays, for the object store or a file."""
+    """Return tensors as arrays in host memory."""
     return {key: value.detach().cpu().numpy() for key, value in state.items()}
 
 
 def to_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Host arrays as tensors. Always a copy: arrays from the object store are read-only."""
+    """Return copies of arrays as tensors; arrays from the object store are read-only."""
     return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
 
 
 def as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Host arrays as tensors of the same memory, for reading only."""
+    """Return arrays as tensors that share their memory; do not write to them."""
     with warnings.catch_warnings():
-        # torch warns of arrays it must not write to, as those of the object store; nobody does.
+        # torch warns of read-only arrays, such as those of the object store.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return {key: torch.from_numpy(value) for key, value in arrays.items()}
+
+
+def survey_in(broadcast: Arrays) -> Arrays:
+    """Return the survey that a broadcast carries; empty if it has none."""
+    return {k.removeprefix(SURVEY): v for k, v in broadcast.items() if k.startswith(SURVEY)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Evaluate the broadcast on test rows ``start:stop`` (of the evaluation subset)."""
+    """Evaluate the broadcast on rows ``start:stop`` of the evaluated test rows."""
 
     round: int
     start: int
@@ -57,7 +62,7 @@ class EvalJob:
 
 @dataclass(frozen=True)
 class SurveyJob:
-    """Ask one client what the method wants to know before round 1."""
+    """Compute one client's answer to the method's survey before round 1."""
 
     client: int
 
@@ -67,13 +72,13 @@ Job = TrainJob | EvalJob | SurveyJob
 
 @dataclass(frozen=True)
 class Upload:
-    """What one client sends.
+    """What one client uploads.
 
     Attributes:
-        client: who.
-        rows: n_c, size of the client's shard.
-        arrays: what the method uploads; ``"shared"`` is [W] float32.
-        active: [U] bool, the units this client trained; None means all.
+        client: number of the client.
+        rows: size of the client's shard, n_c.
+        arrays: arrays of the method; ``"shared"`` is [W] float32.
+        active: [U] bool, units that the client trained; None means all.
     """
 
     client: int
@@ -84,13 +89,13 @@ class Upload:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a training job tells beside its upload; small, always read by the server."""
+    """The rest of a training job's result; small, and always read by the server."""
 
     client: int
     state: Arrays  # the client's new persistent state
     loss: float  # mean training loss over the local steps
     seconds: float
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)  # of the method; see LocalRun
 
 
 @dataclass(frozen=True)
@@ -102,14 +107,20 @@ class EvalReport:
     sums: dict[str, float]
 
 
-def survey_in(broadcast: Arrays) -> Arrays:
-    """The survey that a broadcast carries, if any."""
-    return {k.removeprefix(SURVEY): v for k, v in broadcast.items() if k.startswith(SURVEY)}
+@dataclass
+class Outcome:
+    """Results of a list of jobs, each kind in the order of its jobs."""
+
+    uploads: list[Any]  # handles: the uploads stay where they were made
+    reports: list[TrainReport]
+    evaluations: list[EvalReport]
+    surveys: list[Arrays] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)  # one line for each restart or loss
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a sound upload looks like: the length of each array, and how units cover "shared"."""
+    """The form of a valid upload: the length of each array, and the units of ``"shared"``."""
 
     lengths: Mapping[str, int]
     unit_sizes: np.ndarray  # [U] int64, sums to lengths["shared"]
@@ -117,11 +128,11 @@ class Expected:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the server must know of a workbench, without holding a backbone itself.
+    """What the server needs to know of a workbench, so that it holds no backbone.
 
-    ``sources`` says what the run is made from beyond its configuration, which names places and
-    not what lies there: the SHA-256 of the dataset's ``rows`` and, for texts, of their
-    ``tokens``, and the weights of the ``backbone``. What is unknown is left out.
+    ``sources`` identifies what the configuration names only by its place: the SHA-256 of the
+    dataset's ``rows`` and, for texts, of their ``tokens``, and the weights of the ``backbone``.
+    Unknown sources are left out.
     """
 
     layout: Layout
@@ -130,31 +141,22 @@ class Blueprint:
     expected: Expected
     task: Task
     test_rows: int
-    parameters: dict[str, int]  # adapter, scalars, head
-    heads: dict[str, int]  # heads on each adapted matrix, by transformer block (if any)
+    parameters: dict[str, int]  # adapter, scalars, head (the classification head)
+    heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
     sources: dict[str, str] = field(default_factory=dict)
 
 
-#: Names of sources for people.
-_SOURCES = {"rows": "data", "tokens": "tokens of the data", "backbone": "weights of the backbone"}
+_SOURCE_TITLES = {
+    "rows": "data",
+    "tokens": "tokens of the data",
+    "backbone": "weights of the backbone",
+}
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Names of the sources that are known in both and differ, for a message; empty if none do."""
-    both = [kind for kind in _SOURCES if kind in before and kind in now]
-    changed = [kind for kind in both if before[kind] != now[kind]]
+    """Return the sources known in both that differ, as text for a message; empty if none do."""
+    changed = [s for s in _SOURCE_TITLES if s in before and s in now and before[s] != now[s]]
     if "rows" in changed and "tokens" in changed:
-        changed.remove("tokens")  # of other rows
-    return " and ".join(_SOURCES[kind] for kind in changed)
-
-
-@dataclass
-class Outcome:
-    """What a set of jobs brought: handles to uploads stay wherever they were made."""
-
-    uploads: list[Any]  # in the order of the training jobs
-    reports: list[TrainReport]  # likewise
-    evaluations: list[EvalReport]  # in the order of the evaluation jobs
-    surveys: list[Arrays] = field(default_factory=list)  # in the order of the survey jobs
-    events: list[str] = field(default_factory=list)  # restarts and the like, for people
+        changed.remove("tokens")  # new rows imply new tokens
+    return " and ".join(_SOURCE_TITLES[source] for source in changed)

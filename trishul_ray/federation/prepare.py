@@ -1,6 +1,6 @@
-"""Builds what a worker keeps resident: backbone with adapters, data, task, method.
+"""Prepare the data and the partition of an experiment, and check that the adapters fit the model.
 
-Built from the experiment alone, so that any process on any node builds the same.
+The driver does this once; every worker gets the result.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import encode, prepare
-from trishul_ray.data.prepared import PreparedDataset, Progress
+from trishul_ray.data.prepared import PreparedDataset, ProgressCallback
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
@@ -25,12 +25,12 @@ from trishul_ray.tasks.build import build_task
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is computed once, by the driver, and handed to every worker as it is.
+    """The data of a run, computed once by the driver and sent to every worker.
 
     Attributes:
-        dataset: as the task trains on it.
-        shards: which training rows each client holds.
-        sources: what the data are; see :class:`~trishul_ray.federation.messages.Blueprint`.
+        dataset: the dataset as the task trains on it.
+        shards: the training rows of each client.
+        sources: hashes of the data; see :class:`~trishul_ray.federation.messages.Blueprint`.
     """
 
     dataset: PreparedDataset
@@ -38,37 +38,46 @@ class Prepared:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-def prepare_run(experiment: Experiment, progress: Progress | None = None) -> Prepared:
-    """Data and partition of an experiment; cached on disk.
+def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
+    """Return the data and the partition of an experiment; the data are cached on disk.
 
     Raises:
-        InputError: no such dataset, or it cannot be dealt out as asked.
+        InputError: the dataset was not found, or cannot be partitioned as configured.
     """
-    dataset, _, sources = _dataset_and_task(experiment, Backbone.of(experiment), progress)
-    return Prepared(dataset, deal(dataset, experiment), sources)
+    dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment), progress)
+    return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
 
-def prepare_rows(experiment: Experiment, progress: Progress | None = None) -> Prepared:
-    """As :func:`prepare_run`, but with the raw texts: the same partition, and no backbone needed.
+def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
+    """Return the same partition as :func:`prepare_run` over raw texts, without a backbone.
 
     Raises:
-        InputError: no such dataset, or it cannot be dealt out as asked.
+        InputError: the dataset was not found, or cannot be partitioned as configured.
     """
     places = Places.of(experiment)
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    return Prepared(dataset, deal(dataset, experiment), {"rows": dataset.fingerprint})
+    return Prepared(dataset, partition_rows(dataset, experiment), {"rows": dataset.fingerprint})
 
 
-def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
-    """Return how many rows of a dataset the experiment trains on and scores."""
-    return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
+def prepare_dataset(
+    experiment: Experiment, backbone: Backbone, progress: ProgressCallback | None = None
+) -> tuple[PreparedDataset, Task, dict[str, str]]:
+    """Return the dataset as the task trains on it, the task, and the hashes of the data."""
+    places = backbone.places
+    dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    sources = {"rows": dataset.fingerprint}
+    task = build_task(experiment, dataset.info, backbone)
+    if task.encoder is not None:
+        dataset = encode(dataset, task.encoder, cache=places.cache, progress=progress)
+        sources["tokens"] = dataset.fingerprint
+    return dataset, task, sources
 
 
-def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:
-    """Which training rows each client holds.
+def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:
+    """Return the training rows of each client.
 
     Raises:
-        InputError: the rows cannot be dealt out as asked.
+        InputError: the rows cannot be partitioned as configured.
     """
     rows = np.arange(len(dataset.train))
     if experiment.data.train_limit is not None:
@@ -83,25 +92,16 @@ def deal(dataset: PreparedDataset, experiment: Experiment) -> Partition:
     return Partition(rows[shards.permutation], shards.offsets)
 
 
-def _dataset_and_task(
-    experiment: Experiment, backbone: Backbone, progress: Progress | None = None
-) -> tuple[PreparedDataset, Task, dict[str, str]]:
-    """The dataset as the task trains on it, the task, and what the data are."""
-    places = backbone.places
-    dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    sources = {"rows": dataset.fingerprint}
-    task = build_task(experiment, dataset.info, backbone)
-    if task.encoder is not None:
-        dataset = encode(dataset, task.encoder, cache=places.cache, progress=progress)
-        sources["tokens"] = dataset.fingerprint
-    return dataset, task, sources
+def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
+    """Return how many rows of a dataset the experiment trains on and scores."""
+    return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
 
 
 def check_fits(experiment: Experiment) -> None:
-    """Refuse a budget that the backbone cannot carry, without loading its weights.
+    """Check that the adapters fit the layers of the backbone, without loading its weights.
 
     Raises:
-        InputError: a rank or heads x rank exceed a layer's width, a target is unknown, ...
+        InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown.
     """
     site = build_site(Backbone.of(experiment).meta_model(), experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
@@ -110,17 +110,17 @@ def check_fits(experiment: Experiment) -> None:
         width = min(layer.d_out, layer.d_in)
         if rank > width:
             options = experiment.adapter
-            given = f"adapter.rank={options.rank}"
+            setting = f"adapter.rank={options.rank}"
             if options.rank is None:
-                given = f"budget={experiment.budget}"
+                setting = f"budget={experiment.budget}"
             raise InputError(
-                f"{given} gives {experiment.method.name} a rank of {rank} on {layer.name} "
-                f"({layer.d_out}x{layer.d_in}), which must be at most its width {width}: take less"
+                f"{setting} gives {experiment.method.name} a rank of {rank} on {layer.name} "
+                f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
             )
 
 
 def build_site(model: torch.nn.Module, experiment: Experiment) -> Site:
-    """Where adapters may go on a backbone (real, or on the meta device: then norms are zero)."""
+    """Return the layers of a backbone that can be adapted; on the meta device, norms are zero."""
     layers = tuple(find_layers(model, experiment.adapter.targets))
     scores = build_method(experiment.method).block_scores
     scored = tuple(scored_layers(model, layers, scores))

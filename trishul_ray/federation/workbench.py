@@ -1,12 +1,11 @@
-"""What a worker keeps resident, and how a broadcast becomes a vector on it. No Ray here.
+"""What a worker keeps resident: a backbone with adapters, the data, the task and the method.
 
-Legend: P trainables of a client, b batch size, n_c rows of client c.
+Legend of shapes: P trainables of a client.
 """
 
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +13,12 @@ from torch import Tensor
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
+from trishul_ray.data.partition import Partition
+from trishul_ray.data.prepared import Split
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensors
-from trishul_ray.federation.prepare import Prepared, _dataset_and_task, build_site
+from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
 from trishul_ray.federation.reduce import unit_sizes
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State, build_method
@@ -28,15 +29,10 @@ from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 
-if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment
-
-
-#: Shares of the full budget.
+#: Capacities of clients, as shares of the full budget.
 LEVELS = (0.25, 0.5, 0.75, 1.0)
 
-
-#: Probability of each level, by profile.
+#: Probability of each level, by ``federation.compute``.
 PROFILES = {
     "full": (0.0, 0.0, 0.0, 1.0),
     "uniform": (0.25, 0.25, 0.25, 0.25),
@@ -45,128 +41,46 @@ PROFILES = {
 }
 
 
-def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:
-    """Return the share of the budget that ``client`` can train, one of ``LEVELS``.
-
-    Args:
-        profile: ``federation.compute``.
-        seed: the experiment's.
-        client: which.
-        shares: the probability of each level; None takes those of the profile.
-    """
-    wanted = np.asarray(PROFILES[profile] if shares is None else shares, dtype=np.float64)
-    draw = numpy_rng(seed, "capacity", client).choice(len(LEVELS), p=wanted / wanted.sum())
-    return LEVELS[int(draw)]
-
-
-class Rows(Protocol):
-    """A table of examples that can gather a batch of rows (a memory-mapped split)."""
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """The rows at ``indices`` [b] as tensors with b leading."""
-        ...
-
-
-class Shards(Protocol):
-    """Which training rows each client holds."""
-
-    def shard(self, client: int) -> np.ndarray:
-        """Row indices of ``client``, [n_c]."""
-        ...
-
-
 @dataclass
 class Workbench:
-    """All that a worker keeps resident: one backbone with adapters, the data, the method."""
+    """Everything that a worker keeps resident; clients differ by shard, state and rng alone."""
 
-    settings: "Experiment"
+    settings: Experiment
     model: AdaptedModel
     initial: Tensor  # [P] float32, the untrained vector
     method: Method
     task: Task
-    train: Rows
-    test: Rows
+    train: Split
+    test: Split
     test_rows: np.ndarray  # rows of the test split that are evaluated
-    shards: Shards
+    shards: Partition
     device: torch.device
     dtype: torch.dtype
     site: Site
     sources: dict[str, str] = field(default_factory=dict)  # see Blueprint
 
 
-def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """What a broadcast changes of the frozen part: ``(base, constants)`` by layer."""
-    base = {k.removeprefix(BASE): v for k, v in broadcast.items() if k.startswith(BASE)}
-    constants: dict[str, dict[str, Tensor]] = {}
-    for key, value in broadcast.items():
-        if key.startswith(CONSTANT):
-            layer, _, name = key.removeprefix(CONSTANT).rpartition("/")
-            constants.setdefault(layer, {})[name] = value
-    return base, constants
-
-
-def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int | None) -> LocalRun:
-    """A run of ``client`` (None: of the global model, for evaluation), before its start."""
-    settings, device = bench.settings, bench.device
-    seed, vector = settings.seed, torch.empty_like(bench.initial)
-    fed = settings.federation
-    share: float = 1.0
-    rates: tuple[float, ...] = ()
-    if client is not None:
-        share = capacity(fed.compute, seed, client, fed.compute_shares)
-        rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
-    return LocalRun(
-        layout=bench.model.layout,
-        vector=vector,
-        grad=torch.empty(0) if client is None else torch.zeros_like(vector),
-        broadcast={k: v.to(device) for k, v in to_tensors(broadcast).items()},
-        client_state={},
-        optimizer=settings.optimizer,
-        rates=rates,
-        generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
-        common=torch_rng(seed, "common", round_number),
-        steps=settings.federation.local_steps,
-        training=client is not None,
-        capacity=share,
-    )
-
-
-def global_model(bench: Workbench, broadcast: Arrays, round_number: int) -> Trained:
-    """The global model that a broadcast describes."""
-    run = new_run(bench, broadcast, round_number, None)
-    bench.method.start(run, bench.initial)
-    return Trained(run.vector, *frozen_part(run.broadcast))
-
-
-def pick_device(experiment: Experiment) -> torch.device:
-    """CUDA where asked for or, on ``auto``, where this process sees one."""
-    wanted = experiment.resources.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
 def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
-    """Load the backbone, attach the method's adapters, open the data.
+    """Load the backbone, attach the method's adapters and open the data.
 
     Raises:
-        InputError: the backbone, the budget or the data do not fit together.
+        InputError: backbone, budget and data do not fit together, or this node has other data
+            than the driver.
     """
     backbone = Backbone.of(experiment)
-    # An actor on a node that the driver's cache does not reach makes its own copy, from the same
-    # source and with the same bytes.
     dataset = prepared.dataset
     if dataset.folder.is_dir():
         task = build_task(experiment, dataset.info, backbone)
     else:
-        dataset, task, sources = _dataset_and_task(experiment, backbone)
-        changed = changed_sources(prepared.sources, sources)
-        if changed:
+        # The node does not see the driver's cache. Prepare the data again: the same source gives
+        # the same bytes.
+        dataset, task, sources = prepare_dataset(experiment, backbone)
+        if changed := changed_sources(prepared.sources, sources):
             raise InputError(
                 f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
-                "storage.hub and folders of models must hold the same on every node"
+                "storage.hub and model folders must have the same content on every node"
             )
-    device = pick_device(experiment)
+    device = _pick_device(experiment)
     ensure_pretrained(backbone, on_ray=False)
     module, weights_source = backbone.load_resident(
         task.model_kind, task.num_classes, seed=experiment.seed
@@ -174,11 +88,12 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     module = module.to(device)
     method = build_method(experiment.method, experiment.adapter)
     site = build_site(module, experiment)
-    model = attach(module, experiment, method, site, device)
+    model = _attach(module, experiment, method, site, device)
     test_rows = np.arange(len(dataset.test))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
-        # By the raw rows, not by the seed: all seeds, methods and backbones are measured alike.
+        # Drawn by the raw rows and not by the seed, so that all seeds, methods and backbones are
+        # evaluated on the same rows.
         rows = prepared.sources.get("rows", dataset.fingerprint)
         rng = numpy_rng(0, "evaluation-subset", rows)
         test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
@@ -199,16 +114,22 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     )
 
 
-def attach(
-    backbone: torch.nn.Module,
+def _pick_device(experiment: Experiment) -> torch.device:
+    name = experiment.resources.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _attach(
+    module: torch.nn.Module,
     experiment: Experiment,
     method: Method,
     site: Site,
     device: torch.device,
 ) -> AdaptedModel:
-    """The backbone with the method's adapters for a site."""
     return AdaptedModel(
-        backbone,
+        module,
         method.adapters(site),
         seed=experiment.seed,
         train_head=experiment.model.train_head,
@@ -219,20 +140,19 @@ def attach(
 
 
 def adapt_to(bench: Workbench, survey: Arrays) -> None:
-    """Rebuild a workbench's adapters if a survey came in that decides them."""
-    found = to_tensors(survey)
-    known = bench.site.survey
-    same = known.keys() == found.keys() and all(torch.equal(known[k], found[k]) for k in found)
-    if same:
+    """Replace the adapters of a workbench if they were built for another survey."""
+    new = to_tensors(survey)
+    old = bench.site.survey
+    if old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in new):
         return
-    bench.site = replace(bench.site, survey=found)
-    backbone = bench.model.detach()
-    bench.model = attach(backbone, bench.settings, bench.method, bench.site, bench.device)
+    bench.site = replace(bench.site, survey=new)
+    module = bench.model.detach()
+    bench.model = _attach(module, bench.settings, bench.method, bench.site, bench.device)
     bench.initial = bench.model.initial().to(bench.device)
 
 
 def blueprint_of(bench: Workbench) -> Blueprint:
-    """What the server needs to know of a workbench."""
+    """Return what the server needs to know of a workbench."""
     layout, method, model = bench.model.layout, bench.method, bench.model
     wire = method.wire(layout)
     counts = count_parameters(model.adapters, model.specs)
@@ -260,3 +180,60 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         },
         sources=bench.sources,
     )
+
+
+def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:
+    """Draw the share of the full budget that a client can train, one of :data:`LEVELS`.
+
+    ``shares`` are the probabilities of the levels; by default those of the profile.
+    """
+    weights = np.asarray(PROFILES[profile] if shares is None else shares, dtype=np.float64)
+    level = numpy_rng(seed, "capacity", client).choice(len(LEVELS), p=weights / weights.sum())
+    return LEVELS[int(level)]
+
+
+def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int | None) -> LocalRun:
+    """Return the local run of a client before its start; None is the global model, to evaluate."""
+    settings, device = bench.settings, bench.device
+    seed, vector = settings.seed, torch.empty_like(bench.initial)
+    fed = settings.federation
+    share: float = 1.0
+    rates: tuple[float, ...] = ()
+    if client is not None:
+        share = capacity(fed.compute, seed, client, fed.compute_shares)
+        rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
+    return LocalRun(
+        layout=bench.model.layout,
+        vector=vector,
+        grad=torch.empty(0) if client is None else torch.zeros_like(vector),
+        broadcast={k: v.to(device) for k, v in to_tensors(broadcast).items()},
+        client_state={},
+        optimizer=settings.optimizer,
+        rates=rates,
+        generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
+        common=torch_rng(seed, "common", round_number),
+        steps=settings.federation.local_steps,
+        training=client is not None,
+        capacity=share,
+    )
+
+
+def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return a broadcast's changes of the frozen part by layer, ``base`` and ``constants``.
+
+    See :class:`~trishul_ray.adapters.model.Trained`.
+    """
+    base = {k.removeprefix(BASE): v for k, v in broadcast.items() if k.startswith(BASE)}
+    constants: dict[str, dict[str, Tensor]] = {}
+    for key, value in broadcast.items():
+        if key.startswith(CONSTANT):
+            layer, _, name = key.removeprefix(CONSTANT).rpartition("/")
+            constants.setdefault(layer, {})[name] = value
+    return base, constants
+
+
+def global_model(bench: Workbench, broadcast: Arrays, round_number: int) -> Trained:
+    """Return the global model that a broadcast describes."""
+    run = new_run(bench, broadcast, round_number, None)
+    bench.method.start(run, bench.initial)
+    return Trained(run.vector, *frozen_part(run.broadcast))

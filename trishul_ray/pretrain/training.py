@@ -21,7 +21,7 @@ from filelock import FileLock
 from torch import nn
 
 from trishul_ray.data.prepare import make_cache_folder, prepare
-from trishul_ray.data.prepared import Progress, Split
+from trishul_ray.data.prepared import ProgressCallback, Split
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.models.builtin import BUILTINS, Builtin, byte_tokenizer
 from trishul_ray.models.lookup import quiet_transformers
@@ -140,7 +140,7 @@ def pretrain(
     builtin: Builtin,
     places: "Places",
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     on_ray: bool = True,
 ) -> Path:
     """Return the folder of a pretrained built-in, training it first if it is not in the cache.
@@ -175,7 +175,7 @@ def pretrain(
 
 
 def ensure_pretrained(
-    backbone: "Backbone", progress: Progress | None = None, *, on_ray: bool = True
+    backbone: "Backbone", progress: ProgressCallback | None = None, *, on_ray: bool = True
 ) -> None:
     """Pretrain a backbone if it is a built-in that is needed pretrained and is not in the cache.
 
@@ -199,13 +199,17 @@ def ensure_pretrained(
         ) from error
 
 
-def _training_split(builtin: Builtin, places: "Places", progress: Progress | None = None) -> Split:
+def _training_split(
+    builtin: Builtin, places: "Places", progress: ProgressCallback | None = None
+) -> Split:
     recipe = builtin.recipe
     dataset = prepare(recipe.dataset, cache=places.cache, hub=places.hub, progress=progress)
     return dataset.split(recipe.split)
 
 
-def _on_epoch(builtin: Builtin, progress: Progress | None) -> Callable[[int, float], None] | None:
+def _on_epoch(
+    builtin: Builtin, progress: ProgressCallback | None
+) -> Callable[[int, float], None] | None:
     """Adapt ``progress`` to the callback of :func:`train_backbone`."""
     if progress is None:
         return None
@@ -237,7 +241,7 @@ def _train_loop(settings: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _train_on_ray(
-    builtin: Builtin, places: "Places", progress: Progress | None
+    builtin: Builtin, places: "Places", progress: ProgressCallback | None
 ) -> dict[str, np.ndarray]:
     """Run :func:`_train_loop` in a TorchTrainer with one worker; return the state dict."""
     from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -277,7 +281,7 @@ def _train_on_ray(
 
 
 def _forward_progress(
-    queue: Any, done: threading.Event, builtin: Builtin, progress: Progress | None
+    queue: Any, done: threading.Event, builtin: Builtin, progress: ProgressCallback | None
 ) -> None:
     """Forward the worker's progress until the training is over and the queue is empty."""
     while True:

@@ -1,4 +1,4 @@
-"""Shares of the budget: named profiles, and one's own proportions."""
+"""Capacities of clients, and the test rows that a workbench evaluates."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,13 @@ import pytest
 from trishul_ray.errors import InputError
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import LEVELS, PROFILES, capacity, new_run
+from trishul_ray.federation.workbench import (
+    LEVELS,
+    PROFILES,
+    build_workbench,
+    capacity,
+    new_run,
+)
 from trishul_ray.loading import load_experiment
 from trishul_ray.run.runner import central_twin
 
@@ -23,7 +29,7 @@ def test_profiles_are_drawn_in_their_proportions(profile):
     np.testing.assert_allclose(proportions(profile), PROFILES[profile], atol=0.03)
 
 
-def test_ones_own_proportions_are_drawn():
+def test_custom_proportions_are_drawn():
     shares = (0.1, 0.2, 0.3, 0.4)
     np.testing.assert_allclose(proportions("custom", shares), shares, atol=0.03)
     # The same draw as a named profile of these proportions.
@@ -32,23 +38,23 @@ def test_ones_own_proportions_are_drawn():
     )
 
 
-def test_clients_of_a_run_have_them(cache):
+def test_clients_of_a_run_have_custom_capacities(cache):
     experiment = load_experiment(None, ["model.init=random", *CUSTOM, f"storage.cache={cache}"])
     bench = InlineExecutor(experiment, prepare_run(experiment)).bench
     shared = bench.method.initial_state(bench.model.layout, bench.initial, {})["shared"].numpy()
-    found = {new_run(bench, {"shared": shared}, 1, client).capacity for client in range(10)}
-    assert found == {0.5, 0.75}
+    capacities = {new_run(bench, {"shared": shared}, 1, client).capacity for client in range(10)}
+    assert capacities == {0.5, 0.75}
     assert new_run(bench, {"shared": shared}, 1, None).capacity == 1.0
 
 
-def test_the_central_twin_is_of_full_capacity():
+def test_the_central_twin_has_full_capacity():
     twin = central_twin(load_experiment(None, CUSTOM))
     assert twin.federation.compute == "full" and twin.federation.compute_shares is None
     assert load_experiment(None, CUSTOM).id != load_experiment().id
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["federation.compute=custom"], "set with compute=custom, and only then"),
         (["federation.compute_shares=[1, 0, 0, 0]"], "set with compute=custom, and only then"),
@@ -58,7 +64,27 @@ def test_the_central_twin_is_of_full_capacity():
         (["method=fedit", *CUSTOM], "federation.compute='custom' needs a method"),
     ],
 )
-def test_nonsense_is_one_line(overrides, says):
+def test_invalid_shares_are_reported_in_one_line(overrides, message):
     with pytest.raises(InputError) as caught:
         load_experiment(None, overrides)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def evaluated_rows(small):
+    """``evaluated_rows("seed=1", ...)`` -> the test rows that a run evaluates."""
+
+    def rows(*overrides):
+        experiment = small(*overrides)
+        return build_workbench(experiment, prepare_run(experiment)).test_rows
+
+    return rows
+
+
+def test_every_seed_and_method_is_evaluated_on_the_same_rows(evaluated_rows):
+    first = evaluated_rows("seed=0")
+    assert len(first) == len(np.unique(first)) == 64
+    for overrides in (["seed=1"], ["seed=2", "method=fedit"], ["seed=3", "budget=2"]):
+        assert evaluated_rows(*overrides).tolist() == first.tolist()
+    # A subset drawn from all rows, not the first ones.
+    assert first.max() > 400 and first.tolist() != list(range(64))

@@ -1,4 +1,4 @@
-"""Every registered method: one actor, two actors, a kill and a resume give the inline bytes."""
+"""Every registered method gives the inline bytes on actors, after a kill and a resume."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from trishul_ray.methods.base import method_class, method_names
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
-#: What makes a method keep state of its own at clients, beside limited compute where it can.
+#: Overrides with which a method keeps state at its clients, on top of limited compute.
 STATEFUL = {"hetlora": ["method.prune=true"]}
 
 
@@ -19,18 +19,18 @@ STATEFUL = {"hetlora": ["method.prune=true"]}
 def test_actors_a_kill_and_a_resume_change_nothing(
     name, small, inline_result, assert_same, drive_to_end
 ):
-    words = [f"method={name}", *STATEFUL.get(name, [])]
+    overrides = [f"method={name}", *STATEFUL.get(name, [])]
     if method_class(name).takes_limits:
-        words.append("federation.compute=uniform")
-    # Three of three clients every round: what a client keeps is used again.
-    words.append("federation.clients=3")
-    one, two = small(*words, "resources.actors=1"), small(*words, "resources.actors=2")
+        overrides.append("federation.compute=uniform")
+    # All three clients take part in every round, so that kept state is used.
+    overrides.append("federation.clients=3")
+    one, two = small(*overrides, "resources.actors=1"), small(*overrides, "resources.actors=2")
     assert one.id == two.id
     prepared = prepare_run(one)
     with open_driver(one, prepared, "a") as driver:
         driver.begin()
         driver.step()
-        for process in driver.processes():  # the coordinator and its client: nothing is said
+        for process in driver.processes():  # the coordinator and its client
             os.kill(process, signal.SIGKILL)
     with open_driver(two, prepared, "a") as driver:
         result = drive_to_end(driver)

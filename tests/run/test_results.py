@@ -1,4 +1,4 @@
-"""What a result records of the machine."""
+"""Processor, kernels and libraries recorded in a result."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from trishul_ray.run.results import hardware, kernels
 
 
 def test_the_kernels_in_use_are_recorded():
-    """In a process of its own: limits of the instruction set are read when torch loads."""
+    """In another process: limits of the instruction set are read when torch is loaded."""
     code = "import json; from trishul_ray.run.results import hardware;print(json.dumps(hardware()))"
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     done = subprocess.run(
@@ -21,14 +21,14 @@ def test_the_kernels_in_use_are_recorded():
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout)
-    assert found["cpu_capability"] == "DEFAULT"
-    assert limits.items() <= found["kernels"]["environment"].items()
+    recorded = json.loads(done.stdout)
+    assert recorded["cpu_capability"] == "DEFAULT"
+    assert limits.items() <= recorded["kernels"]["environment"].items()
 
 
 def test_libraries_and_processor_are_recorded():
-    found, told = kernels(), torch.__config__.show()
-    assert found["blas"] != "unknown" and f"BLAS_INFO={found['blas']}" in told
-    assert found["libraries"] and all(line in told for line in found["libraries"])
-    assert ("cuda" in found) == torch.cuda.is_available()
+    recorded, config = kernels(), torch.__config__.show()
+    assert recorded["blas"] != "unknown" and f"BLAS_INFO={recorded['blas']}" in config
+    assert recorded["libraries"] and all(line in config for line in recorded["libraries"])
+    assert ("cuda" in recorded) == torch.cuda.is_available()
     assert hardware()["processor"].strip()
