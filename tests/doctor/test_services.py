@@ -1,4 +1,5 @@
 import http.server
+import os
 import socket
 import sqlite3
 import threading
@@ -6,6 +7,7 @@ import threading
 import pytest
 
 from trishul_ray.doctor import services
+from trishul_ray.doctor.services import TIMEOUT, try_within_timeout, why_not_writable
 
 
 @pytest.fixture
@@ -72,6 +74,18 @@ def test_folder(tmp_path):
     assert check.status == "fail" and "cannot be written" in check.detail
     check = services.check_folder("runs folder", "nosuch://user:pw@bucket/runs")
     assert check.status == "fail" and "user:pw" not in check.detail
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs a folder that refuses even root")
+def test_writability_is_tested_by_writing():
+    assert "/proc cannot be written" in why_not_writable(services.Path("/proc/runs"))
+
+
+def test_a_hanging_action_times_out():
+    never = threading.Event()
+    assert try_within_timeout(never.wait) == f"no answer within {TIMEOUT:g} s"
+    never.set()
+    assert try_within_timeout(lambda: None) == ""
 
 
 def test_mlflow_store(tmp_path, server, silent):

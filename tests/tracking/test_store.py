@@ -12,7 +12,7 @@ from trishul_ray.tracking.store import (
 )
 
 
-def test_default_store_lies_in_the_runs_folder(tmp_path, monkeypatch):
+def test_the_default_store_is_in_the_runs_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tracking_uri(None, "runs") == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert tracking_uri(None, f"file://{tmp_path}/r") == f"sqlite:///{tmp_path}/r/mlflow.db"

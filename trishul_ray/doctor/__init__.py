@@ -1,7 +1,7 @@
 """The checks behind ``trishul doctor``: what would go wrong on this machine, and how to fix it.
 
 The checks install, download and leave nothing, and start a cluster only on request. Checks that
-may hang (a network, a remote folder) time out after :data:`~check.TIMEOUT` seconds.
+may hang (a network, a remote folder) time out after :data:`~services.TIMEOUT` seconds.
 """
 
 from concurrent.futures import ThreadPoolExecutor

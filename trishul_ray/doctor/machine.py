@@ -12,9 +12,11 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from trishul_ray.doctor.check import GIB, Check
+from trishul_ray.doctor.check import Check
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.version import __version__
+
+GIB = 2**30
 
 
 def check_python() -> Check:
@@ -63,8 +65,7 @@ def check_devices() -> Check:
             free, total = torch.cuda.mem_get_info(index)
             gpus.append(f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
         bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
-        detail = f"torch {torch.__version__}; {'; '.join(gpus)}; {bf16} bf16"
-        return Check("devices", "ok", detail)
+        return Check("devices", "ok", f"torch {torch.__version__}; {'; '.join(gpus)}; {bf16} bf16")
     detail = f"torch {torch.__version__}; CPU only ({torch.backends.cpu.get_cpu_capability()})"
     if shutil.which("nvidia-smi"):
         hint = "an NVIDIA driver is installed but torch sees no GPU: install a CUDA build of torch"
@@ -79,10 +80,8 @@ def check_cpus() -> Check:
     settings = {name: os.environ[name] for name in names if name in os.environ}
     detail = f"{cores} cores" + "".join(f", {name}={value}" for name, value in settings.items())
     wrong = [n for n, v in settings.items() if not v.isdigit() or not 1 <= int(v) <= cores]
-    if wrong:
-        hint = f"unset {', '.join(wrong)}, or set a number from 1 to {cores}"
-        return Check("cpus", "warn", detail, hint)
-    return Check("cpus", "ok", detail)
+    hint = f"unset {', '.join(wrong)}, or set a number from 1 to {cores}" if wrong else ""
+    return Check("cpus", "warn" if wrong else "ok", detail, hint)
 
 
 def check_memory() -> Check:
@@ -93,14 +92,13 @@ def check_memory() -> Check:
         hint = "an actor takes 0.3 GiB, Ray itself 1 GiB: free memory, or set resources.actors=1"
         return Check("memory", "warn", detail, hint)
     shared = Path("/dev/shm")
-    if not shared.is_dir():
-        return Check("memory", "ok", detail)
-    room = shutil.disk_usage(shared).free
-    detail += f", {room / GIB:.1f} GiB in /dev/shm"
-    # Ray's object store takes 30 % of the free memory, if /dev/shm has room for it.
-    if room < min(0.3 * memory.available, 2 * GIB):
-        hint = "Ray's object store will be small or on disk: docker run --shm-size=2g, or more"
-        return Check("memory", "warn", detail, hint)
+    if shared.is_dir():
+        room = shutil.disk_usage(shared).free
+        detail += f", {room / GIB:.1f} GiB in /dev/shm"
+        # Ray's object store takes 30 % of the free memory, if /dev/shm has room for it.
+        if room < min(0.3 * memory.available, 2 * GIB):
+            hint = "Ray's object store will be small or on disk: docker run --shm-size=2g, or more"
+            return Check("memory", "warn", detail, hint)
     return Check("memory", "ok", detail)
 
 

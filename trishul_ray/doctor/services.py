@@ -5,23 +5,23 @@ import os
 import shutil
 import socket
 import sqlite3
+import tempfile
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trishul_ray.doctor.check import (
-    GIB,
-    TIMEOUT,
-    Check,
-    nearest_existing,
-    try_within_timeout,
-    why_not_writable,
-)
+from trishul_ray.doctor.check import Check, Status
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.storage import Store
 from trishul_ray.tracking.store import redact, sqlite_file, tracking_uri
+
+#: Seconds that a check may wait for something outside this process.
+TIMEOUT = 2.0
+GIB = 2**30
 
 
 def check_ray_import() -> Check:
@@ -49,11 +49,12 @@ def check_ray_address() -> Check:
     if not host:
         hint = "set RAY_ADDRESS to host:6379, ray://host:10001 or auto"
         return Check(name, "fail", f"RAY_ADDRESS={address} is not an address", hint)
-    fault = try_within_timeout(lambda: socket.create_connection((host, port), TIMEOUT).close())
-    if fault:
-        hint = "start the cluster (ray start --head), or unset RAY_ADDRESS to use a local one"
-        return Check(name, "fail", f"RAY_ADDRESS={address} does not answer: {fault}", hint)
-    return Check(name, "ok", f"RAY_ADDRESS={address} answers")
+    hint = "start the cluster (ray start --head), or unset RAY_ADDRESS to use a local one"
+
+    def connect() -> None:
+        socket.create_connection((host, port), TIMEOUT).close()
+
+    return _check_answer(name, f"RAY_ADDRESS={address}", connect, hint)
 
 
 def check_ray_token() -> Check:
@@ -61,8 +62,7 @@ def check_ray_token() -> Check:
     name = "ray token"
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode.lower() == "disabled":
-        detail = "RAY_AUTH_MODE=disabled: anyone who can reach the cluster can use it"
-        return Check(name, "ok", detail)
+        return Check(name, "ok", "RAY_AUTH_MODE=disabled: the cluster is open to all who reach it")
     if os.environ.get("RAY_AUTH_TOKEN"):
         return Check(name, "ok", "from RAY_AUTH_TOKEN")
     configured = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -104,16 +104,12 @@ def check_ray_start() -> Check:
 def check_folder(name: str, place: str) -> Check:
     """Check that a local folder can be written and has room, or that a remote one answers."""
     if "://" in place and not place.startswith("file://"):
-        shown = redact(place)
 
         def look_up() -> None:
             store = Store.open(place)
             store.filesystem.get_file_info(store.root)
 
-        fault = try_within_timeout(look_up)
-        if fault:
-            return Check(name, "fail", f"{shown}: {fault}", "check the address and its credentials")
-        return Check(name, "ok", f"{shown} answers")
+        return _check_answer(name, redact(place), look_up, "check the address and its credentials")
     folder = Path(place.removeprefix("file://")).expanduser().absolute()
     fault = why_not_writable(folder)
     if fault:
@@ -138,11 +134,9 @@ def check_mlflow_store(uri: str | None, runs: str) -> Check:
     if file is None:
         if not uri.startswith(("http://", "https://")):
             return Check(name, "ok", f"{redact(uri)} (not contacted)")
-        fault = try_within_timeout(lambda: _get(f"{uri.rstrip('/')}/health"))
-        if fault:
-            hint = "start the server (mlflow server), or set tracking.mlflow=false"
-            return Check(name, "fail", f"{redact(uri)} does not answer: {fault}", hint)
-        return Check(name, "ok", f"{redact(uri)} answers")
+        hint = "start the server (mlflow server), or set tracking.mlflow=false"
+        health = f"{uri.rstrip('/')}/health"
+        return _check_answer(name, redact(uri), lambda: _get(health), hint)
     if not file.exists():
         fault = why_not_writable(file.parent)
         if fault:
@@ -181,11 +175,18 @@ def check_hub() -> Check:
         hint = "unset it to download" if not os.environ.get("TRISHUL_HUB") else ""
         return Check("hub", "ok", "HF_HUB_OFFLINE is set: runs use the cache and the mirror", hint)
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    fault = try_within_timeout(lambda: _get(f"{address.rstrip('/')}/api/models?limit=1"))
+    page = f"{address.rstrip('/')}/api/models?limit=1"
+    hint = "embedded and cached data work; for the rest set TRISHUL_HUB to a mirror"
+    return _check_answer("hub", redact(address), lambda: _get(page), hint, "warn")
+
+
+def _check_answer(
+    name: str, place: str, request: Callable[[], object], hint: str, otherwise: Status = "fail"
+) -> Check:
+    fault = try_within_timeout(request)
     if fault:
-        hint = "embedded and cached data work; for the rest set TRISHUL_HUB to a mirror"
-        return Check("hub", "warn", f"{redact(address)} does not answer: {fault}", hint)
-    return Check("hub", "ok", f"{redact(address)} answers")
+        return Check(name, otherwise, f"{place} does not answer: {fault}", hint)
+    return Check(name, "ok", f"{place} answers")
 
 
 def _get(address: str) -> None:
@@ -195,3 +196,44 @@ def _get(address: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             raise
+
+
+def try_within_timeout(action: Callable[[], object]) -> str:
+    """Call ``action``; return why it failed or timed out in one line, or ``""`` on success.
+
+    The call runs in a daemon thread, because a name lookup has no timeout and would block the exit.
+    """
+    faults: list[str] = [f"no answer within {TIMEOUT:g} s"]
+
+    def attempt() -> None:
+        try:
+            action()
+        except (OSError, InputError, ValueError) as error:
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            faults[0] = redact(str(reason)).splitlines()[0] or type(error).__name__
+        else:
+            faults[0] = ""
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    return faults[0]
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def why_not_writable(folder: Path) -> str:
+    """Return why a folder, which need not exist yet, cannot be written; ``""`` if it can."""
+    nearest = nearest_existing(folder)
+    try:
+        # Write a file: permission bits do not show read-only mounts and quotas.
+        with tempfile.TemporaryFile(dir=nearest) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        return f"{nearest} cannot be written: {error.strerror}"
+    return ""

@@ -58,12 +58,8 @@ class Tracker:
     ) -> None:
         """Log the rows that the run reads as a dataset input, once, however often it is resumed.
 
-        Args:
-            name: Name of the dataset.
-            digest: Digest of its rows, at most 36 characters.
-            source: Where the rows come from.
-            context: Their purpose, ``training`` or ``evaluation``.
-            profile: Facts about them, e.g. their number.
+        ``digest`` has at most 36 characters, ``context`` is ``training`` or ``evaluation``, and
+        ``profile`` holds facts about the rows, e.g. their number.
         """
 
     def log_artifacts(self, folder: Path | str) -> None:

@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -76,12 +75,7 @@ class RunProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()  # leaves the bar on the screen and restores the cursor
         for text, times in self._notes.items():
             if times > MAX_REPEATS:
