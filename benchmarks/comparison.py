@@ -26,7 +26,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import load_experiment
 from trishul_ray.report.figures import metric_curve
-from trishul_ray.tracking.progress import count
+from trishul_ray.tracking.progress import format_count
 
 GRID_SEED = 0
 #: Of each run's result.json, kept with the results.
@@ -273,9 +273,9 @@ def _row(name: str, lr: float, runs: list[Run]) -> list[str]:
         f"{lr:g}",
         final,
         f"{max(_mean_curve(runs)):.2%}",
-        count(sum(summary["parameters"].values())),
-        count(statistics.fmean(run.summary["uploaded_parameters"] for run in runs)),
-        count(statistics.fmean(run.summary["downloaded_parameters"] for run in runs)),
+        format_count(sum(summary["parameters"].values())),
+        format_count(statistics.fmean(run.summary["uploaded_parameters"] for run in runs)),
+        format_count(statistics.fmean(run.summary["downloaded_parameters"] for run in runs)),
         f"{statistics.median(seconds):.1f}",
         mean([run.mean("aggregation_error") for run in runs], ".1e"),
         mean([run.last("effective_rank") for run in runs], ".2f"),

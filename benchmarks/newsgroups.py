@@ -22,7 +22,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.loading import load_experiment
 from trishul_ray.report.figures import metric_curve
 from trishul_ray.run.runner import central_twin
-from trishul_ray.tracking.progress import count
+from trishul_ray.tracking.progress import format_count
 
 
 def main() -> None:
@@ -107,10 +107,10 @@ def section_of(options: argparse.Namespace, runs: dict[str, Run], figure: Path) 
                 f"{run.final:.2%}",
                 f"{run.summary['best']['accuracy']:.2%} ({run.summary['best']['round']})",
                 f"{run.summary['final']['loss']:.4f}",
-                count(sum(run.summary["parameters"].values())),
-                count(run.summary["parameters"]["head"]),
-                count(run.summary["uploaded_parameters"]),
-                count(run.summary["downloaded_parameters"]),
+                format_count(sum(run.summary["parameters"].values())),
+                format_count(run.summary["parameters"]["head"]),
+                format_count(run.summary["uploaded_parameters"]),
+                format_count(run.summary["downloaded_parameters"]),
                 f"{statistics.median(run.summary['round_seconds']):.1f}",
             ]
             for label, run in runs.items()

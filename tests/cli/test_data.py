@@ -1,4 +1,4 @@
-"""``trishul datasets``: every dataset in a line, and who holds what before anything trains."""
+"""``trishul datasets``: one line per dataset, and the rows of each client before training."""
 
 import functools
 import json
@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from trishul_ray import cli
+from trishul_ray.cli import output
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.federation.prepare import prepare_rows, prepare_run
 from trishul_ray.report.tables import Holdings, partition_table
@@ -17,7 +17,7 @@ from trishul_ray.run.artifacts import client_labels
 def datasets(monkeypatch, called, cache):
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.delenv("TRISHUL_HUB", raising=False)
-    monkeypatch.setattr(cli.out, "_width", 120)
+    monkeypatch.setattr(output.out, "_width", 120)
 
     return functools.partial(called, "datasets")
 
@@ -29,7 +29,7 @@ def test_every_dataset_has_a_line(datasets):
         assert sum(f" {name} " in line for line in out.splitlines()) == 1
 
 
-def test_who_holds_what_by_class(datasets, tmp_path):
+def test_rows_of_each_client_by_class(datasets, tmp_path):
     picture = tmp_path / "who.png"
     words = ["partition.alpha=0.1", "federation.clients=3", "federation.clients_per_round=2"]
     code, out, _ = datasets("digits", *words, "--picture", picture)
@@ -39,7 +39,7 @@ def test_who_holds_what_by_class(datasets, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_partition_in_one_word(datasets):
+def test_partition_in_one_option(datasets):
     few = ["federation.clients=3", "federation.clients_per_round=2"]
     long = datasets("digits", *few, "partition.kind=dirichlet", "partition.alpha=0.1")
     assert datasets("digits", *few, "--partition", "dirichlet:0.1") == long
@@ -49,7 +49,7 @@ def test_a_partition_in_one_word(datasets):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("iid:0.1", "--partition 'iid:0.1': only dirichlet has an alpha"),
         ("pathological", "partition.kind='pathological': input should be 'iid', 'dirichlet' or"),
@@ -57,9 +57,9 @@ def test_a_partition_in_one_word(datasets):
         ("dirichlet:", "partition.alpha=None: input should be a valid number"),
     ],
 )
-def test_a_wrong_partition_is_one_line(datasets, word, said):
+def test_a_wrong_partition_is_one_line(datasets, word, message):
     code, _, error = datasets("digits", "--partition", word)
-    assert code == 2 and said in error and error.count("\n") == 1
+    assert code == 2 and message in error and error.count("\n") == 1
 
 
 def write_questions(file, clients=4):
@@ -90,7 +90,7 @@ def test_questions_by_sub_dataset_without_any_backbone(datasets, tmp_path):
     assert code == 2 and "the training rows have 4 natural clients; 4 or fewer" in error
 
 
-def test_rows_of_one_kind_are_only_counted(datasets, tmp_path):
+def test_unlabelled_rows_are_only_counted(datasets, tmp_path):
     rows = [{"question": "q", "context": "c", "answers": "a"}] * 10
     file = tmp_path / "qa.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
@@ -99,7 +99,7 @@ def test_rows_of_one_kind_are_only_counted(datasets, tmp_path):
     assert code == 0 and "table, iid, 2 clients, 8 rows" in out and "largest" not in out
 
 
-def test_one_line_where_a_dataset_is_nowhere(datasets):
+def test_a_missing_dataset_is_one_line(datasets):
     code, _, error = datasets("glue/qqp")
     assert code == 2 and error.strip().splitlines()[-1].startswith("error: dataset glue/qqp ")
     assert "QQP.zip" in error and "Traceback" not in error

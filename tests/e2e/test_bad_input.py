@@ -1,7 +1,6 @@
-"""What each mistake prints: one line, exit code 2, nothing written. Or 1 and a paragraph.
+"""Invalid input prints one line, exits with 2 and writes nothing; a failed run, a paragraph and 1.
 
-Most rows call the command's entry point in this process; a few, as subprocesses, prove that the
-process itself behaves so.
+Most cases call the entry point in this process; a few run the command as a process of its own.
 """
 
 import io
@@ -45,14 +44,14 @@ def trishul(monkeypatch, called, tmp_path, cache):
     monkeypatch.delenv("TRISHUL_HUB", raising=False)
 
     def call(*words):
-        code, _, said = called(*words)
-        return code, said
+        code, _, error = called(*words)
+        return code, error
 
     return call
 
 
 def one_line(text):
-    """The error itself, without the lines that tell what was going on before it."""
+    """Return the error, without the progress lines before it."""
     lines = [line for line in text.strip().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     assert text.strip().splitlines()[-1] == lines[0], "nothing may follow the error"
@@ -94,14 +93,16 @@ COMMAND_LINES = [
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), COMMAND_LINES, ids=lambda v: " ".join(v)[:50] if isinstance(v, list) else ""
+    ("words", "message"),
+    COMMAND_LINES,
+    ids=lambda v: " ".join(v)[:50] if isinstance(v, list) else "",
 )
-def test_command_lines(trishul, words, says, tmp_path):
+def test_command_lines(trishul, words, message, tmp_path):
     if words[0] == "run" and "=" in words[-1]:
         words = ["run", *TINY, *words[1:]]
     code, error = trishul(*words)
     assert code == 2, error
-    assert says in one_line(error)
+    assert message in one_line(error)
     assert not list(tmp_path.glob("runs/*/result.json"))
     assert not list(tmp_path.glob("runs/*/*"))
 
@@ -123,7 +124,7 @@ def on_mirror(root):
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         ({"mode": "L"}, "row 0"),
         ({"size": (28, 28)}, "row 0"),
@@ -133,11 +134,11 @@ def on_mirror(root):
     ],
     ids=["gray image", "wrong size", "label too large", "label negative", "column missing"],
 )
-def test_malformed_mirrors(trishul, tmp_path, damage, says):
+def test_malformed_mirrors(trishul, tmp_path, damage, message):
     folder = make_mirror(tmp_path / "hub", **damage)
     code, error = trishul(*on_mirror(tmp_path / "hub"))
     assert code == 2, error
-    assert says in one_line(error)
+    assert message in one_line(error)
     assert str(folder / "train-00000-of-00001.parquet") in error
 
 
@@ -211,11 +212,11 @@ def test_an_unreadable_result_is_made_again(trishul, tmp_path):
 def test_a_diverging_run_fails_in_a_paragraph(trishul, tmp_path):
     code, error = trishul("run", *TINY, "optimizer.name=sgd", "optimizer.lr=1e30")
     assert code == 1
-    said = error[error.index("error: ") :]
-    assert "not finite" in said
-    assert "optimizer.lr" in said
-    assert "to continue: trishul run" in " ".join(said.split())
-    assert "Traceback" not in said
+    paragraph = error[error.index("error: ") :]
+    assert "not finite" in paragraph
+    assert "optimizer.lr" in paragraph
+    assert "to continue: trishul run" in " ".join(paragraph.split())
+    assert "Traceback" not in paragraph
 
 
 def test_export_does_not_overwrite(trishul, tmp_path):
@@ -246,7 +247,7 @@ def test_two_drivers_of_one_run_do_not_meet(trishul, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (["run", "method.lam=-1"], 2, "error: method.lam=-1: input should be greater than"),
         (["nonsense"], 2, "error: No such command 'nonsense'"),
@@ -254,8 +255,8 @@ def test_two_drivers_of_one_run_do_not_meet(trishul, tmp_path):
         (["run", "--help"], 0, ""),
     ],
 )
-def test_as_a_process(words, code, says, tmp_path):
-    package = str(Path(cli.__file__).parents[1])
+def test_as_a_process(words, code, message, tmp_path):
+    package = str(Path(cli.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-m", "trishul_ray.cli", *words],
         capture_output=True,
@@ -265,6 +266,6 @@ def test_as_a_process(words, code, says, tmp_path):
         check=False,
     )
     assert done.returncode == code, done.stderr
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The same over HTTP, as on a cluster: a tracking server that all nodes reach."""
+"""An MLflow run over HTTP, as on a cluster: a tracking server that all nodes reach."""
 
 import socket
 import sys
@@ -45,7 +45,7 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
 
     first = opened()
     first.log_round(0, {"accuracy": 0.25})
-    # Its driver is gone. The next one logs again what it reads from the checkpoint.
+    # The driver is gone. The next one logs again what it reads from the checkpoint.
     second = opened()
     for step, accuracy in enumerate((0.25, 0.5)):
         second.log_round(step, {"accuracy": accuracy})
@@ -66,5 +66,5 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     assert found == {"figures", "result.json"}
     address = f"{server}/#/experiments/{group.experiment_id}/runs/{run.info.run_id}"
     assert second.ui_command() == address
-    # MLflow's own lines on where to look would stand between ours.
+    # MLflow prints no address of the run.
     assert capfd.readouterr().out == ""

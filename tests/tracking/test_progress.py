@@ -4,12 +4,12 @@ import pytest
 from rich.console import Console
 
 from trishul_ray.tracking import progress as module
-from trishul_ray.tracking.progress import RunProgress, count, duration
+from trishul_ray.tracking.progress import RunProgress, format_count, format_duration
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that moves only when told to."""
+    """A clock that the test moves."""
 
     class Clock:
         now = 100.0
@@ -35,15 +35,15 @@ def lines(console):
     [(0, "0.0 s"), (4.21, "4.2 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"),
      (7620, "2 h 07 min"), (float("nan"), "?")],
 )  # fmt: skip
-def test_duration(seconds, text):
-    assert duration(seconds) == text
+def test_format_duration(seconds, text):
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(0, "0"), (812, "812"), (12_345, "12.3 k"), (1_840_000, "1.84 M")]
 )
-def test_count(number, text):
-    assert count(number) == text
+def test_format_count(number, text):
+    assert format_count(number) == text
 
 
 def test_plain_lines_one_a_round_with_accuracy_seconds_and_time_left(clock):
@@ -91,7 +91,7 @@ def test_a_round_without_evaluation_repeats_no_old_accuracy_in_plain_lines(clock
     assert "accuracy" not in lines(console)[1]
 
 
-def test_time_left_follows_the_lengths_of_the_rounds_even_when_told_all_at_once(clock):
+def test_time_left_follows_the_lengths_of_the_rounds_even_when_reported_all_at_once(clock):
     console = plain()
     with RunProgress(100, console) as progress:
         for number in range(1, 41):
@@ -101,17 +101,18 @@ def test_time_left_follows_the_lengths_of_the_rounds_even_when_told_all_at_once(
 
 def test_without_seconds_the_clock_is_read(clock):
     console = plain()
-    with RunProgress(10, console, start=8) as progress:
+    with RunProgress(10, console) as progress:
         clock.now += 3
         progress.advance(9, {})
     assert lines(console) == ["round 9/10  3.0 s  3.0 s left"]
 
 
-def test_a_resumed_run_counts_what_it_had_uploaded_before(clock):
+def test_uploads_are_summed_over_the_rounds(clock):
     console = plain()
-    with RunProgress(3, console, start=1, uploaded=1e6) as progress:
+    with RunProgress(3, console) as progress:
+        progress.advance(1, {"uploaded_parameters": 1e6, "seconds": 1})
         progress.advance(2, {"uploaded_parameters": 5e5, "seconds": 1})
-    assert "1.5 M up" in lines(console)[0]
+    assert "1 M up" in lines(console)[0] and "1.5 M up" in lines(console)[1]
 
 
 def test_notes_that_repeat_do_not_flood(clock):
@@ -129,14 +130,14 @@ def test_notes_that_repeat_do_not_flood(clock):
     ]
 
 
-def test_preparation_tells_its_end_and_not_every_step(clock):
+def test_a_preparation_prints_its_end_and_not_every_step(clock):
     console = plain()
     with RunProgress(1, console) as progress:
-        tell = progress.task_progress("digits")
+        report = progress.task_progress("digits")
         for step in range(1001):
-            tell("decoding", step / 1000)
+            report("decoding", step / 1000)
             clock.now += 0.01
-        tell("decoding", 1.0)
+        report("decoding", 1.0)
     assert lines(console) == [
         "digits: decoding   0%",
         "digits: decoding  50%",

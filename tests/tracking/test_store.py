@@ -2,15 +2,17 @@ import pytest
 
 from trishul_ray.errors import InputError
 from trishul_ray.tracking.store import (
-    experiment_id,
+    get_or_create_experiment,
+    is_secret_name,
     open_client,
+    redact,
     sqlite_file,
     store_lock,
     tracking_uri,
 )
 
 
-def test_default_store_lies_in_the_runs_folder(tmp_path, monkeypatch):
+def test_the_default_store_is_in_the_runs_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert tracking_uri(None, "runs") == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert tracking_uri(None, f"file://{tmp_path}/r") == f"sqlite:///{tmp_path}/r/mlflow.db"
@@ -23,7 +25,7 @@ def test_a_bare_database_path_is_sqlite(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("uri", "runs", "says"),
+    ("uri", "runs", "message"),
     [
         (None, "s3://bucket/runs", "storage.runs='s3://bucket/runs' is remote"),
         ("mlruns", "runs", "no longer writes folders of files"),
@@ -32,10 +34,10 @@ def test_a_bare_database_path_is_sqlite(tmp_path, monkeypatch):
         ("sqlite:///:memory:", "runs", "name a file"),
     ],
 )
-def test_a_wrong_store_is_refused_in_one_line(uri, runs, says):
+def test_a_wrong_store_is_refused_in_one_line(uri, runs, message):
     with pytest.raises(InputError) as caught:
         tracking_uri(uri, runs)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "tracking.uri" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -64,9 +66,9 @@ def test_an_unreachable_server_is_named(monkeypatch):
 def test_a_deleted_experiment_is_named(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = open_client(uri)
-    client.delete_experiment(experiment_id(client, "gone", None))
+    client.delete_experiment(get_or_create_experiment(client, "gone", None))
     with pytest.raises(InputError, match=r"tracking\.experiment='gone' was deleted"):
-        experiment_id(client, "gone", None)
+        get_or_create_experiment(client, "gone", None)
 
 
 def test_a_folder_that_cannot_exist_is_named(tmp_path):
@@ -76,3 +78,44 @@ def test_a_folder_that_cannot_exist_is_named(tmp_path):
         store_lock(f"sqlite:///{tmp_path}/file/mlflow.db"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("postgresql://me:pw@db/mlflow", "postgresql://***@db/mlflow"),
+        ("s3://key:secret@bucket/runs", "s3://***@bucket/runs"),
+        ("https://h/p?token=abc&x=1", "https://h/p?token=***&x=1"),
+        ("https://h/p?x=1&X-Amz-Signature=abc", "https://h/p?x=1&X-Amz-Signature=***"),
+        ("hf_" + "a" * 30, "***"),
+        ("sqlite:////home/me/runs/mlflow.db", "sqlite:////home/me/runs/mlflow.db"),
+        ("google/vit-base-patch16-224-in21k", "google/vit-base-patch16-224-in21k"),
+        ("a note to me@example.org", "a note to me@example.org"),
+    ],
+)
+def test_redact(text, clean):
+    assert redact(text) == clean
+    assert redact(clean) == clean
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["token", "hub.token", "HF_TOKEN", "aws-secret-access-key", "storage.api_key", "db.password"],
+)
+def test_secret_names(key):
+    assert is_secret_name(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tokenizer",
+        "data.max_tokens",
+        "method.lam",
+        "adapter.targets",
+        "keyword",
+        "evaluation.top_k",
+    ],
+)
+def test_ordinary_names(key):
+    assert not is_secret_name(key)

@@ -20,7 +20,7 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
 from trishul_ray.storage import Places
-from trishul_ray.tracking.progress import count, duration
+from trishul_ray.tracking.progress import format_count, format_duration
 
 
 def methods_table() -> Table:
@@ -66,7 +66,7 @@ def _size(name: str) -> tuple[str, str]:
     """Parameters without a classification head of the task's, and the matrices by shape."""
     # Built-in, packaged and well-known architectures are read from neither cache nor mirror.
     model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
-    return count(sum(p.numel() for p in model.parameters())), _adapted(model)
+    return format_count(sum(p.numel() for p in model.parameters())), _adapted(model)
 
 
 def _adapted(model: nn.Module) -> str:
@@ -134,9 +134,9 @@ def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
             *([word] if column else []),
             f"{final[headline]:.2%}",
             f"{final['loss']:.4f}",
-            count(sum(summary["parameters"].values())),
-            f"{count(up)} / {count(down)}",
-            duration(sum(summary["round_seconds"])),
+            format_count(sum(summary["parameters"].values())),
+            f"{format_count(up)} / {format_count(down)}",
+            format_duration(sum(summary["round_seconds"])),
         )
     table.caption = f"after the last round, {results[0][1]['final']['round']}"
     return table

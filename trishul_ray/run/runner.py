@@ -51,7 +51,7 @@ from trishul_ray.run.results import (
     versions,
 )
 from trishul_ray.storage import Store, reason
-from trishul_ray.tracking.mlflow_run import MlflowRun, NullRun, Tracker
+from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.store import redact, tracking_uri, ui_command
 
@@ -201,7 +201,7 @@ def _run(
     coverage = coverage_of(experiment, prepared.dataset)
     if coverage.part:
         progress.note(coverage.sentence)
-    tracker: Tracker = NullRun()
+    tracker = Tracker()
     status = "FAILED"
     try:
         with ExitStack() as stack:
@@ -271,7 +271,7 @@ def _rounds(
 def _open_tracker(experiment: Experiment, attempt: str, coverage: Coverage) -> Tracker:
     options = experiment.tracking
     if not options.mlflow:
-        return NullRun()
+        return Tracker()
     return MlflowRun.open(
         tracking_uri(options.uri, experiment.storage.runs),
         options.experiment,

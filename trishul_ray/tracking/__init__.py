@@ -1,1 +1,1 @@
-"""Where a run is told of: MLflow, and progress on the terminal."""
+"""Tracking of runs: MLflow, and progress on the terminal."""

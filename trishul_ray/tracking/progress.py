@@ -1,27 +1,25 @@
-"""What a person sees while a run goes: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
-#: Plain lines about a preparation come no closer together than this, the last one excepted.
-PLAIN_SECONDS = 5.0
-#: What a task may count as its result; see ``Task.headline``.
+#: Minimum seconds between two plain lines about one preparation; its last line always appears.
+PLAIN_INTERVAL = 5.0
+#: Metrics that a task may have as its headline; see ``Task.headline``.
 HEADLINES = ("accuracy", "f1")
-#: Notes that say the same are printed this often, then only counted.
-SAME_NOTES = 3
+#: How often the same note is printed before repeats are only counted.
+MAX_REPEATS = 3
 
 
-def duration(seconds: float) -> str:
-    """Seconds as people write them: ``4.2 s``, ``3 min 05 s``, ``2 h 07 min``."""
+def format_duration(seconds: float) -> str:
+    """Return seconds as ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``; ``?`` unless finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 59.95:
@@ -32,169 +30,137 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def count(number: float) -> str:
-    """A large count in short: ``812``, ``12.3 k``, ``1.84 M``, ``2.10 G``."""
+def format_count(number: float) -> str:
+    """Return a count with a unit: ``812``, ``12.3 k``, ``1.84 M``, ``2.1 G``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
 
 
-class _Eta(ProgressColumn):
-    """Time left, in words."""
-
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get("eta", "")), style="progress.remaining")
-
-
 class RunProgress:
-    """Progress of one federated run.
+    """Progress display of one federated run, as a context manager.
 
-    A context manager. On a terminal it is one live bar with the rounds done, accuracy, loss,
-    uploaded parameters and the time left; elsewhere (a file, CI, a pipe) one plain line a round.
-    Not thread-safe: call it from the driver.
+    On a terminal it is one live bar with the finished rounds, accuracy, loss, uploaded parameters
+    and remaining time; elsewhere (a file, CI, a pipe) one plain line per round. It is not
+    thread-safe: call it from the driver only.
+
+    Args:
+        total_rounds: Number of rounds of the whole run.
+        console: Where to print; default is standard error.
     """
 
-    def __init__(
-        self,
-        total_rounds: int,
-        console: Console | None = None,
-        start: int = 0,
-        uploaded: float = 0.0,
-    ) -> None:
-        """Prepare the display.
-
-        Args:
-            total_rounds: rounds the run has in all.
-            console: where to show; default is the standard error stream.
-            start: rounds done by an earlier process (a resumed run).
-            uploaded: parameters that an earlier process had sent up.
-        """
+    def __init__(self, total_rounds: int, console: Console | None = None) -> None:
         self._total = total_rounds
         self._console = console or Console(stderr=True)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._uploaded = uploaded
+        self._uploaded = 0.0
         self._latest: dict[str, float] = {}
-        self._recent: deque[float] = deque(maxlen=10)
+        self._recent_seconds: deque[float] = deque(maxlen=10)
         self._previous = time.monotonic()
         self._notes: dict[str, int] = {}
-        self._plain_at: dict[str, float] = {}
+        self._printed_at: dict[str, float] = {}
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[figures]}"),
-            _Eta(),
+            TextColumn("{task.fields[eta]}", style="progress.remaining"),
             console=self._console,
             refresh_per_second=4,
             disable=not self._live,
         )
-        self._task = self._bar.add_task(
-            "starting", total=total_rounds, completed=start, figures="", eta=""
-        )
+        self._task = self._bar.add_task("starting", total=total_rounds, figures="", eta="")
 
     def __enter__(self) -> Self:
-        """Start the display."""
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop the display; the bar's last state stays, and so does the cursor."""
-        self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()  # leaves the bar on the screen and restores the cursor
         for text, times in self._notes.items():
-            if times > SAME_NOTES:
+            if times > MAX_REPEATS:
                 self._print(f"{text} ({times} times in all)")
 
     def phase(self, text: str) -> None:
-        """Say what is going on before the first round or after the last."""
+        """Show what the run does before its first round or after its last."""
         if self._live:
             self._bar.update(self._task, description=escape(text))
         else:
             self._print(text)
 
-    def advance(self, round: int, metrics: Mapping[str, float]) -> None:
-        """Tell of a finished round.
+    def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished round.
 
         Args:
-            round: its number from 1; 0 is the untouched backbone, before any training.
-            metrics: a round's record, of which the headline (a share in [0, 1]), ``loss``,
-                ``uploaded_parameters`` and ``seconds`` are shown. A terminal keeps showing the
-                last accuracy through rounds that measured none; plain lines do not repeat it.
+            round_: Its number, from 1; 0 is the evaluation of the untouched backbone.
+            metrics: Record of the round. Shown are the headline (a share in [0, 1]), ``loss``,
+                ``uploaded_parameters`` and ``seconds``. In a round without evaluation, a terminal
+                keeps showing the previous metrics; plain lines do not repeat them.
         """
         now = time.monotonic()
         seconds = float(metrics.get("seconds", now - self._previous))
         self._previous = now
-        if round > 0:
-            self._recent.append(seconds)
+        if round_ > 0:
+            self._recent_seconds.append(seconds)
         self._latest |= {k: float(metrics[k]) for k in (*HEADLINES, "loss") if k in metrics}
         self._uploaded += float(metrics.get("uploaded_parameters", 0.0))
-        # From the lengths of rounds, not from the clock: a resumed run tells of its old rounds
-        # all at once.
-        mean = sum(self._recent) / len(self._recent) if self._recent else math.nan
-        eta = f"{duration(mean * (self._total - round))} left" if self._recent else ""
-        eta = eta if round < self._total else "done"
-        title = f"round {round}/{self._total}" if round else "untouched backbone"
+        eta = "done" if round_ >= self._total else ""
+        if self._recent_seconds and not eta:
+            # Not from the clock: a resumed run reports its old rounds all at once.
+            mean = sum(self._recent_seconds) / len(self._recent_seconds)
+            eta = f"{format_duration(mean * (self._total - round_))} left"
+        title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
         if self._live:
             self._bar.update(
                 self._task,
                 description=title,
-                completed=round,
+                completed=round_,
                 figures=self._figures(self._latest),
                 eta=eta,
             )
             return
-        shown = {k: v for k, v in self._latest.items() if k in metrics}
-        parts = [title, self._figures(shown), duration(seconds) if round else "", eta]
+        current = {k: v for k, v in self._latest.items() if k in metrics}
+        parts = [title, self._figures(current), format_duration(seconds) if round_ else "", eta]
         self._print("  ".join(part for part in parts if part))
 
     def note(self, text: str) -> None:
-        """Print a line above the bar, such as the restart of an actor; repeats are counted."""
+        """Print a line above the bar, such as the restart of an actor; count its repeats."""
         self._notes[text] = times = self._notes.get(text, 0) + 1
-        if times < SAME_NOTES:
+        if times < MAX_REPEATS:
             self._print(text)
-        elif times == SAME_NOTES:
+        elif times == MAX_REPEATS:
             self._print(f"{text} (again; further ones are only counted)")
 
     def task_progress(self, label: str) -> Callable[[str, float], None]:
-        """A callback ``(text, share)`` for a preparation, such as a download or a pretraining.
+        """Return a callback ``(text, share)`` for a preparation, such as a download.
 
-        Args:
-            label: what is being prepared.
-
-        Returns:
-            A function to be called with what is going on and the share done in [0, 1], as often
-            as its caller likes: off a terminal it prints a line at most every
-            :data:`PLAIN_SECONDS`, and one at the end.
+        Call it as often as you like with what is going on and the share done, in [0, 1]. Off a
+        terminal it prints at most one line every :data:`PLAIN_INTERVAL`, and one at the end.
         """
 
-        def tell(text: str, share: float) -> None:
+        def report(text: str, share: float) -> None:
             share = min(1.0, max(0.0, share))
             line = f"{label}: {text} {share:4.0%}"
             if self._live:
                 self._bar.update(self._task, description=escape(line))
                 return
             now = time.monotonic()
-            last = self._plain_at.get(label, -math.inf)
-            if last == math.inf or (share < 1.0 and now - last < PLAIN_SECONDS):
+            last = self._printed_at.get(label, -math.inf)
+            if last == math.inf or (share < 1.0 and now - last < PLAIN_INTERVAL):
                 return
-            self._plain_at[label] = math.inf if share == 1.0 else now
+            self._printed_at[label] = math.inf if share == 1.0 else now
             self._print(line)
 
-        return tell
+        return report
 
     def _figures(self, values: Mapping[str, float]) -> str:
-        parts = []
-        parts += [f"{name} {values[name]:.2%}" for name in HEADLINES if name in values]
+        parts = [f"{name} {values[name]:.2%}" for name in HEADLINES if name in values]
         if "loss" in values:
             parts.append(f"loss {values['loss']:.4g}")
         if self._uploaded:
-            parts.append(f"{count(self._uploaded)} up")
+            parts.append(f"{format_count(self._uploaded)} up")
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:
-        # soft_wrap: a log file has no width, and a line broken in two cannot be searched.
+        # Never wrap plain lines: a line broken in two cannot be searched for in a log file.
         self._console.print(text, markup=False, highlight=False, soft_wrap=not self._live)

@@ -1,7 +1,7 @@
-"""Every command of the README and of --help: parsed, and as far as it goes offline, carried out.
+"""Every command of the README and of --help is parsed and, as far as possible offline, run.
 
-A run is resolved, fitted to its backbone's real shapes (no weights), and prepared on a few rows of
-the dataset it names. A new command is found where it is written; none is listed here.
+A run is resolved, checked against the real shapes of its backbone (no weights), and prepared on a
+few rows of its dataset. Commands are found where they are documented; none is listed here.
 """
 
 import io
@@ -17,19 +17,18 @@ import typer
 from PIL import Image
 from transformers import ViTConfig
 
-from trishul_ray import cli
+from trishul_ray.cli import app
+from trishul_ray.cli.run import load_arguments
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.public import ImageRows, QuestionRows
 from trishul_ray.federation.prepare import check_fits, prepare_run
-from trishul_ray.models.backbone import usual_architecture
-from trishul_ray.models.lookup import load_model_config
-from trishul_ray.pretrain.training import builtin_named
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.pretrain.training import get_builtin
 from trishul_ray.rng import numpy_rng
-from trishul_ray.storage import Places
 
-ROOT = Path(__file__).parents[1]
-APP = typer.main.get_command(cli.app)
-#: A built-in model of each family stands in where rows are tokenized: tokenizers are on the hub.
+ROOT = Path(__file__).parents[2]
+APP = typer.main.get_command(app)
+#: Replaces a backbone of the same kind, whose tokenizer would have to come from the hub.
 TINY = {
     "image-classification": "vit-digits",
     "sequence-classification": "bert-tiny",
@@ -40,8 +39,8 @@ TINY = {
 ROWS = {"train": 400, "test": 100}
 
 
-def written():
-    """``(where, words)`` of every command ``trishul ...``, environment settings left out."""
+def documented_commands():
+    """Yield ``(where, words)`` of every command ``trishul ...``, without environment variables."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = []
     for block in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL):
@@ -56,15 +55,15 @@ def written():
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if words[:1] == ["trishul"]:
-            # An ellipsis stands for words of the reader's own.
+            # An ellipsis stands for further arguments.
             yield where, tuple(word for word in words[1:] if word != "...")
 
 
-COMMANDS = sorted(set(written()))
+COMMANDS = sorted(set(documented_commands()))
 
 
 def test_the_commands_are_found():
-    """What the documents are known to name: if a format changes, this fails and not nothing."""
+    """Fail if the documents change their format, so that no command is found any more."""
     found = [words for _, words in COMMANDS]
     assert {words[0] for words in found} >= {"run", "export", "datasets", "pretrain", "doctor"}
     assert ("run", "dataset=glue/rte") in found
@@ -75,7 +74,7 @@ def test_the_commands_are_found():
 @pytest.mark.parametrize(
     ("where", "words"), COMMANDS, ids=lambda v: v if isinstance(v, str) else " ".join(v)
 )
-def test_it_does_what_it_says(where, words, places, called):
+def test_a_documented_command_works(where, words, places, called):
     if words[0] in ("methods", "models", "datasets"):
         code, _, error = called(*words)
         assert code == 0, error
@@ -83,18 +82,15 @@ def test_it_does_what_it_says(where, words, places, called):
     command = APP.commands[words[0]]
     context = command.make_context(words[0], list(words[1:]))
     if words[0] == "pretrain":
-        builtin_named(context.params["name"], context.params["dataset"])
+        get_builtin(context.params["name"], context.params["dataset"])
     if words[0] == "run":
-        check_run(cli._load(context.params["arguments"]))
+        check_run(load_arguments(context.params["arguments"]))
 
 
 def check_run(experiment):
     check_fits(experiment)
-    at = Places.of(experiment)
-    shape = load_model_config(experiment.model, hub=at.hub, cache=at.cache)
-    model = experiment.model.model_copy(
-        update={"name": TINY[usual_architecture(shape)], "init": "random"}
-    )
+    tiny = TINY[Backbone.of(experiment).family]
+    model = experiment.model.model_copy(update={"name": tiny, "init": "random"})
     # Byte-level tokens are longer than words: short texts, short rows.
     prepared = prepare_run(experiment.model_copy(update={"model": model}))
     assert len(prepared.dataset.train) > 0
@@ -104,7 +100,7 @@ def check_run(experiment):
 
 @pytest.fixture
 def places(hub, cache, monkeypatch):
-    """The folder with the reader's own files, and the mirror; nothing is written there."""
+    """Run in the folder with the user's files, with the mirror; write nothing there."""
     monkeypatch.chdir(hub.parent / "here")
     monkeypatch.setenv("TRISHUL_HUB", str(hub))
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
@@ -112,7 +108,7 @@ def places(hub, cache, monkeypatch):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A mirror with a few rows of every public dataset, and what the README calls one's own."""
+    """A mirror with a few rows of every public dataset, and the user's data of the README."""
     root = tmp_path_factory.mktemp("documented")
     folder, here = root / "hub", root / "here"
     for source in PUBLIC:
@@ -146,28 +142,28 @@ def write(file, columns):
 
 
 def write_split(folder, source, split):
-    """A few rows of a public dataset, in the columns its layout reads."""
-    layout, rows = source.rows, ROWS["train" if split == "train" else "test"]
-    numbers = range(rows)
-    if isinstance(layout, ImageRows):
+    """Write a few rows of a public dataset, in the columns of its format."""
+    row_format, count = source.rows, ROWS["train" if split == "train" else "test"]
+    numbers = range(count)
+    if isinstance(row_format, ImageRows):
         sink = io.BytesIO()
         Image.fromarray(numpy_rng(0, split).integers(0, 256, (32, 32, 3), np.uint8)).save(
             sink, "PNG"
         )
         picture = {"bytes": sink.getvalue(), "path": None}
         columns = {
-            layout.image: [picture] * rows,
-            layout.label: [n % layout.classes for n in numbers],
+            row_format.image: [picture] * count,
+            row_format.label: [n % row_format.classes for n in numbers],
         }
-    elif isinstance(layout, QuestionRows):
+    elif isinstance(row_format, QuestionRows):
         columns = {
-            "subset": [layout.subsets[n % len(layout.subsets)] for n in numbers],
-            "question": texts(rows),
-            "context": texts(rows),
-            "answers": [["text"]] * rows,
+            "subset": [row_format.subsets[n % len(row_format.subsets)] for n in numbers],
+            "question": texts(count),
+            "context": texts(count),
+            "answers": [["text"]] * count,
         }
     else:
-        columns = {name: texts(rows) for name in layout.fields}
-        columns["label"] = [n % len(layout.classes) for n in numbers]
+        columns = {name: texts(count) for name in row_format.fields}
+        columns["label"] = [n % len(row_format.classes) for n in numbers]
     where = source.repo.file_patterns[0].format(split=split).replace("*", "00000-of-00001")
     write(folder / source.repo.repo / where, columns)

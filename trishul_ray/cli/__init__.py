@@ -1,0 +1,110 @@
+"""The ``trishul`` command: the Typer application and its entry point.
+
+Exit codes: 0 done; 2 invalid input (one line); 1 the run failed (one paragraph: what happened, what
+is kept, how to continue); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker, systemd), 129 by
+SIGHUP (the terminal was closed).
+"""
+
+import math
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from trishul_ray.cli import data, machine, run
+from trishul_ray.cli.output import describe_os_error
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.federation.determinism import set_environment
+
+__all__ = ["app", "main"]
+
+# Commands import torch and the rest of the package only when they are called.
+set_environment()
+
+app = typer.Typer(
+    name="trishul",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Simulate federated parameter-efficient fine-tuning on Ray.",
+)
+for command in (
+    run.run,
+    run.export,
+    data.pretrain,
+    data.methods,
+    data.models,
+    data.datasets,
+    machine.doctor,
+):
+    app.command()(command)
+
+#: Base class of Typer's usage errors. Typer bundles a private copy of Click's exceptions, whose
+#: only public subclass is BadParameter.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+#: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
+_REPEATED_SIGNAL_SECONDS = 10.0
+
+
+def main() -> None:
+    """Run the command line and exit; turn errors into a message and an exit code."""
+    try:
+        with _signals_as_interrupts() as received:
+            code = app(standalone_mode=False)
+        if code == 130 and received:
+            code = 128 + received[0]
+    except InputError as error:
+        _fail(str(error), 2)
+    except typer.Abort:
+        code = 130
+    except _UsageError as error:
+        _fail(error.format_message(), 2)
+    except RunError as error:
+        # Do not break paths and commands, which people copy.
+        wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+        _fail(wrapper.fill(str(error)), 1)
+    except OSError as error:
+        _fail(describe_os_error(error), 1)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless they are ignored (``nohup``).
+
+    Yields:
+        The signals received so far.
+    """
+    received: list[int] = []
+    last = -math.inf
+
+    def interrupt(signum: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > _REPEATED_SIGNAL_SECONDS:
+            last = time.monotonic()
+            received.append(signum)
+            raise KeyboardInterrupt
+
+    handled = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for signum in handled:
+        signal.signal(signum, interrupt)
+    try:
+        yield received
+    finally:
+        for signum in handled:
+            signal.signal(signum, signal.SIG_DFL)

@@ -1,0 +1,5 @@
+"""Entry point of ``python -m trishul_ray.cli``."""
+
+from trishul_ray.cli import main
+
+main()

@@ -1,0 +1,116 @@
+"""Commands on what a run is made of: methods, models, datasets, pretraining."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trishul_ray.cli.output import err, out, print_field, print_line
+from trishul_ray.errors import InputError
+
+
+def pretrain(
+    name: Annotated[str, typer.Argument(help="Name of a built-in backbone.")] = "vit-digits",
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="Dataset whose texts train a text model; default 20newsgroups."),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Cache folder; default $TRISHUL_CACHE.")
+    ] = None,
+    hub: Annotated[
+        Path | None, typer.Option(help="Local mirror of the hub; default $TRISHUL_HUB.")
+    ] = None,
+) -> None:
+    """Train a built-in backbone centrally (Ray Train), once. Runs do so when they need one.
+
+    - `trishul pretrain` — the small ViT for digits
+    - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
+    - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; use it as `model=FOLDER`
+    """
+    from trishul_ray.federation.on_ray.session import ray_session
+    from trishul_ray.pretrain.training import get_builtin
+    from trishul_ray.pretrain.training import pretrain as train
+    from trishul_ray.storage import Places
+    from trishul_ray.tracking.progress import RunProgress
+
+    builtin = get_builtin(name, dataset)
+    with RunProgress(1, err) as progress, ray_session():
+        report = progress.task_progress(f"pretraining {name}")
+        folder = train(builtin, Places.at(cache, hub), progress=report)
+    print_line(f"{name}: {folder}")
+
+
+def methods() -> None:
+    """List the methods: what they do, what they send, where they are published."""
+    from trishul_ray.report.tables import methods_table
+
+    out.print(methods_table())
+
+
+def models() -> None:
+    """List the known backbones: size, adapted matrices, source of the weights.
+
+    Name any other model by its hub name, its name in a mirror, or its folder: `model=owner/name`.
+    """
+    from trishul_ray.report.tables import models_table
+
+    out.print(models_table())
+
+
+def datasets(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="A dataset, then key=value overrides: shows each client's rows."),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[:ALPHA]",
+            help="iid, natural, dirichlet or e.g. dirichlet:0.1; short for partition.kind and "
+            "partition.alpha.",
+        ),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw it, as a PNG file.")] = None,
+) -> None:
+    """List the datasets; with a name, show how its rows are partitioned among the clients.
+
+    - `trishul datasets digits --partition dirichlet:0.1 federation.clients=10`
+    - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
+    - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
+    """
+    from trishul_ray.data.prepare import dataset_names
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows
+    from trishul_ray.loading import load_experiment
+    from trishul_ray.report.figures import label_distribution
+    from trishul_ray.report.tables import datasets_table, describe_partition, partition_table
+    from trishul_ray.run.artifacts import client_labels
+    from trishul_ray.tracking.progress import RunProgress
+
+    if not arguments:
+        out.print(datasets_table())
+        return
+    name, *overrides = arguments
+    if name not in dataset_names():
+        raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}")
+    if partition is not None:
+        overrides += _partition_overrides(partition)
+    experiment = load_experiment(None, [f"dataset={name}", *overrides])
+    with RunProgress(1, err) as progress:
+        prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
+    held = client_labels(prepared, experiment)
+    print_line(describe_partition(held, experiment))
+    out.print(partition_table(held))
+    coverage = coverage_of(experiment, prepared.dataset).sentence
+    print_field("data", coverage)
+    if picture is not None:
+        label_distribution(held.counts, picture, classes=held.names, what=held.what, note=coverage)
+        print_field("picture", picture)
+
+
+def _partition_overrides(text: str) -> list[str]:
+    """Return ``KIND`` or ``dirichlet:ALPHA`` as key=value overrides."""
+    kind, colon, alpha = text.partition(":")
+    if colon and kind != "dirichlet":
+        raise InputError(f"--partition {text!r}: only dirichlet has an alpha, as dirichlet:0.1")
+    return [f"partition.kind={kind}", *([f"partition.alpha={alpha}"] if colon else [])]

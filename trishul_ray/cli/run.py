@@ -1,0 +1,136 @@
+"""Commands on one experiment: run it, and export its adapter."""
+
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trishul_ray.cli.output import describe_os_error, err, out, print_field, print_line
+from trishul_ray.errors import RunError
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.run.runner import FinishedRun
+
+
+def run(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="CONFIG.yaml (optional), then key=value overrides, e.g. method=ravan "
+            "partition.alpha=0.1 federation.rounds=20",
+            show_default=False,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: delete an earlier run with the same id.")
+    ] = False,
+    central: Annotated[
+        bool,
+        typer.Option(
+            "--central", help="Also train the same adapter centrally and show both side by side."
+        ),
+    ] = False,
+    show: Annotated[
+        bool,
+        typer.Option("--show", help="Print the resolved configuration and its id; run nothing."),
+    ] = False,
+) -> None:
+    """Run one federated experiment, or continue it where it stopped.
+
+    Without arguments: TRISHUL on the embedded handwritten digits, in under two minutes.
+
+    - `trishul run method=ravan seed=1` — another method on the same task
+    - `trishul run cifar.yaml budget=8 federation.clients=50` — your file, two fields changed
+    - `trishul run dataset=cifar100 model=trishul/vit-cifar10-128x6 budget=8` — a dataset's preset
+
+    Repeat the command to continue a stopped run or to show a finished one. Changing a field that
+    can change a result makes a different run, with a different id.
+    """
+    from trishul_ray.report.tables import data_sentence, summary_table
+    from trishul_ray.run.results import config_yaml
+    from trishul_ray.run.runner import central_twin
+
+    experiment = load_arguments(arguments)
+    if show:
+        out.print(f"# id: {experiment.id}", highlight=False)
+        out.print(config_yaml(experiment).decode(), highlight=False, end="")
+        return
+    experiments = [("federated", experiment)]
+    if central:
+        experiments.append(("central", central_twin(experiment)))
+    results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
+    out.print(summary_table([(label, result.summary) for label, result in results]))
+    first = results[0][1]
+    print_field("data", data_sentence(first.summary))
+    for label, name, note in (
+        ("result", "result.json", ""),
+        ("figures", "figures", ""),
+        ("adapter", "adapter", " (PEFT)"),
+        ("model", "model", " (merged)"),
+    ):
+        if first.home.exists(name):
+            print_field(label, f"{first.home.place(name)}{note}")
+    if first.mlflow_command:
+        print_field("MLflow", first.mlflow_command)
+
+
+def export(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
+    ] = False,
+    runs: Annotated[str, typer.Option(help="Folder or URI where runs are stored.")] = "runs",
+) -> None:
+    """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
+
+    Reads the newest checkpoint, so that a run in progress can be exported too.
+    """
+    from trishul_ray.run.export import export_run
+
+    rounds = export_run(run_id, directory, merged=merged, runs=runs)
+    kind = "merged model" if merged else "PEFT adapter"
+    print_line(f"{kind} after round {rounds}: {directory}")
+
+
+def load_arguments(arguments: list[str] | None) -> "Experiment":
+    """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
+    from trishul_ray.loading import load_experiment
+
+    overrides = list(arguments or [])
+    path = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
+    return load_experiment(path, overrides)
+
+
+def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
+    from trishul_ray.report.tables import describe
+    from trishul_ray.run.runner import run_experiment
+    from trishul_ray.tracking.progress import RunProgress
+
+    print_line(f"{label}: {describe(experiment)}", err)
+    with RunProgress(experiment.federation.rounds, err) as progress:
+        try:
+            result = run_experiment(experiment, progress, fresh=fresh)
+        except (RunError, OSError) as error:
+            cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
+            raise RunError(f"{cause}. {_how_to_continue(experiment)}") from error
+        except KeyboardInterrupt:
+            with suppress(OSError):  # the terminal may be closed
+                print_line(f"stopped. {_how_to_continue(experiment)}", err)
+            raise typer.Exit(130) from None
+    if result.repeated:
+        print_line("this run had finished before; showing its result (--fresh runs it again)", err)
+    return result
+
+
+def _how_to_continue(experiment: "Experiment") -> str:
+    from trishul_ray.storage import place
+
+    # Repeat the words that were typed, so that the command can be copied.
+    command = shlex.join(["trishul", *sys.argv[1:]]).replace(" --fresh", "")
+    checkpoints = place(experiment.storage.runs, f"{experiment.id}/checkpoints")
+    return f"Finished rounds are kept in {checkpoints}; to continue: {command}"
