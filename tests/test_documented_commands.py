@@ -147,7 +147,7 @@ def write(file, columns):
 
 def write_split(folder, source, split):
     """A few rows of a public dataset, in the columns its layout reads."""
-    layout, rows = source.rows, ROWS["train" if split == "train" else "test"]
+    layout, rows = source.layout, ROWS["train" if split == "train" else "test"]
     numbers = range(rows)
     if isinstance(layout, ImageRows):
         sink = io.BytesIO()
