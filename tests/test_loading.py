@@ -71,7 +71,7 @@ def test_field_names_are_dotted():
     [
         (["federation.cilents=3"], "did you mean 'federation.clients'?"),
         (["nonsense=3"], "unknown field 'nonsense'; `trishul run --show` lists all fields"),
-        (["alpha=0.3"], "did you mean 'partition.alpha'?"),
+        (["alpha=0.3"], "did you mean 'partition.alpha' or 'adapter.alpha'?"),
         (["partition.alpa=0.3"], "did you mean 'partition.alpha'?"),
         (["method.lamda=0.3"], "did you mean 'method.lam'?"),
         (["method=fedit", "method.lam=0.3"], "unknown field 'method.lam'"),

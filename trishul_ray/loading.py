@@ -24,6 +24,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
 
 _SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
+_ALL_FIELDS = "`trishul run --show` lists all fields"
 _PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
@@ -271,13 +272,12 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
 
 def _describe_unknown(dotted: str, method: str) -> str:
     known = list(field_names(method))
-    by_last_part = {name.rsplit(".", 1)[-1]: name for name in known}
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     if not near:
-        last = dotted.rsplit(".", 1)[-1]
-        matches = difflib.get_close_matches(last, list(by_last_part), n=1, cutoff=0.7)
-        near = [by_last_part[name] for name in matches]
-    hint = f"did you mean {near[0]!r}?" if near else "`trishul run --show` lists all fields"
+        last_parts = [name.rpartition(".")[2] for name in known]
+        last = difflib.get_close_matches(dotted.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
+        near = [name for name in known if name.rpartition(".")[2] in last]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
     return f"unknown field {dotted!r}; {hint}"
 
 
