@@ -7,7 +7,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 
-FREE = [
+OUTSIDE_ID = [
     "name=other",
     "resources.actors=2",
     "federation.clients_per_actor=1",
@@ -22,7 +22,7 @@ FREE = [
     "storage.keep_checkpoints=5",
 ]
 
-DECIDING = [
+IN_ID = [
     "seed=1",
     "budget=8",
     "partition.alpha=0.1",
@@ -40,17 +40,17 @@ DECIDING = [
 ]
 
 
-@pytest.mark.parametrize("override", FREE)
-def test_free_fields_keep_the_id(override):
+@pytest.mark.parametrize("override", OUTSIDE_ID)
+def test_fields_outside_the_id_keep_it(override):
     assert load_experiment(None, [override]).id == load_experiment().id
 
 
-@pytest.mark.parametrize("override", DECIDING)
-def test_deciding_fields_change_the_id(override):
+@pytest.mark.parametrize("override", IN_ID)
+def test_fields_that_can_change_a_number_change_the_id(override):
     assert load_experiment(None, [override]).id != load_experiment().id
 
 
-def test_every_field_is_described_and_either_deciding_or_free():
+def test_every_field_is_described_and_in_the_id_or_not():
     experiment = load_experiment()
     identity = experiment.identity()
     for name in field_names():
@@ -63,9 +63,9 @@ def test_every_field_is_described_and_either_deciding_or_free():
         inner = identity
         for parent in parents:
             inner = inner.get(parent, {})
-        free = isinstance(info.json_schema_extra, dict)
+        outside = isinstance(info.json_schema_extra, dict)
         ignored = name in build_method(experiment.method).ignored_fields(experiment.adapter)
-        assert (last in inner) != (free or ignored), name
+        assert (last in inner) != (outside or ignored), name
 
 
 def test_it_is_frozen():
@@ -75,14 +75,13 @@ def test_it_is_frozen():
 
 
 def test_equal_experiments_have_equal_ids_in_any_process():
-    # Pinned: a change here means that every finished run would be orphaned; raise NUMERICS then.
     first, second = Experiment(seed=5), Experiment.model_validate(Experiment(seed=5).to_dict())
     assert first.id == second.id
     assert len(first.id) == 12
 
 
 @pytest.mark.parametrize(
-    ("short", "whole"),
+    ("short", "full"),
     [
         ("t5-base", "google-t5/t5-base"),
         ("LLaMA-3.2-1B", "meta-llama/Llama-3.2-1B"),
@@ -90,9 +89,9 @@ def test_equal_experiments_have_equal_ids_in_any_process():
         ("vit-digits", "vit-digits"),
     ],
 )
-def test_a_short_model_name_is_the_same_run_as_the_whole_one(short, whole):
+def test_a_short_model_name_gives_the_same_id_as_the_full_name(short, full):
     one, other = (
         load_experiment(None, [f"model={short}"]),
-        load_experiment(None, [f"model={whole}"]),
+        load_experiment(None, [f"model={full}"]),
     )
-    assert one.model.name == whole and one.id == other.id
+    assert one.model.name == full and one.id == other.id

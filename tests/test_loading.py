@@ -1,10 +1,18 @@
-"""Layers of configuration, and the one line that each mistake gets."""
+"""Layers of configuration, the message for each mistake, and default learning rates."""
 
 import pytest
 import yaml
 
+from trishul_ray.config import GENERAL_DEFAULT, SET_BY_HAND
 from trishul_ray.errors import InputError
-from trishul_ray.loading import field_names, load_experiment
+from trishul_ray.loading import (
+    build_experiment,
+    default_learning_rate,
+    field_names,
+    load_experiment,
+)
+from trishul_ray.methods.base import _REGISTRY, method_class, method_names, register
+from trishul_ray.methods.fedit import FedIT, FedITConfig
 
 
 def test_the_quickstart_needs_nothing():
@@ -13,7 +21,7 @@ def test_the_quickstart_needs_nothing():
     assert experiment.method.name == "trishul"
 
 
-def test_layers_later_wins(tmp_path):
+def test_later_layers_win(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("dataset: cifar100\nbudget: higher\nfederation: {clients: 50}\n")
     experiment = load_experiment(path, ["federation.clients=30", "method.lam=0.1"])
@@ -24,7 +32,7 @@ def test_layers_later_wins(tmp_path):
     assert experiment.method.lam == 0.1
 
 
-def test_short_names_and_method_switch():
+def test_short_names_and_another_method():
     experiment = load_experiment(None, ["method=ravan", "model=some/where"])
     assert experiment.method.name == "ravan"
     assert experiment.model.name == "some/where"
@@ -32,7 +40,7 @@ def test_short_names_and_method_switch():
     assert deep.method.scalars == "fixed"
 
 
-def test_numbers_may_be_written_as_people_do():
+def test_a_number_in_scientific_notation():
     assert load_experiment(None, ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
 
 
@@ -44,7 +52,7 @@ def test_a_resolved_config_reads_back_as_itself(tmp_path):
     assert load_experiment(path).id == experiment.id
 
 
-def test_field_names_are_the_fields_own():
+def test_field_names_are_dotted():
     names = set(field_names())
     assert {
         "partition.alpha",
@@ -59,10 +67,11 @@ def test_field_names_are_the_fields_own():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "expected"),
     [
         (["federation.cilents=3"], "did you mean 'federation.clients'?"),
-        (["alpha=0.3"], "did you mean 'partition.alpha'?"),
+        (["nonsense=3"], "unknown field 'nonsense'; `trishul run --show` lists all fields"),
+        (["alpha=0.3"], "did you mean 'partition.alpha' or 'adapter.alpha'?"),
         (["partition.alpa=0.3"], "did you mean 'partition.alpha'?"),
         (["method.lamda=0.3"], "did you mean 'method.lam'?"),
         (["method=fedit", "method.lam=0.3"], "unknown field 'method.lam'"),
@@ -99,30 +108,219 @@ def test_field_names_are_the_fields_own():
         (["model.precision=fp16"], "model.precision='fp16'"),
     ],
 )
-def test_one_clear_line(overrides, says):
+def test_every_mistake_gets_one_line(overrides, expected):
     with pytest.raises(InputError) as caught:
         load_experiment(None, overrides)
     message = str(caught.value)
-    assert says in message
+    assert expected in message
     assert "\n" not in message
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("a: [1, 2\n", "is not YAML"),
-        ("- 1\n- 2\n", "must hold key: value pairs, not a list"),
-        ("just words\n", "must hold key: value pairs, not a text"),
+        ("- 1\n- 2\n", "must contain key: value pairs, not a list"),
+        ("just words\n", "must contain key: value pairs, not a text"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
     ],
 )
-def test_files_that_are_no_config(tmp_path, text, says):
+def test_invalid_config_files(tmp_path, text, expected):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=expected):
         load_experiment(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"no\.yaml does not exist"):
         load_experiment(tmp_path / "no.yaml")
+
+
+#: Raje et al., "RAVAN", NeurIPS 2025, arXiv 2506.05568, Table 8, row by row as printed. A row is
+#: CIFAR-100, SVHN, 20 Newsgroups, MRQA and, in the IID halves alone, GLUE.
+RAVAN_TABLE_8 = {
+    ("lower", "iid"): {
+        "fedit": (5e-3, 1e-3, 1e-3, 1e-3, 1e-4),
+        "fedex": (1e-3, 1e-3, 1e-3, 1e-3, 1e-4),
+        "ffalora": (1e-2, 1e-2, 1e-2, 5e-3, 1e-3),
+        "fedsb": (1e-3, 5e-3, 5e-3, 1e-3, 1e-4),
+        "ravan": (5e-4, 5e-4, 5e-4, 1e-4, 5e-5),
+    },
+    ("higher", "iid"): {
+        "fedit": (5e-3, 1e-3, 1e-3, 5e-4, 1e-4),
+        "fedex": (1e-3, 1e-3, 1e-3, 5e-4, 1e-4),
+        "ffalora": (1e-2, 1e-2, 1e-2, 1e-2, 1e-3),
+        "fedsb": (1e-3, 1e-3, 5e-3, 5e-4, 1e-4),
+        "ravan": (5e-4, 5e-4, 1e-4, 1e-4, 5e-5),
+    },
+    ("lower", "dirichlet"): {
+        "fedit": (5e-3, 1e-3, 1e-3, 1e-3),
+        "fedex": (1e-3, 1e-3, 1e-3, 1e-3),
+        "ffalora": (1e-2, 1e-2, 1e-2, 5e-3),
+        "fedsb": (5e-4, 5e-3, 1e-3, 5e-4),
+        "ravan": (5e-4, 5e-4, 5e-4, 1e-4),
+    },
+    ("higher", "dirichlet"): {
+        "fedit": (5e-3, 1e-3, 1e-3, 5e-4),
+        "fedex": (1e-3, 5e-4, 1e-3, 5e-4),
+        "ffalora": (1e-2, 1e-2, 1e-2, 5e-3),
+        "fedsb": (5e-4, 1e-3, 1e-3, 5e-4),
+        "ravan": (5e-4, 5e-4, 1e-4, 1e-4),
+    },
+}
+DATASETS = ("cifar100", "svhn", "20newsgroups", "mrqa", "glue/rte")
+
+
+def test_the_whole_published_table():
+    checked = 0
+    for (budget, kind), methods in RAVAN_TABLE_8.items():
+        for method, rates in methods.items():
+            for dataset, rate in zip(DATASETS, rates, strict=False):
+                made = load_experiment(
+                    None,
+                    [
+                        f"dataset={dataset}",
+                        f"method={method}",
+                        f"budget={budget}",
+                        f"partition.kind={kind}",
+                    ],
+                ).optimizer
+                assert made.lr == rate, (dataset, method, budget, kind)
+                assert made.lr_source == "RAVAN Table 8"
+                checked += 1
+    assert checked == 90
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate", "source"),
+    [
+        ([], 5e-4, "RAVAN Table 8; borrowed from ravan, for trishul"),
+        (
+            ["method=fedit", "optimizer.name=sgd"],
+            5e-3,
+            "RAVAN Table 8; borrowed from Adam, for SGD",
+        ),
+        (
+            ["method=ravan", "budget=16"],
+            5e-4,
+            "RAVAN Table 8; borrowed from the budgets of LoRA rank 32 and 64, for 16",
+        ),
+        (
+            ["method=ravan", "model=vit-digits"],
+            5e-4,
+            "RAVAN Table 8; borrowed from google/vit-base-patch16-224-in21k, for vit-digits",
+        ),
+        (
+            ["method=ravan", "partition.kind=natural"],
+            5e-4,
+            "RAVAN Table 8; borrowed from a Dirichlet partition, for natural clients",
+        ),
+        (["method=fullft"], 1e-4, "our choice: no source names a rate for fullft"),
+        (["method=fedit", "optimizer.lr=0.3"], 0.3, SET_BY_HAND),
+    ],
+)
+def test_on_cifar100(overrides, rate, source):
+    options = load_experiment(None, ["dataset=cifar100", *overrides]).optimizer
+    assert (options.lr, options.lr_source) == (rate, source)
+
+
+def test_the_source_names_everything_borrowed():
+    words = ["dataset=glue/rte", "partition.kind=dirichlet", "optimizer.name=sgd", "budget=8"]
+    source = load_experiment(None, words).optimizer.lr_source
+    assert source == (
+        "RAVAN Table 8; borrowed from ravan, for trishul; from Adam, for SGD; from the budgets of "
+        "LoRA rank 32 and 64, for 8; from an IID partition, for Dirichlet"
+    )
+
+
+def test_the_rate_for_digits_is_not_published():
+    source = load_experiment().optimizer.lr_source
+    assert source == (
+        "our choice by kind of adapter: no source names a rate for digits; borrowed from ravan, "
+        "for trishul"
+    )
+
+
+def test_a_saved_config_keeps_its_rate(tmp_path):
+    experiment = load_experiment(None, ["dataset=cifar100", "method=ffalora"])
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(experiment.to_dict()))
+    assert load_experiment(path) == experiment
+
+
+def test_the_source_without_a_look_up():
+    assert build_experiment({}).optimizer.lr_source == GENERAL_DEFAULT
+    assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source == SET_BY_HAND
+
+
+@pytest.mark.parametrize("dataset", ["cifar100", "svhn", "20newsgroups", "mrqa", "glue", "mine"])
+def test_every_built_in_method_has_a_rate(dataset):
+    for name in method_names():
+        for rank in (32, 64):
+            for iid in (True, False):
+                like = method_class(name).rates_like
+                default = default_learning_rate(dataset, name, rank, iid, rates_like=like)
+                assert default is not None and 0 < default[0] < 1 and default[1]
+    assert default_learning_rate(dataset, "unknown", 32, True) is None
+
+
+@pytest.fixture
+def register_newcomer():
+    """``register_newcomer(rates_like=...)`` registers a subclass of FedIT as ``newcomer``."""
+
+    def make(**attributes):
+        config = type(
+            "NewcomerConfig",
+            (FedITConfig,),
+            {"name": "newcomer", "__annotations__": {"name": str}},
+        )
+        cls = type("Newcomer", (FedIT,), {"Config": config, **attributes})
+        return register("newcomer")(cls)
+
+    method_names()
+    yield make
+    _REGISTRY.pop("newcomer", None)
+
+
+def test_a_new_method_has_the_rates_of_the_method_it_names(register_newcomer):
+    register_newcomer(rates_like="ffalora")
+    options = load_experiment(None, ["method=newcomer"]).optimizer
+    parent = load_experiment(None, ["method=ffalora"]).optimizer
+    assert options.lr == parent.lr == 5e-3
+    assert "borrowed from ffalora, for newcomer" in options.lr_source
+
+
+def test_a_new_method_inherits_the_rates_of_its_parent(register_newcomer):
+    register_newcomer()
+    options = load_experiment(None, ["method=newcomer"]).optimizer
+    assert options.lr == load_experiment(None, ["method=fedit"]).optimizer.lr == 2e-3
+    assert "borrowed from fedit, for newcomer" in options.lr_source
+
+
+def test_a_method_without_rates_has_the_general_default(register_newcomer):
+    register_newcomer(rates_like=None)
+    options = load_experiment(None, ["method=newcomer"]).optimizer
+    assert options.lr == 5e-4 and options.lr_source == GENERAL_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("attributes", "overrides", "expected"),
+    [
+        ({"rates_like": None}, [], "warning: learning rate 0.0005: general default"),
+        ({}, [], "learning rate 0.002: our choice by kind of adapter"),
+        ({}, ["optimizer.lr=0.3"], "learning rate 0.3: set by hand"),
+    ],
+)
+def test_a_run_reports_its_rate_and_the_source(
+    register_newcomer, called, tmp_path, monkeypatch, cache, attributes, overrides, expected
+):
+    register_newcomer(**attributes)
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+    # More clients than rows: the run is refused before the first round.
+    words = ["method=newcomer", "federation.clients=2000", "tracking.mlflow=false", *overrides]
+    code, _, error = called("run", *words)
+    lines = [line for line in error.splitlines() if "learning rate" in line]
+    assert code == 2 and len(lines) == 1
+    assert lines[0].startswith(expected)

@@ -1,4 +1,4 @@
-"""The presets: the paper's protocol by dataset, and prompts that its backbones can be given."""
+"""The presets: the paper's protocol by dataset, and prompts that fit its backbones."""
 
 import functools
 from pathlib import Path
@@ -44,12 +44,12 @@ def test_the_papers_protocol(dataset, model, rounds, batch, length):
 
 
 def info_of(dataset):
-    """What the dataset says of itself, as far as it is known without its rows."""
+    """What is known of the dataset without its rows."""
     source = next(source for source in PUBLIC if source.name == dataset)
     kind = "qa" if dataset == "mrqa" else "text"
-    classes = tuple(getattr(source.layout, "classes", ()))
+    classes = tuple(getattr(source.rows, "classes", ()))
     return DatasetInfo(
-        dataset, kind, "test", classes, fields=tuple(getattr(source.layout, "fields", ()))
+        dataset, kind, "test", classes, fields=tuple(getattr(source.rows, "fields", ()))
     )
 
 
@@ -91,11 +91,11 @@ def text_rows(tmp_path):
     return make
 
 
-def test_words_of_a_preset_stand_for_the_classes_in_their_order():
+def test_the_verbalizers_of_a_preset_are_in_the_order_of_the_classes():
     words = load_experiment(None, ["dataset=20newsgroups"]).task.verbalizers
     named = dict(zip(info_of("20newsgroups").classes, words, strict=True))
     assert named["sci.med"] == "medicine" and named["rec.sport.hockey"] == "hockey"
-    for task, want in {
+    for task, expected in {
         "mnli": {"entailment": "yes", "neutral": "maybe", "contradiction": "no"},
         "qnli": {"entailment": "yes", "not_entailment": "no"},
         "rte": {"entailment": "yes", "not_entailment": "no"},
@@ -103,10 +103,10 @@ def test_words_of_a_preset_stand_for_the_classes_in_their_order():
         "sst2": {"negative": "negative", "positive": "positive"},
     }.items():
         words = load_experiment(None, [f"dataset=glue/{task}"]).task.verbalizers
-        assert dict(zip(info_of(f"glue/{task}").classes, words, strict=True)) == want
+        assert dict(zip(info_of(f"glue/{task}").classes, words, strict=True)) == expected
 
 
-def test_a_familys_learning_rate_serves_its_tasks():
+def test_a_task_of_glue_has_the_learning_rate_of_glue():
     made = load_experiment(None, ["dataset=glue/rte", "method=ravan"])
     assert (made.optimizer.lr, made.optimizer.lr_source) == (5e-5, "RAVAN Table 8")
 
@@ -124,7 +124,7 @@ def test_a_familys_learning_rate_serves_its_tasks():
 )
 @pytest.mark.parametrize("budget", ["lower", "higher"])
 def test_bases_and_ranks_are_those_of_the_papers_tables(dataset, trishul, ravan, budget):
-    """On the paper's backbone (shapes alone): its initialization, and its ranks in each table."""
+    """On the paper's backbone (shapes only): its initialization, and its ranks in each table."""
     ranks = {"lower": (110, 64, 221), "higher": (156, 128, 313)}[budget]
     names = {"trishul": ranks[0], "ravan": ranks[0], "ffalora": ranks[1], "fedsb": ranks[2]}
     for name, rank in names.items():
@@ -145,11 +145,11 @@ def adapters_of(experiment):
     return list(build_method(experiment.method).adapters(site).values())
 
 
-def test_the_ranks_of_a_preset_belong_to_its_backbone():
+def test_the_ranks_of_a_preset_apply_to_its_backbone_only():
     assert load_experiment(None, ["dataset=glue/rte"]).adapter.matching == "published"
     same = ["dataset=glue/rte", "model=llama-3.2-1b"]
     assert load_experiment(None, same).adapter.matching == "published"
     other = ["dataset=glue/rte", "model=llama-tiny"]
     assert load_experiment(None, other).adapter.matching == "matched"
-    asked = load_experiment(None, [*other, "adapter.matching=published"])
-    assert asked.adapter.matching == "published"
+    explicit = load_experiment(None, [*other, "adapter.matching=published"])
+    assert explicit.adapter.matching == "published"

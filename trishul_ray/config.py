@@ -1,4 +1,7 @@
-"""The default learning rate of a method on a dataset, and where it comes from."""
+"""The fields of an experiment, by section, with defaults, ranges and descriptions.
+
+The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, Adam.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,17 +10,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from trishul_ray.spectral.bases import BasisInit
 
-#: Sources of a rate that was not looked up.
-HAND = "set by hand"
-
-
-GENERAL = (
-    "general default: no rate is known for this method, and it names no other whose rates it takes "
+#: ``optimizer.lr_source`` of a rate that the user set.
+SET_BY_HAND = "set by hand"
+#: ``optimizer.lr_source`` where the tables have no rate for the method.
+GENERAL_DEFAULT = (
+    "general default: no rate is known for this method, and it names no method to take rates from "
     "(rates_like)"
 )
 
-
-#: Short names of the paper's backbones. They stand for the hub's name before anything is hashed.
+#: Short names of the paper's backbones, replaced by the hub's names before anything is hashed.
 SHORT_MODEL_NAMES = {
     "vit-b16": "google/vit-base-patch16-224-in21k",
     "t5-base": "google-t5/t5-base",
@@ -25,32 +26,33 @@ SHORT_MODEL_NAMES = {
 }
 
 
-def free(default: Any, description: str, **limits: Any) -> Any:
-    """A field that cannot change a run's numbers and so is no part of its identity."""
+def not_in_id(default: Any, description: str, **limits: Any) -> Any:
+    """Return a field that cannot change a run's numbers and is left out of its id."""
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
 def _usable_path(text: str) -> str:
-    """Refuse what no file system takes for a path; a name or URI passes the same test."""
+    """Return ``text`` if a file system accepts it as a path; names and URIs pass, too."""
     parts = text.encode(errors="surrogateescape").split(b"/")
     if not text.strip() or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
         shown = repr(text if len(text) <= 40 else text[:37] + "...")
         raise ValueError(
-            f"{shown} cannot be a name or path: not empty, no NUL, at most 255 bytes a part"
+            f"{shown} is not a valid name or path: it must not be empty or contain NUL, and each "
+            "part may have at most 255 bytes"
         )
     try:
         Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(f"{text!r}: there is no such user") from None
+        raise ValueError(f"{text!r}: the user does not exist") from None
     return text
 
 
-#: A name or a path that the file system can be asked for.
+#: A name or a path that the file system accepts.
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
 
 class Section(BaseModel):
-    """A frozen group of fields; an unknown field is refused."""
+    """A frozen group of fields; unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -64,10 +66,10 @@ class DataConfig(Section):
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="your own data: what its columns are called, e.g. {text: body, label: topic}",
+        description="your own data: names of its columns, e.g. {text: body, label: topic}",
     )
     test_share: float = Field(
-        0.2, gt=0, lt=1, description="your own data without test rows: share set aside for them"
+        0.2, gt=0, lt=1, description="your own data without test rows: share set aside as test rows"
     )
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
@@ -75,45 +77,45 @@ class DataConfig(Section):
 
 
 class PartitionConfig(Section):
-    """How the training rows are dealt to the clients."""
+    """How the training rows are split among the clients."""
 
     kind: Literal["iid", "dirichlet", "natural"] = Field(
         "dirichlet",
         description="iid: equal random parts; dirichlet: label skew; natural: by the dataset's "
-        "own column of clients",
+        "client column",
     )
     by: Literal["auto", "label", "group"] = Field(
         "auto",
-        description="what a Dirichlet partition is skewed in: classes or sub-datasets; auto: "
-        "classes where there are any",
+        description="what a Dirichlet partition skews: classes or sub-datasets; auto: classes if "
+        "there are any",
     )
     alpha: float = Field(0.3, gt=0, description="Dirichlet concentration; smaller is more skewed")
     variant: Literal["per-client", "per-label"] = Field(
         "per-client",
         description="per-client: each client draws its own class proportions and all have equal "
-        "sizes (the paper's wording); per-label: each class is dealt out by one draw over "
-        "clients, sizes vary",
+        "sizes (the paper's wording); per-label: one draw per class splits it over the clients, "
+        "sizes vary",
     )
-    min_size: int = Field(1, ge=1, description="fewest rows a client may hold")
+    min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
 class TaskConfig(Section):
-    """What the model is trained for on the dataset's rows."""
+    """What the model learns to predict from the dataset's rows."""
 
     kind: Literal["auto", "classification", "text2text", "verbalizer"] = Field(
         "auto",
-        description="classification: a head over classes; text2text: generate the answer; "
-        "verbalizer: the language model's word for each class after a prompt; auto: by the "
-        "backbone's family (encoder, encoder-decoder, decoder)",
+        description="classification: a classification head; text2text: generate the answer; "
+        "verbalizer: score the word of each class after a prompt; auto: by the backbone's family "
+        "(encoder, encoder-decoder, decoder)",
     )
-    max_length: int = Field(256, ge=8, le=8192, description="input tokens; longer is cut")
+    max_length: int = Field(256, ge=8, le=8192, description="input tokens; longer inputs are cut")
     target_length: int = Field(
-        32, ge=2, le=1024, description="target tokens of text2text, in training and generation"
+        32, ge=2, le=1024, description="text2text: target tokens, in training and generation"
     )
     template: str | None = Field(
         None,
         description="prompt with the dataset's fields in braces, e.g. '{sentence}\\nSentiment:'; "
-        "default: by dataset; a classification head reads the fields alone",
+        "default: by dataset; with a classification head there is no prompt",
     )
     verbalizers: tuple[str, ...] | None = Field(
         None, description="a word or phrase for each class, in order; default: by dataset"
@@ -125,162 +127,162 @@ class ModelConfig(Section):
 
     name: PathText = Field(
         "google/vit-base-patch16-224-in21k",
-        description="a built-in, a hub or mirror name owner/model, a local folder, or short: "
-        + ", ".join(SHORT_MODEL_NAMES),
+        description="a built-in model, a hub or mirror name owner/model, a local folder, or a "
+        "short name: " + ", ".join(SHORT_MODEL_NAMES),
     )
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="random: the architecture alone, weights drawn from the seed"
+        "pretrained", description="random: draw the weights from the seed"
     )
     train_head: bool = Field(
         True, description="train and average the classification head beside the adapter"
     )
     precision: Literal["fp32", "tf32", "bf16"] = Field(
         "fp32",
-        description="of the frozen backbone; adapters and optimizer stay fp32. tf32: fp32 whose "
-        "matrix products use TensorFloat-32 on a GPU (on a CPU the same as fp32)",
+        description="precision of the frozen backbone; adapters and optimizer stay fp32. tf32: "
+        "fp32 with TensorFloat-32 matrix products on a GPU (on a CPU the same as fp32)",
     )
-    dropout: bool = Field(False, description="keep the backbone's dropout while training")
+    dropout: bool = Field(False, description="keep the backbone's dropout in training")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, more time"
     )
     image_size: int | None = Field(
-        None, ge=4, description="resize images to this side; default: what the backbone takes"
+        None, ge=4, description="resize images to this side; default: the backbone's image size"
     )
 
     @field_validator("name")
     @classmethod
-    def _whole_name(cls, name: str) -> str:
+    def _expand_short_name(cls, name: str) -> str:
         return SHORT_MODEL_NAMES.get(name.lower(), name)
 
 
 class AdapterConfig(Section):
-    """How a frozen linear layer is adapted; which kind is the method's choice."""
+    """How frozen linear layers are adapted; the method chooses the kind of adapter."""
 
     targets: tuple[str, ...] | None = Field(
         None, description="module names to adapt; default: q and v of the backbone's family"
     )
     heads: int = Field(4, ge=1, le=64, description="mean number of heads per adapted matrix")
     rank: int | None = Field(
-        None, ge=1, description="rank of the method's own adapter, instead of the budget's"
+        None, ge=1, description="rank of the method's adapter; default: from the budget"
     )
     matching: Literal["matched", "published"] = Field(
         "matched",
-        description="matched: equal parameters on each matrix; published: the paper's ranks, "
-        "which are matched for a 768x768 matrix",
+        description="matched: the budget's parameters on each matrix; published: the paper's "
+        "ranks, which match the budget on a 768x768 matrix",
     )
     alpha: float | None = Field(
         None,
         gt=0,
-        description="LoRA's α: the update is α/r B A, with r the full rank also where a client "
-        "trains a lower one; default r, that is B A itself",
+        description="LoRA's α: the update is α/r B A, where r is the full rank even if a client "
+        "trains a lower one; default r, so the update is B A",
     )
     init: BasisInit | None = Field(
-        None, description="how frozen bases are drawn; default: the method's"
+        None, description="how frozen bases are drawn; default: by method"
     )
     sigma: float | None = Field(
         None, gt=0, description="entry scale of rv_random_normal; default 1/sqrt(width)"
     )
     overflow: Literal["auto", "independent", "cap"] = Field(
         "auto",
-        description="where heads x rank exceeds the width: auto lets only heads added by an "
-        "allocation fall back to bases of their own; independent lets all; cap limits the "
-        "allocation so that none has to (auto, too, where an allocation is measured)",
+        description="if heads x rank exceeds the width: auto lets only heads added by an "
+        "allocation use independent bases; independent lets all; cap limits the allocation so that "
+        "none has to (as does auto where the allocation is measured)",
     )
     path: Literal["auto", "merged", "factored"] = Field(
         "auto",
-        description="how adapted layers compute; auto takes the cheaper for the shape; in bf16 "
-        "forwards that train are always factored",
+        description="how adapted layers compute; auto: the cheaper one for the shape; in bf16, "
+        "training is always factored",
     )
 
 
 class OptimizerConfig(Section):
-    """The client's local optimizer; its state is fresh in every round."""
+    """The client's local optimizer; its state is reset every round."""
 
     name: Literal["adam", "sgd"] = Field("adam", description="local optimizer")
     lr: float = Field(
         5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
     )
-    lr_source: str = free(GENERAL, "where the learning rate is from")
+    lr_source: str = not_in_id(GENERAL_DEFAULT, "source of the learning rate")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum")
     weight_decay: float = Field(0.0, ge=0, description="L2 (SGD) or decoupled (Adam) decay")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="how η falls towards zero; a prox's threshold λη falls with it"
+        "constant", description="decay of η to zero; the prox threshold λη decays with it"
     )
     schedule_over: Literal["run", "round"] = Field(
-        "run", description="over all local steps of the run, or over those of each round anew"
+        "run", description="span of the schedule: all local steps of the run, or of each round"
     )
     warmup: float = Field(
-        0.0, ge=0, lt=1, description="share of the schedule's steps in which η rises linearly"
+        0.0, ge=0, lt=1, description="share of the schedule's steps with linear warmup"
     )
     clip_norm: float | None = Field(
-        None, gt=0, description="largest norm of a client's gradient; a larger one is scaled down"
+        None, gt=0, description="maximum gradient norm; larger gradients are scaled down"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_source(cls, fields: Any) -> Any:
+    def _add_source(cls, fields: Any) -> Any:
         if isinstance(fields, dict) and "lr" in fields and "lr_source" not in fields:
-            return fields | {"lr_source": HAND}
+            return fields | {"lr_source": SET_BY_HAND}
         return fields
 
 
 class FederationConfig(Section):
-    """Who trains when, and how uploads are weighed."""
+    """Clients, cohorts, rounds, and the weights of the average."""
 
     clients: int = Field(20, ge=1, le=1_000_000, description="registered clients")
-    clients_per_round: int = Field(3, ge=1, description="clients sampled each round (cohort)")
+    clients_per_round: int = Field(3, ge=1, description="clients sampled per round (the cohort)")
     rounds: int = Field(50, ge=1, description="communication rounds")
     local_steps: int = Field(50, ge=1, description="mini-batch steps per client and round")
     batch_size: int = Field(32, ge=1, description="examples per step")
     weighting: Literal["uniform", "size"] = Field(
-        "uniform", description="aggregation weight of a client: equal, or its number of rows"
+        "uniform", description="aggregation weights: equal, or by number of rows"
     )
     compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
-        description="how much of the budget clients can train: all of it, or shares of 1/4 to 1 "
-        "drawn once per client",
+        description="share of the budget that clients can train: all, or 1/4 to 1, drawn once per "
+        "client",
     )
     compute_shares: tuple[float, float, float, float] | None = Field(
         None,
         description="compute=custom: proportions of clients that train 1/4, 1/2, 3/4 and all of "
-        "the budget; they sum to 1",
+        "the budget; must sum to 1",
     )
-    clients_per_actor: Annotated[int, Field(ge=1)] | Literal["auto"] = free(
-        "auto", "1: one actor per client; auto: as many actors as slices are free"
+    clients_per_actor: Annotated[int, Field(ge=1)] | Literal["auto"] = not_in_id(
+        "auto", "clients per actor; auto: one actor per free slice"
     )
     quorum: float = Field(
-        0.5, gt=0, le=1, description="least share of the cohort whose uploads must be sound"
+        0.5, gt=0, le=1, description="minimum share of the cohort with valid uploads"
     )
 
     @field_validator("compute_shares")
     @classmethod
-    def _are_proportions(cls, shares: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    def _check_proportions(cls, shares: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if shares is not None and (min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
             raise ValueError(f"{list(shares)} must be four proportions, 0 or more, that sum to 1")
         return shares
 
     @model_validator(mode="after")
-    def _shares_are_custom(self) -> "FederationConfig":
+    def _check_custom_shares(self) -> "FederationConfig":
         if (self.compute == "custom") != (self.compute_shares is not None):
             raise ValueError(
                 f"federation.compute={self.compute!r} and federation.compute_shares="
-                f"{self.compute_shares}: the shares are set with compute=custom, and only then"
+                f"{self.compute_shares}: shares must be set with compute=custom, and only then"
             )
         return self
 
 
 class EvaluationConfig(Section):
-    """What is measured and how often."""
+    """What is measured, and how often."""
 
-    every: int = Field(1, ge=1, description="rounds between evaluations; the last is always done")
+    every: int = Field(1, ge=1, description="rounds between evaluations; always after the last")
     batch_size: int = Field(64, ge=1, description="examples per evaluation batch")
     limit: int | None = Field(
         None,
         ge=1,
-        description="measure on a subset of the test rows, drawn by the data: the same for every "
-        "seed, method and backbone",
+        description="evaluate on a subset of the test rows, drawn from the data alone: the same "
+        "for every seed, method and backbone",
     )
     diagnostics_every: int = Field(
         1, ge=0, description="rounds between spectral diagnostics; 0: never"
@@ -289,37 +291,41 @@ class EvaluationConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """What the run may use. Only the thread count can change a bit of the result."""
+    """What the run may use. Only the number of threads can change a bit of the result."""
 
     threads: int = Field(1, ge=1, description="CPU threads of one actor (fixed for determinism)")
-    backend: Literal["ray", "inline"] = free("ray", "ray actors, or one process for debugging")
-    device: Literal["auto", "cpu", "cuda"] = free("auto", "where a client trains")
-    actors: Annotated[int, Field(ge=1)] | Literal["auto"] = free(
-        "auto", "number of client actors; auto: see federation.clients_per_actor"
+    backend: Literal["ray", "inline"] = not_in_id(
+        "ray", "ray: client actors; inline: one process, for debugging"
     )
-    cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = free(
-        "auto", "CPUs of one actor's slice; auto: one per thread, less where they do not fit"
+    device: Literal["auto", "cpu", "cuda"] = not_in_id("auto", "where clients train")
+    actors: Annotated[int, Field(ge=1)] | Literal["auto"] = not_in_id(
+        "auto", "number of client actors; auto: by federation.clients_per_actor"
     )
-    gpus_per_actor: float = free(1.0, "GPU share of one actor's slice (device cuda)", ge=0, le=8)
-    max_restarts: int = free(3, "restarts of one actor before the run gives up on it", ge=0)
+    cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = not_in_id(
+        "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
+    )
+    gpus_per_actor: float = not_in_id(1.0, "GPUs of one actor's slice (device cuda)", ge=0, le=8)
+    max_restarts: int = not_in_id(3, "restarts of one actor before the run fails", ge=0)
 
 
 class TrackingConfig(Section):
-    """Where the run is told of."""
+    """Where metrics are logged."""
 
-    mlflow: bool = free(True, "log to MLflow")
-    uri: str | None = free(None, "MLflow tracking URI; default sqlite:///<runs>/mlflow.db")
-    experiment: str = free("trishul", "MLflow experiment name")
-    parent_run: str | None = free(None, "MLflow run id of the sweep this run belongs to")
+    mlflow: bool = not_in_id(True, "log to MLflow")
+    uri: str | None = not_in_id(None, "MLflow tracking URI; default sqlite:///<runs>/mlflow.db")
+    experiment: str = not_in_id("trishul", "MLflow experiment name")
+    parent_run: str | None = not_in_id(None, "MLflow run id of the sweep of this run")
 
 
 class StorageConfig(Section):
-    """Places. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
+    """Folders. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
 
-    runs: PathText = free("runs", "where runs/<id>/ go: a folder or a filesystem URI")
-    cache: PathText | None = free(None, "prepared data and backbones; default $TRISHUL_CACHE")
-    hub: PathText | None = free(None, "a local mirror with the hub's layout; default $TRISHUL_HUB")
-    keep_checkpoints: int = free(2, "newest checkpoints kept", ge=1)
-    retry_seconds: float = free(
-        60.0, "seconds for which a storage that fails is tried again before the run stops", ge=0
+    runs: PathText = not_in_id("runs", "where runs/<id>/ is written: a folder or a filesystem URI")
+    cache: PathText | None = not_in_id(None, "prepared data and backbones; default $TRISHUL_CACHE")
+    hub: PathText | None = not_in_id(
+        None, "a local mirror with the hub's layout; default $TRISHUL_HUB"
+    )
+    keep_checkpoints: int = not_in_id(2, "number of newest checkpoints to keep", ge=1)
+    retry_seconds: float = not_in_id(
+        60.0, "seconds to retry a failing storage before the run stops", ge=0
     )

@@ -1,12 +1,8 @@
-"""One experiment: a frozen, validated description of a federated run, and its identity.
+"""An experiment: a frozen, validated description of a federated run, and its identity.
 
-Defaults are the paper's protocol (spec: 20 clients, 3 a round, 50 local steps, Adam). What a
-dataset needs instead (its backbone, rounds, batch) stands in ``presets/<dataset>.yaml`` and lies
-between these defaults and the user's YAML; see :mod:`trishul_ray.loading`. The sections and their
-fields stand in :mod:`trishul_ray.config`.
-
-The identity of an experiment is the hash of every field that can change its numbers. Fields that
-cannot (places, tracking, how many actors) are left out of it.
+:mod:`trishul_ray.config` defines the fields, :mod:`trishul_ray.loading` reads them from files and
+the command line. The id of an experiment is the hash of every field that can change its numbers.
+Fields that cannot (folders, tracking, number of actors) are left out.
 """
 
 import hashlib
@@ -35,28 +31,12 @@ from trishul_ray.config import (
     StorageConfig,
     TaskConfig,
     TrackingConfig,
-    free,
+    not_in_id,
 )
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.version import NUMERICS
 
-__all__ = [
-    "BUDGET_RANKS",
-    "AdapterConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "Experiment",
-    "FederationConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PartitionConfig",
-    "ResourcesConfig",
-    "StorageConfig",
-    "TaskConfig",
-    "TrackingConfig",
-]
-
-#: LoRA rank per adapted matrix that a named budget stands for (paper, "Parameter Budget").
+#: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
 
 
@@ -71,12 +51,14 @@ def _validated_method(value: Any) -> Any:
 
 
 class Experiment(Section):
-    """One federated run. Every field that can change a number is part of :attr:`id`."""
+    """A federated run. Every field that can change a number is part of :attr:`id`."""
 
-    name: str = free("run", "a label for people", max_length=100)
-    seed: int = Field(0, ge=0, lt=2**63, description="the one seed; every stream derives from it")
+    name: str = not_in_id("run", "a label", max_length=100)
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="the only seed; every random stream derives from it"
+    )
     budget: Literal["lower", "higher"] | Annotated[int, Field(ge=1)] = Field(
-        "lower", description="trainable parameters as a LoRA rank per matrix: lower 32, higher 64"
+        "lower", description="trainable parameters as a LoRA rank per matrix; lower 32, higher 64"
     )
     data: DataConfig = DataConfig()
     task: TaskConfig = TaskConfig()
@@ -96,7 +78,7 @@ class Experiment(Section):
     _method = field_validator("method", mode="before")(_validated_method)
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> "Experiment":
+    def _check_across_sections(self) -> "Experiment":
         fed = self.federation
         if fed.clients_per_round > fed.clients:
             raise ValueError(
@@ -104,14 +86,14 @@ class Experiment(Section):
                 f"federation.clients={fed.clients}"
             )
         if fed.compute != "full" and not method_class(self.method.name).takes_limits:
-            able = [name for name in method_names() if method_class(name).takes_limits]
+            supported = [name for name in method_names() if method_class(name).takes_limits]
             raise ValueError(
-                f"federation.compute={fed.compute!r} needs a method that limited clients can "
-                f"train a part of ({', '.join(able)}), not method={self.method.name!r}"
+                f"federation.compute={fed.compute!r} needs a method that supports limited clients "
+                f"({', '.join(supported)}), not method={self.method.name!r}"
             )
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
-                "resources.actors and federation.clients_per_actor exclude each other: set one"
+                "resources.actors and federation.clients_per_actor exclude each other; set only one"
             )
         return self
 
@@ -123,7 +105,7 @@ class Experiment(Section):
     def identity(self) -> dict[str, Any]:
         """Return every field that can change a number, as plain JSON values.
 
-        Shared fields that the method does not read are left out; see
+        Fields that the method ignores are left out; see
         :meth:`trishul_ray.methods.base.Method.ignored_fields`.
         """
         kept = _identity_of(self)
@@ -137,12 +119,12 @@ class Experiment(Section):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits: the hash of :meth:`identity` and the numerics version."""
+        """The hash of :meth:`identity` and the numerics version, as 12 hex digits."""
         text = json.dumps({"numerics": NUMERICS, **self.identity()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON values; ``Experiment.model_validate`` reads them back."""
+        """Return all fields as plain JSON values, for ``Experiment.model_validate``."""
         return self.model_dump(mode="json")
 
 

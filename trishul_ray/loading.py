@@ -1,8 +1,9 @@
-"""YAML and ``key=value`` overrides -> a validated :class:`Experiment`, or one clear line.
+"""Read an experiment from YAML and ``key=value`` overrides.
 
 Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
 YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
-``data.name``, ``model.name`` and ``method.name``.
+``data.name``, ``model.name`` and ``method.name``. A learning rate that is not set is looked up in
+``presets/learning_rates.yaml``.
 """
 
 import difflib
@@ -22,13 +23,54 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
 
+_SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
+_ALL_FIELDS = "`trishul run --show` lists all fields"
+_PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
-@cache
-def _table() -> dict[str, Any]:
-    file = resources.files("trishul_ray") / "presets" / "learning_rates.yaml"
-    loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert isinstance(loaded, dict)
-    return loaded
+
+def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
+    """Read, merge and validate the layers of an experiment.
+
+    Args:
+        path: a YAML file; None uses the preset of the dataset (by default digits) alone.
+        overrides: ``key=value`` strings with dotted keys.
+
+    Raises:
+        InputError: one line that names the field, the value and what is allowed.
+    """
+    user = _read_yaml(path) if path is not None else {}
+    _expand_short_fields(user)
+    for text in overrides:
+        key, value = _split_override(text)
+        _set_field(user, _SHORT_FIELDS.get(key, key), value, text)
+    data = user.get("data", {})
+    dataset = data.get("name", "digits") if isinstance(data, dict) else None
+    experiment = build_experiment(_merge(_preset(dataset), user))
+    if "lr" in (user.get("optimizer") or {}):
+        return experiment
+    return _with_default_learning_rate(experiment)
+
+
+def build_experiment(fields: dict[str, Any]) -> Experiment:
+    """Validate the fields of an experiment; raises as :func:`load_experiment`."""
+    try:
+        return Experiment.model_validate(fields)
+    except ValidationError as error:
+        # A union repeats the error of each of its members.
+        messages = dict.fromkeys(_describe_error(item, fields) for item in error.errors())
+        raise InputError("; ".join(messages)) from error
+
+
+def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:
+    """Yield the dotted name of every field, including those of ``method``."""
+    for name in model.model_fields:
+        section = _section_of(model, name)
+        if name == "method" and model is Experiment:
+            section = method_class(method).Config
+        if section is None:
+            yield name
+        else:
+            yield from (f"{name}.{inner}" for inner in field_names(method, section))
 
 
 def default_learning_rate(
@@ -42,90 +84,58 @@ def default_learning_rate(
     optimizer: str = "adam",
     model: str | None = None,
 ) -> tuple[float, str] | None:
-    """Return the learning rate and, in words, its source and everything that is borrowed.
+    """Return the default learning rate and its source.
+
+    The source names every setting in which the experiment differs from the one that the rate was
+    published for.
 
     Args:
-        dataset: its name; one of a family (``glue/rte``) without a table of its own has that of
-            the family (``glue``).
+        dataset: its name; ``glue/rte`` uses the rates of ``glue``.
         method: its name.
         lora_rank: the budget; up to 32 counts as the lower one.
         iid: whether the partition is IID.
-        rates_like: the method whose rates stand in where ``method`` has none of its own.
-        partition: ``partition.kind``, for the source; default: by ``iid``.
-        optimizer: ``optimizer.name``, for the source.
-        model: the backbone, for the source; None if it is the table's.
+        rates_like: the method whose rates apply if the tables do not have ``method``.
+        partition: ``partition.kind``; by default derived from ``iid``.
+        optimizer: ``optimizer.name``.
+        model: the backbone; None is the one of the table.
 
     Returns:
-        ``(rate, source)``, or None if the tables know neither the method nor its stand-in.
+        ``(rate, source)``, or None if the tables have neither ``method`` nor ``rates_like``.
     """
-    table = _table()
+    table = _package_yaml("learning_rates.yaml")
     rows = table.get(dataset) or table.get(dataset.partition("/")[0]) or table["default"]
-    known = next((m for m in (method, rates_like) if m in rows or m in table["unpublished"]), None)
+    unpublished = table["unpublished"]
+    known = next((m for m in (method, rates_like) if m in rows or m in unpublished), None)
     if known is None:
         return None
     borrowed = [] if known == method else [f"from {known}, for {method}"]
-    if known in table["unpublished"]:
-        source = f"our choice: no source names a rate for {known}"
-        return float(table["unpublished"][known]), _with_borrowed(source, borrowed)
-    cells = rows[known]
-    column = (0 if iid else 2) + (0 if lora_rank <= 32 else 1)
-    rate = float(cells[column] if isinstance(cells, list) else cells)
-    if optimizer != "adam":
-        borrowed.append(f"from Adam, for {optimizer.upper()}")
-    if "model" in rows:  # published
-        source = str(rows["source"])
-        if lora_rank not in (32, 64):
-            borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {lora_rank}")
-        kind = partition or ("iid" if iid else "dirichlet")
-        printed = "iid" if iid or "partition" in rows else "dirichlet"
-        if kind != printed:
-            borrowed.append(f"from {_PRINTED[printed]} partition, for {_ASKED[kind]}")
-        if model not in (None, rows["model"]):
-            borrowed.append(f"from {rows['model']}, for {model}")
+    if known in unpublished:
+        rate, source = unpublished[known], f"our choice: no source names a rate for {known}"
     else:
-        source = f"{rows['source']} {dataset}"
-    return rate, _with_borrowed(source, borrowed)
+        cells = rows[known]
+        column = (0 if iid else 2) + (0 if lora_rank <= 32 else 1)
+        rate, source = cells[column] if isinstance(cells, list) else cells, str(rows["source"])
+        if optimizer != "adam":
+            borrowed.append(f"from Adam, for {optimizer.upper()}")
+        if "model" not in rows:  # not published
+            source += f" {dataset}"
+        else:
+            if lora_rank not in (32, 64):
+                borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {lora_rank}")
+            kind = partition or ("iid" if iid else "dirichlet")
+            published_for = "iid" if iid or "partition" in rows else "dirichlet"
+            if kind != published_for:
+                article = "an" if published_for == "iid" else "a"
+                published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[kind]
+                borrowed.append(f"from {article} {published} partition, for {used}")
+            if model not in (None, rows["model"]):
+                borrowed.append(f"from {rows['model']}, for {model}")
+    return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
 
 
-_PRINTED = {"iid": "an IID", "dirichlet": "a Dirichlet"}
-
-
-_ASKED = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
-
-
-def _with_borrowed(source: str, borrowed: list[str]) -> str:
-    return f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
-
-
-_SHORT = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
-
-
-def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
-    """Read, layer and validate.
-
-    Args:
-        path: a YAML file, or None for the preset of the dataset alone (digits by default).
-        overrides: ``key=value`` strings with dotted keys.
-
-    Raises:
-        InputError: one line naming the field, the value and what is allowed.
-    """
-    user = _read_yaml(path) if path is not None else {}
-    _expand_short(user)
-    for text in overrides:
-        key, value = _split_override(text)
-        _put(user, _SHORT.get(key, key), value, text)
-    data = user.get("data", {})
-    name = data.get("name", "digits") if isinstance(data, dict) else None
-    return _with_learning_rate(build_experiment(_merge(_preset(name), user)), user)
-
-
-def _with_learning_rate(experiment: Experiment, user: dict[str, Any]) -> Experiment:
-    """Fill in the learning rate that the user left open, and say where it is from."""
-    if "lr" in (user.get("optimizer") or {}):
-        return experiment
+def _with_default_learning_rate(experiment: Experiment) -> Experiment:
     method = experiment.method.name
-    found = default_learning_rate(
+    default = default_learning_rate(
         experiment.data.name,
         method,
         experiment.lora_rank,
@@ -135,19 +145,27 @@ def _with_learning_rate(experiment: Experiment, user: dict[str, Any]) -> Experim
         optimizer=experiment.optimizer.name,
         model=experiment.model.name,
     )
-    if found is None:
+    if default is None:
         return experiment
-    rate, source = found
-    chosen = experiment.optimizer.model_copy(update={"lr": rate, "lr_source": source})
-    return experiment.model_copy(update={"optimizer": chosen})
+    rate, source = default
+    optimizer = experiment.optimizer.model_copy(update={"lr": rate, "lr_source": source})
+    return experiment.model_copy(update={"optimizer": optimizer})
 
 
-def build_experiment(fields: dict[str, Any]) -> Experiment:
-    """Validate plain fields; see :func:`load_experiment` for what is raised."""
-    try:
-        return Experiment.model_validate(fields)
-    except ValidationError as error:
-        raise InputError(_explain(error, fields)) from error
+@cache
+def _package_yaml(name: str) -> dict[str, Any]:
+    """Return the file ``name`` of ``presets/``, or an empty dictionary if there is none."""
+    # Look it up among the files instead of joining paths: the name may come from the user.
+    files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
+    loaded = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _preset(dataset: Any) -> dict[str, Any]:
+    if not isinstance(dataset, str) or dataset == "learning_rates":
+        return {}
+    return _package_yaml(f"{dataset.replace('/', '-')}.yaml")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -162,13 +180,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise InputError(f"config file {path} must hold key: value pairs, not a {_kind(loaded)}")
+        kind = {"str": "text", "int": "number", "float": "number"}
+        name = type(loaded).__name__
+        raise InputError(
+            f"config file {path} must contain key: value pairs, not a {kind.get(name, name)}"
+        )
     return loaded
 
 
-def _expand_short(fields: dict[str, Any]) -> None:
+def _expand_short_fields(fields: dict[str, Any]) -> None:
     if "dataset" in fields:
-        _put(fields, "data.name", fields.pop("dataset"), "dataset")
+        _set_field(fields, "data.name", fields.pop("dataset"), "dataset")
     for key in ("model", "method"):
         if isinstance(fields.get(key), str):
             fields[key] = {"name": fields[key]}
@@ -184,32 +206,18 @@ def _split_override(text: str) -> tuple[str, Any]:
         raise InputError(f"override {text!r}: value is not YAML: {_one_line(error)}") from error
 
 
-def _put(fields: dict[str, Any], dotted: str, value: Any, text: str) -> None:
+def _set_field(fields: dict[str, Any], dotted: str, value: Any, override: str) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         inner = fields.setdefault(parent, {})
         if isinstance(inner, str) and parent in ("model", "method"):
             inner = fields[parent] = {"name": inner}
         if not isinstance(inner, dict):
-            raise InputError(f"override {text!r}: {parent} is not a section")
+            raise InputError(f"override {override!r}: {parent} is not a section")
         fields = inner
     if last in fields and isinstance(fields[last], dict) and not isinstance(value, dict):
-        raise InputError(f"override {text!r}: {dotted} is a section; name one of its fields")
+        raise InputError(f"override {override!r}: {dotted} is a section; name one of its fields")
     fields[last] = value
-
-
-def _preset(dataset: Any) -> dict[str, Any]:
-    if not isinstance(dataset, str):
-        return {}
-    # Looked up among the files, never joined to a path: the name is the user's.
-    files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
-    # "glue/rte" lies in glue-rte.yaml.
-    file = files.get(f"{dataset.replace('/', '-')}.yaml")
-    if file is None or dataset == "learning_rates":
-        return {}
-    loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert isinstance(loaded, dict)
-    return loaded
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -218,19 +226,19 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     if "method" in over and isinstance(merged.get("method"), dict):
-        # A preset's hyper-parameters belong to the preset's method, not to another one.
+        # A preset's hyper-parameters apply to the preset's method only.
         name = over["method"].get("name") if isinstance(over["method"], dict) else None
         if name and name != base.get("method", {}).get("name", name):
             merged["method"] = over["method"]
-    if isinstance(base.get("adapter"), dict) and _other_model(base, over):
-        # A preset's ranks are those the paper took on the preset's backbone.
-        asked = over.get("adapter")
-        if not (isinstance(asked, dict) and "matching" in asked):
+    if isinstance(base.get("adapter"), dict) and _changes_model(base, over):
+        # A preset's ranks apply to the preset's backbone only.
+        adapter = over.get("adapter")
+        if not (isinstance(adapter, dict) and "matching" in adapter):
             merged["adapter"] = {k: v for k, v in merged["adapter"].items() if k != "matching"}
     return merged
 
 
-def _other_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
+def _changes_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
     model = over.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str):
@@ -239,17 +247,12 @@ def _other_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
     return SHORT_MODEL_NAMES.get(name.lower(), name) != of_preset
 
 
-def _explain(error: ValidationError, fields: dict[str, Any]) -> str:
-    """All faults in one line, each with field, value and what is allowed."""
-    return "; ".join(dict.fromkeys(_fault(item, fields) for item in error.errors()))
-
-
-def _fault(item: Any, fields: dict[str, Any]) -> str:
-    # Union members appear in pydantic's location as type names: keep only real field names.
-    location = [str(part) for part in item["loc"]]
+def _describe_error(item: Any, fields: dict[str, Any]) -> str:
+    """Return one line with field, value and what is allowed, for an error of pydantic."""
     path: list[str] = []
     model: type[BaseModel] = Experiment
-    for part in location:
+    for part in map(str, item["loc"]):
+        # A location also contains the types of union members: keep field names only.
         if part in model.model_fields or item["type"] == "extra_forbidden":
             path.append(part)
             if part == "method" and model is Experiment:
@@ -257,44 +260,31 @@ def _fault(item: Any, fields: dict[str, Any]) -> str:
             else:
                 model = _section_of(model, part) or model
     dotted = ".".join(path)
-    context = item.get("ctx", {})
     if item["type"] == "extra_forbidden":
-        return _unknown(dotted, fields)
+        return _describe_unknown(dotted, _method_of(fields))
     if item["type"] == "value_error":
-        text = str(context.get("error", item["msg"]))
+        text = str(item.get("ctx", {}).get("error", item["msg"]))
         return f"{dotted}: {text}" if dotted else text
-    value = item["input"]
-    allowed = item["msg"][0].lower() + item["msg"][1:]
-    return f"{dotted}={_show(value)}: {allowed}"
+    value = repr(item["input"])
+    value = value if len(value) <= 60 else value[:57] + "..."
+    return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _unknown(dotted: str, fields: dict[str, Any]) -> str:
-    known = list(field_names(_method_of(fields)))
-    tail = {name.rsplit(".", 1)[-1]: name for name in known}
+def _describe_unknown(dotted: str, method: str) -> str:
+    known = list(field_names(method))
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     if not near:
-        last = difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(tail), n=1, cutoff=0.7)
-        near = [tail[name] for name in last]
-    hint = f"; did you mean {near[0]!r}?" if near else "; see `trishul run --help`"
-    return f"unknown field {dotted!r}{hint}"
+        last_parts = [name.rpartition(".")[2] for name in known]
+        last = difflib.get_close_matches(dotted.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
+        near = [name for name in known if name.rpartition(".")[2] in last]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
+    return f"unknown field {dotted!r}; {hint}"
 
 
 def _method_of(fields: dict[str, Any]) -> str:
     method = fields.get("method", "trishul")
     name = method.get("name", "trishul") if isinstance(method, dict) else method
     return name if name in method_names() else "trishul"
-
-
-def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:
-    """Dotted names of every field, with those of ``method``."""
-    for name in model.model_fields:
-        section = _section_of(model, name)
-        if name == "method" and model is Experiment:
-            section = method_class(method).Config
-        if section is None:
-            yield name
-        else:
-            yield from (f"{name}.{inner}" for inner in field_names(method, section))
 
 
 def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
@@ -304,17 +294,6 @@ def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return None if annotation is MethodConfig else annotation
     return None
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _kind(value: Any) -> str:
-    return {"list": "list", "str": "text", "int": "number", "float": "number"}.get(
-        type(value).__name__, type(value).__name__
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""Versions: of the package, and of the numbers it computes."""
+"""The version of the package, and of the numbers it computes."""
 
 __version__ = "0.1.0"
 
-#: Raised whenever a change to the code can change a result's bits. It is hashed into every
-#: experiment's id, so that a finished run is never taken for one of another numerics.
+#: Increase this with every code change that can change a bit of a result. It is part of every
+#: experiment's id, so results of different numerics never share an id.
 NUMERICS = 3

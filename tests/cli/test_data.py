@@ -9,7 +9,7 @@ import pytest
 from trishul_ray.cli import output
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.federation.prepare import prepare_rows, prepare_run
-from trishul_ray.report.tables import Holdings, partition_table
+from trishul_ray.report.tables import LabelCounts, partition_table
 from trishul_ray.run.artifacts import client_labels
 
 
@@ -120,6 +120,6 @@ def test_the_command_shows_the_partition_that_a_run_trains_on(small):
 
 def test_many_clients_are_summed_up():
     counts = np.ones((40, 2), dtype=np.int64)
-    table = partition_table(Holdings(counts, ("a", "b"), "class"))
+    table = partition_table(LabelCounts(counts, ("a", "b"), "class"))
     assert table.row_count == 32
     assert list(table.columns[-1].cells)[-2:] == ["10 more", "a: 40, b: 40"]

@@ -237,7 +237,7 @@ OFFLINE = """
 import sys
 from pathlib import Path
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import ModelConfig
+from trishul_ray.config import ModelConfig
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.storage import Places
 try:

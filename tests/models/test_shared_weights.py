@@ -185,7 +185,7 @@ def test_any_reader_of_safetensors_takes_the_file(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from trishul_ray.experiment import ModelConfig
+from trishul_ray.config import ModelConfig
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.storage import Places
 config = ModelConfig(name="bert-tiny", init="random")

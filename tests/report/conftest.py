@@ -1,4 +1,4 @@
-"""Shared by the tests of figures."""
+"""Fixtures of the tests of figures."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from PIL import Image
 
 @pytest.fixture
 def pixels():
-    """``pixels(path)`` -> the picture [height, width, 3]: a PNG with something drawn on it."""
+    """``pixels(path)`` checks a PNG and returns its pixels, [height, width, 3]."""
 
     def read(path):
         with Image.open(path) as image:
@@ -20,3 +20,14 @@ def pixels():
         return array
 
     return read
+
+
+@pytest.fixture
+def has_colour():
+    """``has_colour(pixels, "#0072B2")`` tells whether some pixel has about that colour."""
+
+    def find(array, hexadecimal):
+        rgb = [int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5)]
+        return bool((np.abs(array.astype(int) - rgb).max(axis=2) <= 8).any())
+
+    return find

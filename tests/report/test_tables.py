@@ -1,4 +1,4 @@
-"""What can be run, as it is listed."""
+"""The tables of methods, datasets and backbones."""
 
 import io
 
@@ -47,6 +47,6 @@ def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # nothing is loaded, nothing written
     narrow = Console(width=80, file=io.StringIO())
     narrow.print(models_table())
-    told = narrow.file.getvalue()
-    assert all(len(line) <= 80 for line in told.splitlines())
-    assert all(f" {name} " in told for name in rows)
+    printed = narrow.file.getvalue()
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert all(f" {name} " in printed for name in rows)

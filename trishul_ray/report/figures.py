@@ -1,7 +1,6 @@
-"""Figures of a run as PNG files: metric curves, spectra, heads per block.
+"""Figures of a run as PNG files: metric curves, heads per block, labels per client.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers; lines differ in dash and marker as
-well. Shapes: n cores, r rank.
+Lines differ in dash and marker as well as in colour, for colour-blind readers.
 """
 
 import textwrap
@@ -18,36 +17,37 @@ from numpy.typing import ArrayLike, NDArray
 from trishul_ray.errors import InputError
 
 DPI = 150
-
-
 GREY = "#555555"
+#: Okabe & Ito (2008), safe for colour-blind readers; without yellow, too faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+#: With more clients, :func:`label_distribution` shows groups of similar clients.
+MAX_COLUMNS = 60
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches, without axes."""
+    """Return a figure without axes; the size is in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of that size in inches with one pair of axes."""
+    """Return a figure with one pair of axes; the size is in inches."""
     figure = new_figure(width, height)
     axes = figure.add_subplot()
-    bare(axes)
+    hide_spines(axes)
     return figure, axes
 
 
-def bare(axes: Axes) -> None:
-    """Take off the frame's top and right."""
+def hide_spines(axes: Axes) -> None:
+    """Hide the top and right of the frame."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """A legend under the axes, if there are several lines: in as many columns as there is room for.
-
-    Widths are those of the letters as drawn.
-    """
+    """Add a legend below the axes if there are several lines, in as many columns as fit."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2:
         return
@@ -62,34 +62,24 @@ def legend_below(figure: Figure, axes: Axes) -> None:
             frameon=False,
             fontsize=10 if len(labels) <= 9 else 8,
         )
-        renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]  # of matplotlib
+        renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]  # matplotlib's
         width = legend.get_window_extent(renderer).width
         if width <= figure.bbox.width or columns == 1:
             return
         legend.remove()
 
 
-def save(figure: Figure, path: Path | str, note: str | None = None) -> Path:
-    """Write the figure as PNG, making its folder, with a note above it; returns the path."""
+def save_figure(figure: Figure, path: Path | str, note: str | None = None) -> Path:
+    """Write the figure as PNG with ``note`` above it, create its folder, and return the path."""
     if note:
-        # About 14 letters of this size to an inch.
+        # About 14 letters of this size fit into an inch.
         lines = textwrap.wrap(note, int(14 * figure.get_figwidth()), break_long_words=True)
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=8, color=GREY)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # No software or date in the file: the same numbers give the same bytes.
+    # Without software version and date, the same numbers give the same bytes.
     figure.savefig(target, dpi=DPI, format="png", metadata={"Software": None})
     return target
-
-
-# Okabe & Ito (2008), without yellow, which is too faint for a line on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
-_DASHES = ("-", "--", "-.", ":")
-
-
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def metric_curve(
@@ -100,21 +90,18 @@ def metric_curve(
     metric: str = "accuracy",
     note: str | None = None,
 ) -> Path:
-    """A metric over rounds, one line for each series: a loss as it is, a share in percent.
+    """Draw a metric over rounds, one line for each series, and return ``path``.
 
     Args:
         rounds: round numbers, shared by all series.
-        series: label to values, in [0, 1] unless a loss; NaN where a round was not evaluated.
+        series: label to values; in [0, 1] unless a loss; NaN if a round was not evaluated.
         path: the PNG file to write.
-        references: label to a value drawn as a level line, such as the untouched backbone.
-        metric: its name, for the axis; ``loss`` for a loss.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
+        references: label to a value drawn as a horizontal line, such as the untouched backbone.
+        metric: name of the metric; ``loss`` is drawn as it is, any other in percent.
+        note: text above the figure.
 
     Raises:
-        InputError: nothing to draw, or a series as long as ``rounds`` is not.
+        InputError: ``series`` is empty, or the length of one differs from ``rounds``.
     """
     if not series:
         raise InputError("metric_curve: series is empty; at least one line is needed")
@@ -125,15 +112,15 @@ def metric_curve(
         y = np.asarray(values, dtype=np.float64)
         if y.shape != x.shape:
             raise InputError(f"metric_curve: {label!r} has {y.size} values for {x.size} rounds")
-        seen = np.isfinite(y)
+        evaluated = np.isfinite(y)
         axes.plot(
-            x[seen],
-            y[seen],
+            x[evaluated],
+            y[evaluated],
             label=label,
-            color=_COLOURS[index % len(_COLOURS)],
-            linestyle=_DASHES[(index // len(_COLOURS)) % len(_DASHES)],
+            color=COLOURS[index % len(COLOURS)],
+            linestyle=_DASHES[(index // len(COLOURS)) % len(_DASHES)],
             marker=_MARKERS[index % len(_MARKERS)],
-            markevery=max(1, int(seen.sum()) // 12),
+            markevery=max(1, int(evaluated.sum()) // 12),
             markersize=4,
             linewidth=1.6,
         )
@@ -155,63 +142,7 @@ def metric_curve(
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(True, alpha=0.25)
     legend_below(figure, axes)
-    return save(figure, path, note)
-
-
-def spectra(
-    before: ArrayLike,
-    after: ArrayLike,
-    threshold: float,
-    path: Path | str,
-    note: str | None = None,
-) -> Path:
-    """Singular values of the cores before and after the prox: median and middle 80 percent.
-
-    Args:
-        before: singular values [n, r], in descending order, before the prox; NaN behind those of
-            a core of smaller rank.
-        after: the same cores [n, r] after it.
-        threshold: what the prox took off each singular value (λ η); drawn as a level.
-        path: the PNG file to write.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        InputError: the shapes differ, are not [n, r], or hold no core.
-    """
-    first = np.asarray(before, dtype=np.float64)
-    second = np.asarray(after, dtype=np.float64)
-    if first.ndim != 2 or first.shape != second.shape or first.size == 0:
-        raise InputError(
-            f"spectra: before {first.shape} and after {second.shape} must be the same [n, r]"
-        )
-    figure, axes = new_axes(7.0, 4.2)
-    index = np.arange(1, first.shape[1] + 1)
-    for values, label, colour, dash in (
-        (first, "before the prox", _COLOURS[1], "--"),
-        (second, "after the prox", _COLOURS[0], "-"),
-    ):
-        low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0)  # each [r]
-        axes.fill_between(index, low, high, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(index, median, color=colour, linestyle=dash, linewidth=1.8, label=label)
-    level = f"threshold {threshold:.2g}"
-    axes.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
-    zeroed = float((second[np.isfinite(second)] <= 0).mean())
-    cores = "1 core" if first.shape[0] == 1 else f"{first.shape[0]} cores"
-    axes.set_title(
-        f"{cores} of rank {first.shape[1]}; {zeroed:.1%} of singular values zero after the prox",
-        fontsize=10,
-    )
-    axes.set_xlabel("index of the singular value")
-    axes.set_ylabel("singular value (median, 10–90 % band)")
-    axes.set_xlim(1, max(2, first.shape[1]))
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
-    axes.grid(True, alpha=0.25)
-    axes.legend(loc="upper right", frameon=False)
-    return save(figure, path, note)
+    return save_figure(figure, path, note)
 
 
 def heads_per_layer(
@@ -221,35 +152,32 @@ def heads_per_layer(
     norms: Sequence[float] | None = None,
     note: str | None = None,
 ) -> Path:
-    """How many heads the allocation gave to each block.
+    """Draw the number of core heads allocated to each block, and return ``path``.
 
     Args:
-        blocks: names from input to output; what all share at either end is not shown.
-        heads: heads of each block.
+        blocks: names from input to output; shared parts at either end are not shown.
+        heads: number of heads of each block.
         path: the PNG file to write.
         norms: ``||W||_F^2`` of each block's adapted matrices, for a second axis.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
+        note: text above the figure.
 
     Raises:
-        InputError: nothing to draw, or the lengths differ.
+        InputError: ``blocks`` is empty, or the lengths differ.
     """
     if not blocks or len(blocks) != len(heads):
         raise InputError(f"heads_per_layer: {len(blocks)} blocks, {len(heads)} numbers of heads")
     if norms is not None and len(norms) != len(blocks):
         raise InputError(f"heads_per_layer: {len(blocks)} blocks, {len(norms)} norms")
-    labels = _short(blocks)
+    labels = _strip_common_parts(blocks)
     rotate = max(map(len, labels)) * len(labels) > 70
     width = min(14.0, max(4.5, 1.5 + 0.36 * len(labels)))
     figure, axes = new_axes(width, 4.2 if rotate else 3.6)
     mean = float(np.mean(heads))
-    bars = axes.bar(range(len(labels)), heads, width=0.72, color=_COLOURS[0], zorder=2)
+    bars = axes.bar(range(len(labels)), heads, width=0.72, color=COLOURS[0], zorder=2)
     if len(labels) <= 40:
         axes.bar_label(bars, padding=2, fontsize=9)
     axes.axhline(
-        mean, color=_COLOURS[1], linestyle="--", linewidth=1.4, label=f"mean {mean:.3g}", zorder=3
+        mean, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"mean {mean:.3g}", zorder=3
     )
     step = max(1, -(-len(labels) // 48))
     ticks = range(0, len(labels), step)
@@ -281,11 +209,11 @@ def heads_per_layer(
         second.set_ylim(0, max(*norms, 1e-12) * 1.15)
         second.spines["top"].set_visible(False)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)
-    return save(figure, path, note)
+    return save_figure(figure, path, note)
 
 
-def _short(names: Sequence[str]) -> list[str]:
-    """Dotted names without the parts that all of them share at either end."""
+def _strip_common_parts(names: Sequence[str]) -> list[str]:
+    """Remove from dotted names the parts that all of them share at either end."""
     parts = [name.split(".") for name in names]
     shortest = min(map(len, parts))
     start = 0
@@ -297,10 +225,6 @@ def _short(names: Sequence[str]) -> list[str]:
     return [".".join(part[start : len(part) - end]) for part in parts]
 
 
-#: More clients than this are shown as groups of clients with similar labels.
-MOST_CLIENTS = 60
-
-
 def label_distribution(
     counts: ArrayLike,
     path: Path | str,
@@ -308,25 +232,21 @@ def label_distribution(
     what: str = "class",
     note: str | None = None,
 ) -> Path:
-    """Who holds what: the share of every class in a client's rows, and the client's size.
+    """Draw the share of every class in each client's rows, and return ``path``.
 
-    Up to :data:`MOST_CLIENTS` clients each have a column. More are sorted by their commonest
-    class and shown in groups; a group's column is the mean over its clients, and its size shows
-    mean, smallest and largest client.
+    Up to :data:`MAX_COLUMNS` clients have a column each. More are sorted by their most common
+    class and shown in groups: mean shares, and mean, smallest and largest number of rows.
 
     Args:
         counts: rows per client and class, [C, K].
         path: the PNG file to write.
         classes: names of the K classes.
-        what: what a class is, for the axis.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
+        what: what a class is called, for the axis.
+        note: text above the figure.
 
     Raises:
-        InputError: ``counts`` is not [C, K] with at least one client and class, is negative, or
-            ``classes`` has another length than K.
+        InputError: ``counts`` is not [C, K], is empty or negative, or ``classes`` does not have K
+            names.
     """
     rows = np.asarray(counts, dtype=np.float64)
     if rows.ndim != 2 or rows.size == 0 or not (rows >= 0).all():
@@ -338,13 +258,13 @@ def label_distribution(
         raise InputError(f"label_distribution: {len(classes)} class names for {kinds} classes")
     sizes = rows.sum(axis=1)  # [C]
     shares = rows / np.maximum(sizes, 1.0)[:, None]  # [C, K]
-    groups = _groups(shares)
+    groups = _group_clients(shares)
     shown = np.stack([shares[group].mean(axis=0) for group in groups])  # [G, K]
     mean = np.array([sizes[group].mean() for group in groups])
     low = np.array([sizes[group].min() for group in groups])
     high = np.array([sizes[group].max() for group in groups])
 
-    grouped = clients > MOST_CLIENTS
+    grouped = clients > MAX_COLUMNS
     figure = new_figure(
         min(10.0, max(6.0, 2.5 + 0.13 * len(groups))),
         min(6.5, max(4.0, 2.4 + 0.2 * min(kinds, 20))),
@@ -359,7 +279,7 @@ def label_distribution(
     size_axes.set_ylabel("rows\n(mean, range)" if grouped else "rows")
     size_axes.set_ylim(bottom=0)
     size_axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-    bare(size_axes)
+    hide_spines(size_axes)
     image = axes.imshow(
         shown.T, aspect="auto", cmap="Blues", vmin=0.0, origin="lower", interpolation="nearest"
     )
@@ -374,7 +294,7 @@ def label_distribution(
     if grouped:
         members = sorted({len(group) for group in groups})
         span = f"{members[0]}" if len(members) == 1 else f"{members[0]}–{members[-1]}"
-        axes.set_xlabel(f"groups of {span} clients, sorted by commonest {what}")
+        axes.set_xlabel(f"groups of {span} clients, sorted by most common {what}")
         axes.set_xticks([])
         title = f"{clients:,} clients in {len(groups)} groups, {int(rows.sum()):,} rows"
     else:
@@ -382,13 +302,13 @@ def label_distribution(
         axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         title = f"{clients} clients, {int(rows.sum()):,} rows"
     size_axes.set_title(title, fontsize=10)
-    return save(figure, path, note)
+    return save_figure(figure, path, note)
 
 
-def _groups(shares: NDArray[np.float64]) -> list[NDArray[np.intp]]:
-    """Client numbers by column: one each, or neighbours in a sort by commonest class."""
+def _group_clients(shares: NDArray[np.float64]) -> list[NDArray[np.intp]]:
+    """Return the clients of each column: one, or neighbours when sorted by most common class."""
     clients = shares.shape[0]
-    if clients <= MOST_CLIENTS:
+    if clients <= MAX_COLUMNS:
         return [np.array([client]) for client in range(clients)]
     order = np.lexsort((-shares.max(axis=1), shares.argmax(axis=1)))
-    return [np.asarray(part) for part in np.array_split(order, MOST_CLIENTS)]
+    return [np.asarray(part) for part in np.array_split(order, MAX_COLUMNS)]

@@ -1,4 +1,4 @@
-"""What can be run, as tables on the terminal: methods, datasets, backbones."""
+"""Tables and lines for the terminal: methods, datasets, backbones, results, partitions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,9 +22,12 @@ from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
 from trishul_ray.storage import Places
 from trishul_ray.tracking.progress import format_count, format_duration
 
+#: With more clients, :func:`partition_table` summarizes the rest in one row.
+MAX_ROWS = 30
+
 
 def methods_table() -> Table:
-    """Every method: what it does, what it sends, where it comes from."""
+    """List every method with its communication and reference."""
     table = Table("name", "what it does", "communication", "reference")
     for name in method_names():
         method = method_class(name)
@@ -33,7 +36,7 @@ def methods_table() -> Table:
 
 
 def datasets_table() -> Table:
-    """Every dataset in a line."""
+    """List every dataset with one line of description."""
     table = Table("name", "what it is")
     for name, text in describe_datasets().items():
         table.add_row(name, escape(text))
@@ -41,21 +44,21 @@ def datasets_table() -> Table:
 
 
 def models_table() -> Table:
-    """Backbones known by name: their size, what is adapted, where their weights come from.
+    """List the known backbones: parameters, adapted matrices, source of the weights.
 
     Needs no network and no weights.
     """
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
-    # A name is there to be copied: it is the other columns that give way.
-    name_column = Column("name", no_wrap=True)
-    table = Table(name_column, "parameters", "adapted by default", "weights")
+    # Names are copied from the terminal: wrap the other columns instead.
+    table = Table(Column("name", no_wrap=True), "parameters", "adapted by default", "weights")
     for name in KNOWN:
         alias = f"\n{short[name]}" if name in short else ""
         table.add_row(name + alias, *_size(name), "mirror or hub")
     for name, (_, package, extra) in PACKAGED.items():
-        there = packaged_folder(name) is not None
-        size = _size(name) if there else ("", "")
-        table.add_row(name, *size, f"package {package}" + ("" if there else f", extra {extra}"))
+        installed = packaged_folder(name) is not None
+        size = _size(name) if installed else ("", "")
+        source = f"package {package}" + ("" if installed else f", extra {extra}")
+        table.add_row(name, *size, source)
     for name, builtin in BUILTINS.items():
         weights = f"built in: {builtin.description.partition(': ')[0]}, `trishul pretrain`"
         table.add_row(name, *_size(name), weights)
@@ -63,30 +66,26 @@ def models_table() -> Table:
 
 
 def _size(name: str) -> tuple[str, str]:
-    """Parameters without a classification head of the task's, and the matrices by shape."""
-    # Built-in, packaged and well-known architectures are read from neither cache nor mirror.
+    """Return the number of parameters without the task's classification head, and matrices."""
+    # These architectures need neither cache nor mirror.
     model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
     return format_count(sum(p.numel() for p in model.parameters())), _adapted(model)
 
 
 def _adapted(model: nn.Module) -> str:
-    found = Counter(
+    shapes = Counter(
         (spec.name.rpartition(".")[2], spec.d_out, spec.d_in) for spec in find_layers(model)
     )
     return "\n".join(
-        f"{times} x {name} {rows}x{columns}" for (name, rows, columns), times in found.items()
+        f"{times} x {name} {rows}x{columns}" for (name, rows, columns), times in shapes.items()
     )
 
 
-#: More clients than this are summed up in one line.
-MOST_CLIENTS = 30
-
-
 def describe(experiment: Experiment) -> str:
-    """A run in one line: what, where, how far, and its id."""
+    """Return method, dataset, backbone, cohort, rounds and id of a run in one line."""
     fed = experiment.federation
-    strength = getattr(experiment.method, "lam", None)
-    method = experiment.method.name + ("" if strength is None else f" (λ={strength:g})")
+    lam = getattr(experiment.method, "lam", None)
+    method = experiment.method.name + ("" if lam is None else f" (λ={lam:g})")
     return (
         f"{method} on {experiment.data.name}, {experiment.model.name}, "
         f"{fed.clients_per_round} of {fed.clients} clients a round, {fed.rounds} rounds, "
@@ -94,44 +93,40 @@ def describe(experiment: Experiment) -> str:
     )
 
 
-def data_word(summary: dict[str, Any]) -> str:
-    """Return ``part`` for a score of other than the whole dataset, and nothing for the whole.
-
-    ``unknown`` marks a result of an older version, which did not record it.
-    """
+def _coverage(summary: dict[str, Any]) -> str:
     data = summary.get("data")
-    if data is None:
+    if data is None:  # a result of an older version
         return "unknown"
     return "part" if data["part"] else ""
 
 
 def data_sentence(summary: dict[str, Any]) -> str:
-    """Return what a result's scores are scores of: dataset, rows, source, revision."""
+    """Return dataset, rows, source and revision of a result in one line."""
     data = summary.get("data")
     if data is None:
-        return f"{summary['config']['data']['name']}: how many of its rows was not recorded"
+        return f"{summary['config']['data']['name']}: the number of rows was not recorded"
     return str(data["sentence"])
 
 
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """The final metric of each run beside that of the untouched backbone, with cost.
+    """Compare the final metrics and the cost of runs with the untouched backbone.
 
     Args:
-        results: a label and the content of result.json, for each run.
+        results: label and content of result.json of each run.
     """
     headline = results[0][1]["headline"]
-    words = [data_word(summary) for _, summary in results]
-    column = ("data",) if any(words) else ()
+    coverage = [_coverage(summary) for _, summary in results]
+    column = ("data",) if any(coverage) else ()
     table = Table("", *column, headline, "loss", "trained", "up / down", "time")
     first = results[0][1]["untouched"]
     cells = (f"{first[headline]:.2%}", f"{first['loss']:.4f}")
-    table.add_row("untouched backbone", *words[: len(column)], *cells)
-    for word, (label, summary) in zip(words, results, strict=True):
+    table.add_row("untouched backbone", *coverage[: len(column)], *cells)
+    for part, (label, summary) in zip(coverage, results, strict=True):
         final = summary["final"]
         up, down = summary["uploaded_parameters"], summary["downloaded_parameters"]
         table.add_row(
             f"{label} {summary['config']['method']['name']}",
-            *([word] if column else []),
+            *([part] if column else []),
             f"{final[headline]:.2%}",
             f"{final['loss']:.4f}",
             format_count(sum(summary["parameters"].values())),
@@ -143,13 +138,13 @@ def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """Who holds what.
+class LabelCounts:
+    """The number of rows of each class, or sub-dataset, at each client.
 
     Attributes:
-        counts: rows of each kind at each client, [clients, kinds].
-        names: of the kinds.
-        what: what a kind is, e.g. class.
+        counts: rows, [clients, classes].
+        names: names of the classes.
+        what: what a class is called, e.g. ``class`` or ``sub-dataset``.
     """
 
     counts: np.ndarray
@@ -157,28 +152,28 @@ class Holdings:
     what: str
 
 
-def describe_partition(held: Holdings, experiment: Experiment) -> str:
-    """A partition in one line."""
-    options, counts = experiment.partition, held.counts
+def describe_partition(labels: LabelCounts, experiment: Experiment) -> str:
+    """Return dataset, kind, clients and rows of a partition in one line."""
+    options, counts = experiment.partition, labels.counts
     kind = "iid" if options.kind == "iid" else "by natural clients"
     if options.kind == "dirichlet":
-        kind = f"Dirichlet({options.alpha}) over {_plural(held.what)}, {options.variant}"
+        kind = f"Dirichlet({options.alpha}) over {_plural(labels.what)}, {options.variant}"
     return f"{experiment.data.name}, {kind}, {len(counts)} clients, {counts.sum()} rows"
 
 
-def partition_table(held: Holdings) -> Table:
-    """Who holds what, one client a line; the first :data:`MOST_CLIENTS`, and all together."""
-    counts = held.counts
+def partition_table(labels: LabelCounts) -> Table:
+    """List rows and largest classes of the first :data:`MAX_ROWS` clients and of all."""
+    counts = labels.counts
     sizes = counts.sum(axis=1)
-    several = len(held.names) > 1
-    kinds = _plural(held.what)
-    columns = (f"{kinds} held", f"largest {kinds}") if several else ()
+    several = len(labels.names) > 1
+    classes = _plural(labels.what)
+    columns = (f"{classes} held", f"largest {classes}") if several else ()
     table = Table("client", "rows", *columns)
-    shown = min(len(counts), MOST_CLIENTS)
+    shown = min(len(counts), MAX_ROWS)
 
     def cells(rows: np.ndarray) -> tuple[str, ...]:
         order = np.argsort(-rows, kind="stable")[:4]
-        largest = ", ".join(f"{escape(held.names[k])}: {rows[k]}" for k in order if rows[k])
+        largest = ", ".join(f"{escape(labels.names[k])}: {rows[k]}" for k in order if rows[k])
         return (str(int((rows > 0).sum())), largest) if several else ()
 
     for client in range(shown):

@@ -1,4 +1,4 @@
-"""Figures of what clients send: spectra, diagnostics over rounds, and clients beside each other.
+"""Figures of the cores that clients train and upload: spectra, diagnostics, similarity of clients.
 
 Shapes: R rounds, m clients of a round, C clients in all, n cores, r rank.
 """
@@ -7,11 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.figures import bare, legend_below, new_axes, new_figure, save
+from trishul_ray.report.figures import (
+    COLOURS,
+    GREY,
+    hide_spines,
+    legend_below,
+    new_axes,
+    new_figure,
+    save_figure,
+)
 
 #: Metrics of the panels of :func:`diagnostics_curves`, with their titles.
 PANELS = {
@@ -20,43 +29,87 @@ PANELS = {
     "inconsistency_index": "inconsistency index",
     "spectral_entropy": "spectral entropy",
     "effective_rank": "effective rank",
-    "aggregation_variance": "aggregation variance (the same of both)",
+    "aggregation_variance": "aggregation variance (equal for both)",
 }
-# Okabe & Ito (2008).
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
+_BLUE, _ORANGE = COLOURS[:2]
+
+
+def spectra(
+    before: ArrayLike,
+    after: ArrayLike,
+    threshold: float,
+    path: Path | str,
+    note: str | None = None,
+) -> Path:
+    """Draw the singular values of the cores before and after the prox, and return ``path``.
+
+    Args:
+        before: singular values before the prox, [n, r], descending; NaN beyond the rank of a core.
+        after: singular values of the same cores after it, [n, r].
+        threshold: λ η, which the prox subtracts; drawn as a horizontal line.
+        path: the PNG file to write.
+        note: text above the figure.
+
+    Raises:
+        InputError: the shapes differ, are not [n, r], or are empty.
+    """
+    first = np.asarray(before, dtype=np.float64)
+    second = np.asarray(after, dtype=np.float64)
+    if first.ndim != 2 or first.shape != second.shape or first.size == 0:
+        raise InputError(
+            f"spectra: before {first.shape} and after {second.shape} must be the same [n, r]"
+        )
+    figure, axes = new_axes(7.0, 4.2)
+    _draw_spectrum(axes, first, _ORANGE, "--", "before the prox")
+    _draw_spectrum(axes, second, _BLUE, "-", "after the prox")
+    level = f"threshold {threshold:.2g}"
+    axes.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
+    zeroed = float((second[np.isfinite(second)] <= 0).mean())
+    axes.set_title(
+        f"{_plural(len(first), 'core')} of rank {first.shape[1]}; {zeroed:.1%} of singular values "
+        "zero after the prox",
+        fontsize=10,
+    )
+    axes.legend(loc="upper right", frameon=False)
+    return save_figure(figure, path, note)
 
 
 def uploaded_spectrum(values: ArrayLike, path: Path | str, note: str | None = None) -> Path:
-    """Draw the singular values of the cores that one client sends: median and 10-90 % band.
+    """Draw the singular values of the cores that one client uploads, and return ``path``.
 
     Args:
-        values: [n, r], descending; NaN behind those of a core of smaller rank.
+        values: [n, r], descending; NaN beyond the rank of a core.
         path: the PNG file to write.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
+        note: text above the figure.
 
     Raises:
-        InputError: ``values`` is not [n, r] or holds no core.
+        InputError: ``values`` is not [n, r] or is empty.
     """
     sigma = np.asarray(values, dtype=np.float64)
     if sigma.ndim != 2 or sigma.size == 0:
         raise InputError(f"uploaded_spectrum: values {sigma.shape} must be [n, r]")
     figure, axes = new_axes(7.0, 4.2)
-    index = np.arange(1, sigma.shape[1] + 1)
-    low, median, high = np.nanquantile(sigma, [0.1, 0.5, 0.9], axis=0)  # each [r]
-    axes.fill_between(index, low, high, color=_BLUE, alpha=0.18, linewidth=0)
-    axes.plot(index, median, color=_BLUE, linewidth=1.8)
-    cores = "1 core" if len(sigma) == 1 else f"{len(sigma)} cores"
-    axes.set_title(f"{cores} s·H of rank {sigma.shape[1]} as one client sent them", fontsize=10)
+    _draw_spectrum(axes, sigma, _BLUE, "-")
+    cores = _plural(len(sigma), "core")
+    axes.set_title(f"{cores} s·H of rank {sigma.shape[1]} as uploaded by one client", fontsize=10)
+    return save_figure(figure, path, note)
+
+
+def _draw_spectrum(
+    axes: Axes, values: NDArray[np.float64], colour: str, dash: str, label: str | None = None
+) -> None:
+    """Draw the median and the 10-90 % band over the cores of singular values [n, r]."""
+    rank = values.shape[1]
+    index = np.arange(1, rank + 1)
+    low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0)  # each [r]
+    axes.fill_between(index, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(index, median, color=colour, linestyle=dash, linewidth=1.8, label=label)
     axes.set_xlabel("index of the singular value")
     axes.set_ylabel("singular value (median, 10–90 % band)")
-    axes.set_xlim(1, max(2, sigma.shape[1]))
+    axes.set_xlim(1, max(2, rank))
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
     axes.grid(True, alpha=0.25)
-    return save(figure, path, note)
 
 
 def diagnostics_curves(
@@ -66,43 +119,38 @@ def diagnostics_curves(
     path: Path | str,
     note: str | None = None,
 ) -> Path:
-    """Draw alignment, entropy, effective rank and variance over rounds, a panel each.
+    """Draw each metric of :data:`PANELS` over rounds, and return ``path``.
 
     Args:
         rounds: R round numbers.
-        uploads: [R] of each metric in :data:`PANELS`, of the uploaded cores; NaN where it was not
-            measured.
-        updates: the same of the updates, which are the uploads less the broadcast.
+        uploads: [R] of each metric, of the uploaded cores; NaN if it was not measured.
+        updates: the same metrics of the updates (uploads minus broadcast).
         path: the PNG file to write.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
+        note: text above the figure.
 
     Raises:
-        InputError: a series as long as ``rounds`` is not.
+        InputError: the length of a series differs from ``rounds``.
     """
     figure = new_figure(10.0, 6.0)
     panels = figure.subplots(2, 3, sharex=True)
     x = np.asarray(rounds, dtype=np.int64)
     for axes, (name, title) in zip(panels.flat, PANELS.items(), strict=True):
-        bare(axes)
+        hide_spines(axes)
         for label, series, colour, dash, marker in (
-            ("updates (uploads less the broadcast)", updates, _BLUE, "-", "o"),
+            ("updates (uploads minus broadcast)", updates, _BLUE, "-", "o"),
             ("uploaded cores s·H", uploads, _ORANGE, "--", "s"),
         ):
             y = np.asarray(series[name], dtype=np.float64)
             if y.shape != x.shape:
                 raise InputError(f"diagnostics_curves: {name} has {y.size} values, {x.size} rounds")
-            seen = np.isfinite(y)
-            every = max(1, int(seen.sum()) // 10)
+            measured = np.isfinite(y)
             axes.plot(
-                x[seen],
-                y[seen],
+                x[measured],
+                y[measured],
                 color=colour,
                 linestyle=dash,
                 marker=marker,
-                markevery=every,
+                markevery=max(1, int(measured.sum()) // 10),
                 markersize=3.5,
                 linewidth=1.5,
                 label=label,
@@ -115,34 +163,7 @@ def diagnostics_curves(
         axes.set_xlabel("communication round")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     legend_below(figure, panels.flat[0])
-    return save(figure, path, note)
-
-
-def mean_over_rounds(
-    clients: ArrayLike, matrices: ArrayLike
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Average matrices of changing cohorts by pair of clients.
-
-    Args:
-        clients: who the rows are, [R, m]; -1 where a round had fewer.
-        matrices: [R, m, m], NaN where there is no value.
-
-    Returns:
-        The C clients that took part, ascending, and [C, C]: the mean over the rounds that had
-        both; NaN for a pair that was never in one round.
-    """
-    who, values = np.asarray(clients), np.asarray(matrices, dtype=np.float64)
-    known = np.unique(who[who >= 0])
-    sums = np.zeros((len(known), len(known)))
-    times = np.zeros_like(sums)
-    for row, matrix in zip(who, values, strict=True):
-        present = np.flatnonzero(row >= 0)
-        places = np.searchsorted(known, row[present])
-        found = matrix[np.ix_(present, present)]
-        sums[np.ix_(places, places)] += np.nan_to_num(found)
-        times[np.ix_(places, places)] += np.isfinite(found)
-    means = np.divide(sums, times, out=np.full_like(sums, np.nan), where=times > 0)
-    return known, means
+    return save_figure(figure, path, note)
 
 
 def client_matrices(
@@ -152,62 +173,79 @@ def client_matrices(
     path: Path | str,
     note: str | None = None,
 ) -> Path:
-    """Draw clients beside each other: covariance and alignment of their updates, mean over rounds.
+    """Draw covariance and similarity of the clients' updates, mean over rounds; return ``path``.
 
     Args:
-        clients: who trained in each round, [R, m]; -1 where a round had fewer.
-        covariance: of the updates, [R, m, m].
+        clients: the cohort of each round, [R, m]; -1 if a round had fewer clients.
+        covariance: covariance of the updates, [R, m, m].
         similarity: principal-angle similarity of the updates, [R, m, m].
         path: the PNG file to write.
-        note: what the numbers are numbers of, in small letters above the figure.
-
-    Returns:
-        ``path``.
+        note: text above the figure.
 
     Raises:
-        InputError: no rounds, or shapes that disagree.
+        InputError: there are no rounds, or the shapes disagree.
     """
-    who, first, second = (np.asarray(values) for values in (clients, covariance, similarity))
-    if (
-        who.ndim != 2
-        or who.size == 0
-        or {first.shape, second.shape} != {(*who.shape, who.shape[1])}
-    ):
+    cohorts, first, second = (np.asarray(values) for values in (clients, covariance, similarity))
+    square = (*cohorts.shape, *cohorts.shape[1:])
+    if cohorts.ndim != 2 or cohorts.size == 0 or {first.shape, second.shape} != {square}:
         raise InputError(
-            f"client_matrices: clients {who.shape} must be [R, m], and covariance {first.shape} "
-            f"and similarity {second.shape} [R, m, m]"
+            f"client_matrices: clients {cohorts.shape} must be [R, m], and covariance "
+            f"{first.shape} and similarity {second.shape} [R, m, m]"
         )
-    known, shared = mean_over_rounds(who, first)
-    _, aligned = mean_over_rounds(who, second)
+    known, covariances = mean_over_rounds(cohorts, first)
+    _, similarities = mean_over_rounds(cohorts, second)
+    limit = float(np.nanmax(np.abs(covariances))) or 1.0
     figure = new_figure(10.0, 4.6)
-    reach = float(np.nanmax(np.abs(shared))) or 1.0
-    size = len(known)
-    for axes, values, title, colours, low, high in (
-        (figure.add_subplot(1, 2, 1), shared, "covariance of updates", "RdBu_r", -reach, reach),
-        (
-            figure.add_subplot(1, 2, 2),
-            aligned,
-            "principal-angle similarity of updates",
-            "viridis",
-            0.0,
-            1.0,
-        ),
+    for axes, values, title, colours, low, high in zip(
+        figure.subplots(1, 2),
+        (covariances, similarities),
+        ("covariance of updates", "principal-angle similarity of updates"),
+        ("RdBu_r", "viridis"),
+        (-limit, 0.0),
+        (limit, 1.0),
+        strict=True,
     ):
         axes.set_facecolor("#dddddd")  # pairs that were never in one round
         image = axes.imshow(
-            np.ma.masked_invalid(values),
-            cmap=colours,
-            vmin=low,
-            vmax=high,
-            interpolation="nearest",
+            np.ma.masked_invalid(values), cmap=colours, vmin=low, vmax=high, interpolation="nearest"
         )
         figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
-        step = max(1, -(-size // 20))
-        axes.set_xticks(range(0, size, step), [str(c) for c in known[::step]], fontsize=8)
-        axes.set_yticks(range(0, size, step), [str(c) for c in known[::step]], fontsize=8)
-        rounds = "1 round" if len(who) == 1 else f"{len(who)} rounds"
-        axes.set_title(f"{title}, mean over {rounds}", fontsize=10)
+        step = max(1, -(-len(known) // 20))
+        for set_ticks in (axes.set_xticks, axes.set_yticks):
+            set_ticks(range(0, len(known), step), [str(c) for c in known[::step]], fontsize=8)
+        axes.set_title(f"{title}, mean over {_plural(len(cohorts), 'round')}", fontsize=10)
         grey = " (grey: never in one round)" if np.isnan(values).any() else ""
         axes.set_xlabel(f"client{grey}")
         axes.set_ylabel("client")
-    return save(figure, path, note)
+    return save_figure(figure, path, note)
+
+
+def mean_over_rounds(
+    clients: ArrayLike, matrices: ArrayLike
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Average matrices of changing cohorts by pair of clients.
+
+    Args:
+        clients: the cohort of each round, [R, m]; -1 if a round had fewer clients.
+        matrices: [R, m, m]; NaN if there is no value.
+
+    Returns:
+        The C clients that took part, ascending, and the means [C, C] over the rounds with both
+        clients; NaN for pairs that were never in one round.
+    """
+    cohorts, values = np.asarray(clients), np.asarray(matrices, dtype=np.float64)
+    known = np.unique(cohorts[cohorts >= 0])
+    sums = np.zeros((len(known), len(known)))
+    times = np.zeros_like(sums)
+    for row, matrix in zip(cohorts, values, strict=True):
+        present = np.flatnonzero(row >= 0)
+        indices = np.searchsorted(known, row[present])
+        block = matrix[np.ix_(present, present)]
+        sums[np.ix_(indices, indices)] += np.nan_to_num(block)
+        times[np.ix_(indices, indices)] += np.isfinite(block)
+    means = np.divide(sums, times, out=np.full_like(sums, np.nan), where=times > 0)
+    return known, means
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -14,12 +14,13 @@ from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import adapt_to, build_workbench, global_model
 from trishul_ray.models.lookup import quiet_transformers
-from trishul_ray.report.figures import heads_per_layer, label_distribution, metric_curve, spectra
-from trishul_ray.report.tables import Holdings
+from trishul_ray.report.figures import heads_per_layer, label_distribution, metric_curve
+from trishul_ray.report.tables import LabelCounts
 from trishul_ray.report.uploads import (
     PANELS,
     client_matrices,
     diagnostics_curves,
+    spectra,
     uploaded_spectrum,
 )
 
@@ -119,16 +120,16 @@ def _draw_uploads(final: RunResult, figures: Path, note: str | None) -> None:
         )
 
 
-def client_labels(prepared: Prepared, experiment: Experiment) -> Holdings:
+def client_labels(prepared: Prepared, experiment: Experiment) -> LabelCounts:
     """Who holds what: by class, or by sub-dataset where the partition is by those."""
     info, train, shards = prepared.dataset.info, prepared.dataset.train, prepared.shards
     wanted = (skewed_by(info, experiment.partition), "label", "group")
     column = next((name for name in wanted if name in train.columns), None)
     if column is None:
-        return Holdings(shards.sizes[:, None], ("all",), "rows")
+        return LabelCounts(shards.sizes[:, None], ("all",), "rows")
     names = info.classes if column == "label" else info.groups
     owner = np.repeat(np.arange(shards.clients), shards.sizes)
     cells = owner * len(names) + train.column(column)[shards.permutation]
     counts = np.bincount(cells, minlength=shards.clients * len(names))
     what = "class" if column == "label" else "sub-dataset"
-    return Holdings(counts.reshape(-1, len(names)), names, what)
+    return LabelCounts(counts.reshape(-1, len(names)), names, what)

@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from trishul_ray.config import GENERAL
+from trishul_ray.config import GENERAL_DEFAULT
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import InputError, RunError, StorageError, StorageRefusedError
 from trishul_ray.experiment import Experiment
@@ -122,7 +122,7 @@ def run_experiment(
 def learning_rate_line(experiment: Experiment) -> str:
     """Return which learning rate a run takes and why; a warning if nobody chose it."""
     options = experiment.optimizer
-    warning = "warning: " if options.lr_source == GENERAL else ""
+    warning = "warning: " if options.lr_source == GENERAL_DEFAULT else ""
     return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
 
 

@@ -1,4 +1,4 @@
-"""A run on a part of a dataset says so: terminal, result, MLflow, and every figure."""
+"""A run on a part of a dataset is marked on the terminal, in result, MLflow and figures."""
 
 import json
 
@@ -23,21 +23,21 @@ SENTENCE = (
 
 @pytest.fixture(scope="module")
 def notes():
-    """What stands above each figure that is saved, by file name."""
-    found = {}
-    plain = Figure.savefig
+    """The text above each saved figure, by file name."""
+    texts = {}
+    savefig = Figure.savefig
 
-    def spied(figure, target, **options):
-        found[target.name] = figure.get_suptitle()
-        plain(figure, target, **options)
+    def record(figure, target, **options):
+        texts[target.name] = figure.get_suptitle()
+        savefig(figure, target, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", spied)
-        yield found
+        patch.setattr(Figure, "savefig", record)
+        yield texts
 
 
 @pytest.mark.slow
-def test_a_part_is_named_everywhere(called, small_words, cache, tmp_path, monkeypatch, notes):
+def test_a_part_is_marked_everywhere(called, small_words, cache, tmp_path, monkeypatch, notes):
     monkeypatch.setattr(cli.out, "_width", 120)
     runs = tmp_path / "runs"
     places = [f"storage.cache={cache}", f"storage.runs={runs}"]
@@ -73,9 +73,9 @@ def test_a_part_is_named_everywhere(called, small_words, cache, tmp_path, monkey
     assert inputs.keys() == {"training", "evaluation"}
     assert json.loads(inputs["evaluation"].profile)["used"] == 64
 
-    # A result of an older version, which says nothing of its rows, is still shown.
+    # A result of an older version, without the number of rows, is still shown.
     del result["data"]
     file.write_text(json.dumps(result))
     code, out, error = called(*words)
     assert code == 0 and "had finished before" in error
-    assert "digits: how many of its rows was not recorded" in out and "unknown" in out
+    assert "digits: the number of rows was not recorded" in out and "unknown" in out
