@@ -181,12 +181,8 @@ def heads_per_layer(
     )
     step = max(1, -(-len(labels) // 48))
     ticks = range(0, len(labels), step)
-    axes.set_xticks(
-        list(ticks),
-        [labels[i] for i in ticks],
-        rotation=90 if rotate else 0,
-        fontsize=8 if rotate else 9,
-    )
+    angle, size = (90, 8) if rotate else (0, 9)
+    axes.set_xticks(list(ticks), [labels[i] for i in ticks], rotation=angle, fontsize=size)
     axes.set_xlabel("block, from input to output")
     axes.set_ylabel("heads per adapted matrix")
     axes.set_xlim(-0.6, len(labels) - 0.4)
@@ -196,14 +192,7 @@ def heads_per_layer(
     if norms is not None:
         second = axes.twinx()
         second.plot(
-            range(len(labels)),
-            norms,
-            color="black",
-            marker="o",
-            markersize=3.5,
-            linewidth=1.0,
-            linestyle=":",
-            label="squared norm",
+            range(len(labels)), norms, "ko:", markersize=3.5, linewidth=1.0, label="squared norm"
         )
         second.set_ylabel("squared norm of the adapted weights")
         second.set_ylim(0, max(*norms, 1e-12) * 1.15)

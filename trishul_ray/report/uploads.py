@@ -64,6 +64,7 @@ def spectra(
     _draw_spectrum(axes, second, _BLUE, "-", "after the prox")
     level = f"threshold {threshold:.2g}"
     axes.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
+    _finish_spectrum(axes, first.shape[1])
     zeroed = float((second[np.isfinite(second)] <= 0).mean())
     axes.set_title(
         f"{_plural(len(first), 'core')} of rank {first.shape[1]}; {zeroed:.1%} of singular values "
@@ -90,6 +91,7 @@ def uploaded_spectrum(values: ArrayLike, path: Path | str, note: str | None = No
         raise InputError(f"uploaded_spectrum: values {sigma.shape} must be [n, r]")
     figure, axes = new_axes(7.0, 4.2)
     _draw_spectrum(axes, sigma, _BLUE, "-")
+    _finish_spectrum(axes, sigma.shape[1])
     cores = _plural(len(sigma), "core")
     axes.set_title(f"{cores} s·H of rank {sigma.shape[1]} as uploaded by one client", fontsize=10)
     return save_figure(figure, path, note)
@@ -99,11 +101,14 @@ def _draw_spectrum(
     axes: Axes, values: NDArray[np.float64], colour: str, dash: str, label: str | None = None
 ) -> None:
     """Draw the median and the 10-90 % band over the cores of singular values [n, r]."""
-    rank = values.shape[1]
-    index = np.arange(1, rank + 1)
+    index = np.arange(1, values.shape[1] + 1)
     low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0)  # each [r]
     axes.fill_between(index, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(index, median, color=colour, linestyle=dash, linewidth=1.8, label=label)
+
+
+def _finish_spectrum(axes: Axes, rank: int) -> None:
+    """Label the axes and fix their limits, after everything is drawn."""
     axes.set_xlabel("index of the singular value")
     axes.set_ylabel("singular value (median, 10–90 % band)")
     axes.set_xlim(1, max(2, rank))
