@@ -17,8 +17,8 @@ from trishul_ray.federation.local import gradient_mask, train_client
 from trishul_ray.federation.messages import TrainJob, to_arrays, to_tensors
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import frozen_part, global_model, new_run
-from trishul_ray.methods.adapters import exact_share, lora_pairs
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.base import exact_share, method_class, method_names
 from trishul_ray.storage import Store
 
 RUNS = iter(range(10_000))
@@ -396,7 +396,7 @@ def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name)
 
 def live_components(bench, shared):
     """[layers, r] bool: components whose row of A or column of B is not zero, and so can train."""
-    pairs = lora_pairs(bench.method.named(bench.model.layout, torch.from_numpy(shared)))
+    pairs = lora_pairs(bench.method.named_tensors(bench.model.layout, torch.from_numpy(shared)))
     return torch.stack([(a != 0).any(1) | (b != 0).any(0) for _, a, b in pairs])
 
 
@@ -442,7 +442,7 @@ def test_hetlora_head_goes_by_federation_weighting(executor, tmp_path):
     assert len(set(rows)) > 1
 
     def heads(shared):
-        named = bench.method.named(bench.model.layout, torch.from_numpy(shared))
+        named = bench.method.named_tensors(bench.model.layout, torch.from_numpy(shared))
         return np.concatenate([v.ravel() for k, v in named.items() if k.startswith("head:")])
 
     mean = np.average([heads(u.arrays["shared"]) for u in recording.uploads], axis=0, weights=rows)
