@@ -99,14 +99,11 @@ class Layout:
         if len(set(names)) != len(names):
             repeated = sorted({name for name in names if names.count(name) > 1})
             raise InputError(f"layout: repeated names: {', '.join(repeated)}")
-        ranks: dict[int, int] = {}  # rank -> order of first appearance
-        for name, shape in named:
-            if _kind(name) == "core":
-                ranks.setdefault(shape[-1], len(ranks))
+        ranks = list(dict.fromkeys(shape[-1] for name, shape in named if _kind(name) == "core"))
 
         def position(item: tuple[str, tuple[int, ...]]) -> tuple[int, int]:
             kind = _kind(item[0])
-            return _ORDER.index(kind), ranks[item[1][-1]] if kind == "core" else 0
+            return _ORDER.index(kind), ranks.index(item[1][-1]) if kind == "core" else 0
 
         entries, offset = [], 0
         for name, shape in sorted(named, key=position):  # stable
@@ -184,17 +181,12 @@ class Layout:
         return torch.cat([tensors[e.name].detach().float().reshape(-1) for e in self.entries])
 
     @cached_property
-    def _banks(self) -> tuple[tuple[int, int, int], ...]:
-        """First position, number of core heads and rank of each group of equal rank."""
+    def _heads_by_rank(self) -> dict[int, int]:
         heads: dict[int, int] = {}
         for entry in self.entries:
             if entry.kind == "core":
                 heads[entry.shape[-1]] = heads.get(entry.shape[-1], 0) + entry.shape[0]
-        banks, offset = [], 0
-        for rank, count in heads.items():
-            banks.append((offset, count, rank))
-            offset += count * rank * rank
-        return tuple(banks)
+        return heads
 
     def core_banks(self, vector: Tensor) -> list[Tensor]:
         """Return the cores of each rank as one stacked view [n, r, r] into ``vector`` [P].
@@ -202,10 +194,11 @@ class Layout:
         The core heads come in the order of the vector, and so in that of :meth:`units`.
         """
         self._check(vector)
-        return [
-            vector.narrow(0, offset, count * rank * rank).view(count, rank, rank)
-            for offset, count, rank in self._banks
-        ]
+        banks, end = [], 0
+        for rank, heads in self._heads_by_rank.items():
+            start, end = end, end + heads * rank * rank
+            banks.append(vector[start:end].view(heads, rank, rank))
+        return banks
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self.size,):

@@ -113,20 +113,10 @@ def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generato
 
 def make_optimizer(settings: "OptimizerConfig", vector: Tensor) -> torch.optim.Optimizer:
     """Build a fresh optimizer over the flat vector [P]."""
+    lr, decay, betas = settings.lr, settings.weight_decay, (settings.beta1, settings.beta2)
     if settings.name == "sgd":
-        return torch.optim.SGD(
-            [vector],
-            lr=settings.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-        )
-    return torch.optim.AdamW(
-        [vector],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+        return torch.optim.SGD([vector], lr=lr, momentum=settings.momentum, weight_decay=decay)
+    return torch.optim.AdamW([vector], lr=lr, betas=betas, weight_decay=decay, fused=True)
 
 
 def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
@@ -193,10 +183,9 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
     bench.model.train(False)
     rows = bench.test_rows[job.start : job.stop]
     with torch.inference_mode():
-        pretrained = job.round == 0
-        trained = (
-            Trained(bench.initial) if pretrained else global_model(bench, broadcast, job.round)
-        )
+        trained = Trained(bench.initial)
+        if job.round > 0:
+            trained = global_model(bench, broadcast, job.round)
         with _bound(bench, trained):
             batch = bench.task.prepare_batch(bench.test.batch(rows), bench.device, bench.dtype)
             sums = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)

@@ -29,14 +29,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import (
-    LocalRun,
-    MethodConfig,
-    Round,
-    State,
-    exact_share,
-    register,
-)
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, exact_share, register
 from trishul_ray.methods.fedit import FedIT
 
 

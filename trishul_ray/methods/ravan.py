@@ -139,9 +139,8 @@ class Ravan(Method):
                 flags.append(torch.ones(1, dtype=torch.bool))
                 continue
             if selection == "random":
-                order = torch.rand(heads, generator=run.generator).argsort(
-                    descending=True, stable=True
-                )
+                score = torch.rand(heads, generator=run.generator)
+                order = score.argsort(descending=True, stable=True)
             else:
                 score = scored[units[0].tensor].flatten(1).norm(dim=1).cpu()  # [h]
                 shuffled = torch.randperm(heads, generator=run.generator)
