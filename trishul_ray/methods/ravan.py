@@ -44,14 +44,14 @@ class RavanConfig(MethodConfig):
 
     name: Literal["ravan"] = "ravan"
     scalars: Literal["trainable", "fixed"] = Field(
-        "trainable", description="train the head scalars s_i, or keep them at 1"
+        "trainable", description="train the scalars s_i of core heads, or keep them at 1"
     )
     head_fraction: float = Field(
-        1.0, gt=0, le=1, description="share of each layer's heads a client trains in a round"
+        1.0, gt=0, le=1, description="share of each layer's core heads that a client trains a round"
     )
     selection: Literal["random", "weight", "gradient"] = Field(
         "random",
-        description="heads that a limited client trains, chosen each round: at random, those of "
+        description="core heads a limited client trains, chosen each round: at random, those of "
         "largest norm, or those of largest gradient on one mini-batch; ties are broken at random",
     )
 

@@ -48,7 +48,7 @@ class TrishulConfig(RavanConfig):
     prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
     allocation: Literal["waterfill", "uniform", "gradient", "curvature"] = Field(
         "waterfill",
-        description="heads per block: water-filling of the squared weight norms, the same "
+        description="core heads per block: water-filling of the squared weight norms, the same "
         "everywhere, or water-filling of what clients measure before round 1: the squared norm of "
         "a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace (both "
         "capped at the heads that fit orthogonally, unless adapter.overflow=independent)",
