@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trishul_ray
+from trishul_ray.methods.base import method_class
 
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -135,11 +136,30 @@ def test_who_may_import_a_third_party(package):
         assert name not in CORE_OF_FEDERATION, f"{name} imports {package}"
 
 
-def test_a_method_never_imports_another_methods_file():
+#: The built-in methods that were published as extensions of another one.
+ANCESTORS = {
+    "trishul": "ravan",
+    "fedprox": "fedavg",
+    **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora"), "fedit"),
+}
+
+
+def test_a_method_imports_no_other_methods_file_but_its_ancestors():
     methods = {module(path): path for path in of_part("methods") if registers(path)}
     assert len(methods) >= 3
     for name, path in methods.items():
-        assert not (ours(path) & set(methods)) - {name}, name
+        imports = {other.removeprefix("methods.") for other in ours(path) & set(methods) - {name}}
+        method = name.removeprefix("methods.")
+        parent = method_class(method).__mro__[1].__module__.rpartition(".")[2]
+        assert imports == {parent} - {"base"}, name
+        assert ANCESTORS.get(method, parent) == parent, name
+
+
+def test_what_methods_share_imports_no_method():
+    methods = {module(path) for path in of_part("methods") if registers(path)}
+    for path in of_part("methods"):
+        if module(path) not in methods:
+            assert not ours(path) & methods, module(path)
 
 
 def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported():

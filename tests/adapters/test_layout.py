@@ -33,14 +33,44 @@ def test_entries_cover_the_vector_once_in_the_documented_order(shapes):
     end = 0
     for entry in layout.entries:
         assert entry.offset == end
-        assert layout.slice(entry.name) == slice(end, end + entry.numel)
         end += entry.numel
     assert layout.size == end
-    kinds = [
-        3 if e.name.startswith("head:") else {"core": 0, "scale": 1}.get(e.name.split(".")[-1], 2)
+    kinds = ["core", "scale", "adapter", "classifier"]
+    found = [
+        "classifier"
+        if e.name.startswith("head:")
+        else {"core": "core", "scale": "scale"}.get(e.name.split(".")[-1], "adapter")
         for e in layout.entries
     ]
-    assert kinds == sorted(kinds)
+    assert [e.kind for e in layout.entries] == found == sorted(found, key=kinds.index)
+
+
+@settings(deadline=None)
+@given(tensors(), st.data())
+def test_units_cover_the_wire_once_and_know_where_they_are(shapes, data):
+    layout = Layout.of(shapes)
+    names = data.draw(st.permutations([e.name for e in layout.entries]))
+    names = names[: data.draw(st.integers(0, len(names)))]
+    vector = torch.arange(float(layout.size))
+    views = layout.views(vector)
+    wire = torch.cat([torch.empty(0), *(views[name].reshape(-1) for name in names)])
+    units, end = list(layout.units(names)), 0
+    for unit in units:
+        assert unit.wire == slice(end, end + unit.size)
+        end = unit.wire.stop
+        assert torch.equal(vector[unit.span], wire[unit.wire])
+    assert end == len(wire)
+    found = [
+        (u.tensor, u.rank, None if u.scalar is None else float(vector[u.scalar])) for u in units
+    ]
+    expected = []
+    for name in names:
+        if not name.endswith(".core"):
+            expected.append((name, None, None))
+            continue
+        scales = views.get(name.replace(".core", ".scale"), [None] * len(views[name]))
+        expected += [(name, views[name].shape[-1], s if s is None else float(s)) for s in scales]
+    assert found == expected
 
 
 @settings(deadline=None)
@@ -51,7 +81,8 @@ def test_pack_inverts_views_and_views_share_storage(shapes):
     views = layout.views(vector)
     assert torch.equal(layout.pack(views), vector)
     for entry in layout.entries:
-        assert torch.equal(views[entry.name].reshape(-1), vector[layout.slice(entry.name)])
+        part = vector[entry.offset : entry.offset + entry.numel]
+        assert torch.equal(views[entry.name].reshape(-1), part)
         views[entry.name].add_(1.0)
     assert torch.equal(vector, torch.arange(float(layout.size)) + 1.0)
 
@@ -62,25 +93,20 @@ def test_banks_hold_every_core_of_a_rank_as_one_view(shapes):
     layout = Layout.of(shapes)
     vector = torch.randn(layout.size)
     views, banks = layout.views(vector), layout.core_banks(vector)
-    seen = {}
-    for bank, tensor in zip(layout.banks, banks, strict=True):
-        assert tensor.shape == (bank.heads, bank.rank, bank.rank)
-        assert tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
-        for member in bank.members:
-            seen[member.name] = tensor[member.first : member.first + member.heads]
-    assert set(seen) == {name for name, _ in shapes if name.endswith(".core")}
-    assert all(torch.equal(views[name], core) for name, core in seen.items())
-    assert len({bank.rank for bank in layout.banks}) == len(layout.banks)
-    # Banks open the vector, so units of aggregation can be counted along them.
-    assert [b.offset for b in layout.banks] == sorted(b.offset for b in layout.banks)
-    assert sum(t.numel() for t in banks) == sum(views[name].numel() for name in seen)
-
-
-@settings(deadline=None)
-@given(tensors(), tensors())
-def test_fingerprints_are_equal_exactly_when_layouts_are(first, second):
-    a, b = Layout.of(first), Layout.of(second)
-    assert (a.fingerprint() == b.fingerprint()) == (a.entries == b.entries)
+    cores = [e.name for e in layout.entries if e.kind == "core"]
+    assert set(cores) == {name for name, _ in shapes if name.endswith(".core")}
+    ranks = list(dict.fromkeys(views[name].shape[-1] for name in cores))
+    assert [bank.shape[-1] for bank in banks] == ranks
+    for bank in banks:
+        assert bank.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+        same_rank = [views[name] for name in cores if views[name].shape[-1] == bank.shape[-1]]
+        assert torch.equal(bank, torch.cat(same_rank))
+    # Banks come first in the vector, in the order of the units.
+    matrices = [core for bank in banks for core in bank]
+    units = list(layout.units(cores))
+    assert [unit.span for unit in units] == [unit.wire for unit in units]
+    for unit, core in zip(units, matrices, strict=True):
+        assert torch.equal(vector[unit.span], core.reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +122,8 @@ def test_pack_refuses_what_does_not_fit(tensors, message):
         Layout.of([("a.core", (1, 2, 2))]).pack(tensors)
 
 
-def test_a_name_given_twice_is_refused():
-    with pytest.raises(InputError, match="stand twice: a"):
+def test_a_repeated_name_is_refused():
+    with pytest.raises(InputError, match="repeated names: a"):
         Layout.of([("a", (1,)), ("a", (2,))])
 
 

@@ -1,4 +1,4 @@
-"""Judging and summing uploads: exact means, masks, refusals, and a tree nobody can see."""
+"""Validation and summing of uploads: exact means, masks, refusals, and sums in groups."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from trishul_ray.federation.reduce import (
     combine,
     finish,
     groups,
-    judge,
     partial_sum,
+    rejection_reason,
+    unit_sizes,
 )
 from trishul_ray.methods.base import method_class
 
@@ -77,12 +78,12 @@ def test_mean_over_those_who_trained(count, seed, weighting, masked):
 
 @settings(deadline=None, max_examples=25)
 @given(count=st.integers(1, 3 * FAN_IN), seed=st.integers(0, 1000))
-def test_plain_means_and_heads_are_not_weighed_by_the_method(count, seed):
-    """A key in ``plain_mean`` counts every client alike, a head goes by the given weight alone."""
+def test_plain_means_and_classification_heads_ignore_the_weight_of_the_method(count, seed):
+    """A key in ``plain_mean`` is unweighted; a classification head has the configured weight."""
 
     class Weighing(method_class("fedavg")):
         plain_mean = frozenset({"plain"})
-        weighs_head = False
+        weighs_classifier = False
 
         def weight(self, upload, layout, weight):
             return float(upload["shared"].abs().sum())
@@ -115,13 +116,18 @@ def test_plain_means_and_heads_are_not_weighed_by_the_method(count, seed):
     np.testing.assert_allclose(mean["shared"][12:], by_weights("shared", rows)[12:], **close)
 
 
+def test_unit_sizes_count_the_entries_of_core_heads_and_of_whole_tensors():
+    layout = Layout.of([("a.core", (3, 2, 2)), ("a.scale", (3,)), ("head:w", (2, 5))])
+    assert unit_sizes(layout, ("a.core", "head:w")).tolist() == [4, 4, 4, 10]
+
+
 def test_groups_are_of_the_cohort_alone():
     assert [len(g) for g in groups(range(FAN_IN))] == [FAN_IN]
     assert [len(g) for g in groups(range(2 * FAN_IN + 3))] == [FAN_IN, FAN_IN, 3]
 
 
 @pytest.mark.parametrize(
-    ("array", "says"),
+    ("array", "reason"),
     [
         (np.zeros(19, np.float32), "shape (19,), expected (20,)"),
         (np.full(20, np.nan, np.float32), "20 non-finite"),
@@ -129,22 +135,22 @@ def test_groups_are_of_the_cohort_alone():
         (np.full(20, 1e13, np.float32), "above 1e+12"),
     ],
 )
-def test_unsound_uploads_are_left_out_and_named(array, says):
+def test_unsound_uploads_are_left_out_and_named(array, reason):
     good = uploads_of(3)
     bad = Upload(client=9, rows=5, arrays={"shared": array})
-    assert says in judge(bad, EXPECTED)
+    assert reason in rejection_reason(bad, EXPECTED)
     total = partial_sum([*good, bad], by("size"))
     assert total.clients == [0, 1, 2]
-    assert says in total.refused[9]
+    assert reason in total.refused[9]
     alone = partial_sum(good, by("size"))
     np.testing.assert_array_equal(total.sums["shared"], alone.sums["shared"])
 
 
 def test_unexpected_keys_are_refused():
     upload = Upload(client=0, rows=1, arrays={"other": np.zeros(20, np.float32)})
-    assert "other, shared" in judge(upload, EXPECTED)
+    assert "other, shared" in rejection_reason(upload, EXPECTED)
 
 
 def test_a_mask_of_another_length_is_refused():
     upload = Upload(0, 1, {"shared": np.zeros(20, np.float32)}, active=np.ones(3, bool))
-    assert "3 units, expected 4" in judge(upload, EXPECTED)
+    assert "3 units, expected 4" in rejection_reason(upload, EXPECTED)

@@ -1,4 +1,4 @@
-"""What every registered method must keep. New methods are found by themselves."""
+"""What every registered method must satisfy; new methods are picked up automatically."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import Outcome, TrainJob, to_tensors
-from trishul_ray.federation.reduce import judge
+from trishul_ray.federation.reduce import rejection_reason
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import frozen_part, global_model
 from trishul_ray.methods.base import method_class, method_names
@@ -32,7 +32,7 @@ def run(executor, tmp_path, name="run"):
 
 
 def first_broadcast(inline, tmp_path):
-    """What round 1 of a run broadcasts: the survey, if there is one, has been made."""
+    """Return a server and its broadcast of round 1, after the survey if there is one."""
     experiment = inline.bench.settings
     checkpoints = CheckpointStore(Store.open(str(tmp_path / "first")), experiment.id)
     server = Server(experiment, inline, checkpoints, "attempt")
@@ -55,7 +55,7 @@ def test_the_three_prongs_are_among_them():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_it_says_what_it_is(name):
+def test_it_describes_itself(name):
     method = method_class(name)
     assert method.Config(name=name).name == name
     for text in (method.summary, method.reference, method.communication, method.__doc__):
@@ -63,7 +63,7 @@ def test_it_says_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_starts_at_the_pretrained_model_or_where_it_says(name, executor, tmp_path):
+def test_starts_at_the_pretrained_model_or_as_documented(name, executor, tmp_path):
     bench = executor(f"method={name}").bench
     server, broadcast = first_broadcast(executor(f"method={name}"), tmp_path)
     trained = global_model(bench, broadcast, 0)
@@ -85,7 +85,7 @@ def test_uploads_are_as_declared_and_finite(name, executor, tmp_path):
     server, broadcast = first_broadcast(inline, tmp_path)
     expected = server.blueprint.expected
     upload, report = train_client(inline.bench, broadcast, TrainJob(1, 2))
-    assert judge(upload, expected) is None
+    assert rejection_reason(upload, expected) is None
     assert upload.rows == len(inline.bench.shards.shard(2))
     assert report.notes["uploaded_parameters"] == sum(expected.lengths.values())
     assert sum(expected.unit_sizes) == expected.lengths["shared"]
@@ -107,14 +107,14 @@ def test_a_client_call_can_be_repeated(name, executor, tmp_path):
     job = TrainJob(3, 1)
     first, kept = train_client(inline.bench, broadcast, job)
     train_client(inline.bench, broadcast, TrainJob(3, 2))  # another client in between
-    torch.rand(5)  # and somebody drawing from the global stream
+    torch.rand(5)  # and a draw from the global stream
     second, again = train_client(inline.bench, broadcast, job)
     assert state_digest(first.arrays) == state_digest(second.arrays)
     assert state_digest(kept.state) == state_digest(again.state)
 
 
 def model_of(bench, trained):
-    """The change of every weight, and the head, of a trained state, float64."""
+    """Return the update of every weight, and the classification head, in float64."""
     weights = bench.model.deltas(trained.vector, trained.base, trained.constants)
     head = {k: v.double() for k, v in bench.model.direct_parameters(trained.vector).items()}
     return weights | head
@@ -122,8 +122,8 @@ def model_of(bench, trained):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_client_is_central_training(name, executor, tmp_path):
-    """A federation of one client that always takes part is that client training alone: after
-    each round the global model is the client's own model."""
+    """With one client that takes part in every round, the global model after each round is the
+    client's model."""
     options = ["federation.clients=1", "federation.clients_per_round=1"]
     if name == "flexlora":
         options.append("method.truncate=false")
@@ -147,7 +147,7 @@ def test_one_client_is_central_training(name, executor, tmp_path):
 
 
 class Shuffled:
-    """Runs the jobs of an executor in another order than they are given."""
+    """Run the jobs of an executor in a random order."""
 
     def __init__(self, inner, seed):
         self.inner, self.seed = inner, seed
@@ -179,7 +179,7 @@ def test_the_order_of_work_changes_nothing(name, executor, tmp_path):
 
 
 def with_dropout(name, backbone):
-    """Options that let a method compute on clients all that it can, with dropout on."""
+    """Return options with dropout on and, where a method has it, selection by gradient."""
     options = [f"method={name}", f"model.name={backbone}", "model.dropout=true", "budget=2"]
     if "selection" in method_class(name).Config.model_fields:
         options += ["method.selection=gradient", "method.head_fraction=0.5"]
@@ -188,7 +188,7 @@ def with_dropout(name, backbone):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backbone, tmp_path):
-    """Neither the job before nor torch's global stream decides what a client computes."""
+    """What a client computes depends neither on earlier jobs nor on torch's global stream."""
     inline = executor(*with_dropout(name, dropout_backbone))
     torch.manual_seed(1)
     plain = run(inline, tmp_path, "plain")
@@ -200,7 +200,7 @@ def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backb
         assert [r.get("loss") for r in again.records] == [r.get("loss") for r in plain.records]
 
 
-def test_dropout_is_on_where_it_is_asked_for(executor, dropout_backbone, tmp_path):
+def test_dropout_is_on_only_if_configured(executor, dropout_backbone, tmp_path):
     options = with_dropout("fedit", dropout_backbone)
     options[2:3] = ["model.dropout=false"]
     plain = run(executor(*options), tmp_path, "plain")
@@ -217,7 +217,7 @@ def wide_backbone(vit_folder):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_ambient_threads_change_nothing(name, executor, wide_backbone, tmp_path):
-    """The number of threads of whoever calls the server is not that of the run."""
+    """The caller's number of threads does not affect the run."""
     inline = executor(
         f"method={name}",
         f"model.name={wide_backbone}",
@@ -277,7 +277,7 @@ def test_exports_give_the_same_logits(name, executor, tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_nonsense_is_refused(name):
+def test_invalid_hyperparameters_are_refused(name):
     config = method_class(name).Config
     with pytest.raises(ValidationError, match="nonsense"):
         config(name=name, nonsense=1)

@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md is a whole method and runs."""
+"""The example in CONTRIBUTING.md is a complete method and runs."""
 
 import re
 import sys
@@ -6,13 +6,12 @@ import types
 from pathlib import Path
 
 import pytest
+from method_runs import run, server_of
 from tolerances import rounding
 
-from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
-from trishul_ray.federation.server import Server
+from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.loading import load_experiment
 from trishul_ray.methods import base as registry
-from trishul_ray.storage import Store
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 MODULE = "trishul_ray.methods.fedavgm"
@@ -20,7 +19,7 @@ MODULE = "trishul_ray.methods.fedavgm"
 
 @pytest.fixture
 def example():
-    """The guide's code as the module it says it is, for one test."""
+    """Load the example of the guide as a module, for one test."""
     registry.method_names()  # all built-in files are found before
     (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     module = types.ModuleType(MODULE)
@@ -31,19 +30,6 @@ def example():
     finally:
         registry._REGISTRY.pop("fedavgm", None)
         del sys.modules[MODULE]
-
-
-def server_of(inline, folder):
-    experiment = inline.bench.settings
-    store = CheckpointStore(Store.open(str(folder)), experiment.id)
-    return Server(experiment, inline, store, "attempt")
-
-
-def run(inline, folder):
-    server = server_of(inline, folder)
-    while not server.finished:
-        server.step()
-    return server
 
 
 def test_it_is_short(example):

@@ -1,4 +1,4 @@
-"""The shared fields a method does not read: no part of its identity, and without effect."""
+"""The shared fields that a method does not read have no effect and are not in its identity."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.prepare import build_site
 from trishul_ray.loading import load_experiment
 from trishul_ray.methods.base import build_method, method_class, method_names
-from trishul_ray.models.backbone import meta_backbone
+from trishul_ray.models.backbone import Backbone
 
 #: Another value for each field that a method may ignore.
 OTHER = {
@@ -46,10 +46,9 @@ CASES = [
 
 
 def built(words):
-    """What the fields make of a backbone: the adapters, how they compute, and what they start as;
-    or None where they are refused."""
+    """Return the adapters, how they compute, and the start; or None if the fields are refused."""
     experiment = load_experiment(None, words)
-    model = meta_backbone(experiment.model, hub=None, cache=None).to_empty(device="cpu")
+    model = Backbone.of(experiment).meta_model().to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
@@ -63,7 +62,7 @@ def built(words):
     except InputError:
         return experiment, None
     path = experiment.adapter.path if adapters else None
-    return experiment, (adapters, path, adapted.layout.fingerprint(), adapted.initial().tolist())
+    return experiment, (adapters, path, adapted.layout, adapted.initial().tolist())
 
 
 @pytest.mark.parametrize(("name", "kind", "rank"), CASES)

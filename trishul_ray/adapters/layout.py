@@ -1,31 +1,37 @@
-"""Names for the one flat vector that holds every trainable of a client.
+"""The flat vector that holds all trainables of a client, and its units of aggregation.
 
-Order: cores grouped by rank, then scales, then other adapter tensors, then the classification
-head. All cores of one rank therefore lie side by side and are seen as one stack [n, r, r] without
-a copy, which is what the proximal map works on after every step.
+Order: cores grouped by rank, then the scalars of core heads, other adapter tensors, and parameters
+of the model itself. All cores of one rank are adjacent, so one view [n, r, r] covers them without a
+copy; the proximal map works on this view after every local step.
 
-Legend: P length of the vector, n heads of one rank over all layers, r rank.
+Legend: P length of the vector, W length of the part that is sent ("the wire"), n core heads of one
+rank over all layers, r rank.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trishul_ray.errors import InputError
 
-#: Entries of the classification head are named ``head:<parameter>``.
+#: Parameters of the model itself are named ``head:<parameter>``: those of the classification head
+#: or, in full fine-tuning, all of them.
 HEAD_PREFIX = "head:"
+
+Kind = Literal["core", "scale", "adapter", "classifier"]
+
+#: Order of the kinds in the vector.
+_ORDER: tuple[Kind, ...] = ("core", "scale", "adapter", "classifier")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One trainable tensor: its name, its shape and where it starts in the vector."""
+    """One trainable tensor: its name, its shape and its first position in the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,62 +39,74 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
-
-@dataclass(frozen=True)
-class BankMember:
-    """One layer's heads inside a bank: the bank's rows ``first : first + heads``."""
-
-    name: str
-    first: int
-    heads: int
+    @property
+    def kind(self) -> Kind:
+        """The cores [h, r, r] of a layer, their scalars [h], another adapter tensor, or neither."""
+        return _kind(self.name)
 
 
 @dataclass(frozen=True)
-class CoreBank:
-    """All cores of one rank: ``heads`` matrices [rank, rank] starting at ``offset``."""
+class Unit:
+    """A part of the vector that is trained and averaged as one: a core head or a whole tensor.
 
-    rank: int
-    offset: int
-    heads: int
-    members: tuple[BankMember, ...]
+    Attributes:
+        tensor: Name of the tensor that contains it.
+        kind: Kind of that tensor.
+        span: Positions in the vector [P].
+        wire: Positions in the vector that is sent [W].
+        rank: r of a core head [r, r]; None for a whole tensor.
+        scalar: Position in the vector of the core head's scalar; None without a trained one.
+    """
+
+    tensor: str
+    kind: Kind
+    span: slice
+    wire: slice
+    rank: int | None = None
+    scalar: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self.span.stop - self.span.start)
 
 
-def _kind(name: str) -> int:
+def _kind(name: str) -> Kind:
     if name.startswith(HEAD_PREFIX):
-        return 3
-    return {"core": 0, "scale": 1}.get(name.rpartition(".")[2], 2)
+        return "classifier"
+    suffix = name.rpartition(".")[2]
+    return suffix if suffix in ("core", "scale") else "adapter"  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ordered, named pieces of a flat vector. Build one with :meth:`of`."""
+    """Names of the tensors in a flat vector, in order. Build one with :meth:`of`."""
 
     entries: tuple[Entry, ...]
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> "Layout":
-        """A layout of the given tensors; inside each group they keep the order given.
+        """Lay out the given tensors; tensors of one kind keep the order given.
 
         Raises:
-            InputError: a name stands twice.
+            InputError: A name is repeated.
         """
         named = list(shapes)
         names = [name for name, _ in named]
         if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise InputError(f"layout: names stand twice: {', '.join(twice)}")
-        ranks: dict[int, int] = {}  # rank -> order of first appearance
-        for name, shape in named:
-            if _kind(name) == 0:
-                ranks.setdefault(shape[-1], len(ranks))
-        ordered = sorted(  # stable: equal keys keep the order given
-            named, key=lambda item: (k := _kind(item[0]), ranks[item[1][-1]] if k == 0 else 0)
-        )
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            raise InputError(f"layout: repeated names: {', '.join(repeated)}")
+        ranks = list(dict.fromkeys(shape[-1] for name, shape in named if _kind(name) == "core"))
+
+        def position(item: tuple[str, tuple[int, ...]]) -> tuple[int, int]:
+            kind = _kind(item[0])
+            return _ORDER.index(kind), ranks.index(item[1][-1]) if kind == "core" else 0
+
         entries, offset = [], 0
-        for name, shape in ordered:
+        for name, shape in sorted(named, key=position):  # stable
             entries.append(Entry(name, tuple(shape), offset))
             offset += math.prod(shape)
         return cls(tuple(entries))
@@ -103,36 +121,55 @@ class Layout:
         return {entry.name: entry for entry in self.entries}
 
     def entry(self, name: str) -> Entry:
-        """The entry of that name.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the entry of that name, or raise KeyError."""
         return self._by_name[name]
 
-    def slice(self, name: str) -> slice:
-        """Where a tensor lies in the vector."""
-        entry = self.entry(name)
-        return slice(entry.offset, entry.offset + entry.numel)
+    def units(self, names: Iterable[str]) -> Iterator[Unit]:
+        """Iterate over the units of aggregation of the named tensors.
+
+        Args:
+            names: The tensors that are sent, in the order of the wire.
+
+        Yields:
+            One unit for each head of a core, and one for each other tensor.
+        """
+        sent = 0
+        for entry in map(self.entry, names):
+            count, rank, scale = 1, None, None
+            if entry.kind == "core":
+                count, rank, _ = entry.shape
+                scale = self._by_name.get(entry.name.removesuffix("core") + "scale")
+            size = entry.numel // max(count, 1)
+            for index in range(count):
+                first = entry.offset + index * size
+                yield Unit(
+                    tensor=entry.name,
+                    kind=entry.kind,
+                    span=slice(first, first + size),
+                    wire=slice(sent, sent + size),
+                    rank=rank,
+                    scalar=None if scale is None else scale.offset + index,
+                )
+                sent += size
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Every tensor by name, as views into ``vector`` [P]: writing to one writes to it.
+        """Return every tensor by name, as views that write through to ``vector`` [P].
 
         Raises:
-            InputError: the vector's shape is not [P].
+            InputError: The vector's shape is not [P].
         """
         self._check(vector)
         return {e.name: vector.narrow(0, e.offset, e.numel).view(e.shape) for e in self.entries}
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The tensors of all names in one new float32 vector [P].
+        """Copy the tensors of all names into one new float32 vector [P].
 
         Raises:
-            InputError: a name is missing, unknown, or of another shape.
+            InputError: A name is missing or unknown, or a shape is wrong.
         """
-        wrong = sorted(set(tensors) ^ set(self._by_name))
-        if wrong:
-            raise InputError(f"layout: names differ from the layout's: {', '.join(wrong)}")
+        differing = sorted(set(tensors) ^ set(self._by_name))
+        if differing:
+            raise InputError(f"layout: names differ from the layout's: {', '.join(differing)}")
         for entry in self.entries:
             if tuple(tensors[entry.name].shape) != entry.shape:
                 raise InputError(
@@ -144,36 +181,24 @@ class Layout:
         return torch.cat([tensors[e.name].detach().float().reshape(-1) for e in self.entries])
 
     @cached_property
-    def banks(self) -> tuple[CoreBank, ...]:
-        """The cores grouped by rank, in the vector's order."""
-        groups: dict[int, list[Entry]] = {}
+    def _heads_by_rank(self) -> dict[int, int]:
+        heads: dict[int, int] = {}
         for entry in self.entries:
-            if _kind(entry.name) == 0:
-                groups.setdefault(entry.shape[-1], []).append(entry)
-        banks = []
-        for rank, cores in groups.items():
-            members, first = [], 0
-            for core in cores:
-                members.append(BankMember(core.name, first, core.shape[0]))
-                first += core.shape[0]
-            banks.append(CoreBank(rank, cores[0].offset, first, tuple(members)))
-        return tuple(banks)
+            if entry.kind == "core":
+                heads[entry.shape[-1]] = heads.get(entry.shape[-1], 0) + entry.shape[0]
+        return heads
 
     def core_banks(self, vector: Tensor) -> list[Tensor]:
-        """All cores of each rank as one stacked view [n, r, r] into ``vector`` [P].
+        """Return the cores of each rank as one stacked view [n, r, r] into ``vector`` [P].
 
-        The banks come in the order of :attr:`banks`, which also says whose heads they hold.
+        The core heads come in the order of the vector, and so in that of :meth:`units`.
         """
         self._check(vector)
-        return [
-            vector.narrow(0, b.offset, b.heads * b.rank * b.rank).view(b.heads, b.rank, b.rank)
-            for b in self.banks
-        ]
-
-    def fingerprint(self) -> str:
-        """A hash of all names and shapes: equal layouts, equal fingerprints."""
-        text = json.dumps([[e.name, list(e.shape)] for e in self.entries])
-        return hashlib.sha256(text.encode()).hexdigest()
+        banks, end = [], 0
+        for rank, heads in self._heads_by_rank.items():
+            start, end = end, end + heads * rank * rank
+            banks.append(vector[start:end].view(heads, rank, rank))
+        return banks
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self.size,):

@@ -1,20 +1,22 @@
-"""Spectral diagnostics of a round's uploads, on the server.
+"""Spectral diagnostics of a round's uploads, computed on the server.
 
-Measured twice: on the uploaded cores s·H themselves, and on their difference from the broadcast
-(prefix ``delta_``), since cores that share a large global part look aligned for free. In rounds of
-more than :data:`MOST_CLIENTS` the first uploads by client id stand for all.
+They are computed twice: on the uploaded cores s·H, and on their difference from the broadcast
+(prefix ``delta_``), since cores that share a large global part look aligned in any case. In rounds
+of more than :data:`MOST_CLIENTS` only the first uploads by client id are compared.
+
+Legend: m clients, W entries of the shared part, U units of aggregation, n core heads, r rank.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trishul_ray.adapters.layout import HEAD_PREFIX
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, TrainReport, Upload, as_tensors
 from trishul_ray.federation.reduce import Reducer
@@ -26,24 +28,24 @@ from trishul_ray.spectral.svt import singular_values
 if TYPE_CHECKING:
     from trishul_ray.federation.messages import Blueprint
 
-
 #: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
 MOST_CLIENTS = 20
 
 
 @dataclass(frozen=True)
-class Diagnosed:
-    """What the uploads of one round look like.
+class Diagnostics:
+    """Diagnostics of one round's uploads.
 
     Attributes:
-        metrics: by name.
-        spectra: singular values [n, r] in descending order, of one client; NaN behind those of a
-            core of smaller rank. ``uploaded``: of the cores s·H it sent, for every method that
-            sends cores. ``before`` and ``after``: of its cores H at the last prox, with
-            ``threshold`` [1]; only of methods that make one.
-        matrices: of the updates (uploads less the broadcast), between each two clients: ``clients``
-            [m], and [m, m] each of :func:`~trishul_ray.spectral.diagnostics.client_matrices`.
-            Empty for methods that send no cores.
+        metrics: Values by name.
+        spectra: Singular values [n, r] of one client, in descending order, padded with NaN for
+            cores of smaller rank. ``uploaded``: of the cores s·H it sent, for every method with
+            cores. ``before`` and ``after``: of its cores H at the last prox, with ``threshold``
+            [1]; only for methods with a prox.
+        matrices: Comparisons of the updates (uploads minus broadcast) of each two clients:
+            ``clients`` [m], and [m, m] each of
+            :func:`~trishul_ray.spectral.diagnostics.client_matrices`. Empty for methods without
+            cores.
     """
 
     metrics: dict[str, float]
@@ -57,21 +59,20 @@ def upload_diagnostics(
     blueprint: "Blueprint",
     experiment: Experiment,
     reports: list[TrainReport],
-) -> Diagnosed:
-    """Metrics of the uploaded cores, and spectra and matrices for the figures.
+) -> Diagnostics:
+    """Compute metrics of the uploaded cores, and spectra and matrices for the figures.
 
-    Heads of different ranks are averaged by their number. A method without cores has only the
-    metrics that its clients report themselves.
+    Means over ranks are weighted by the number of core heads. A method without cores has only the
+    metrics that its clients report.
     """
-    metrics: dict[str, float] = {}
-    told: dict[str, list[float]] = defaultdict(list)
+    reported: dict[str, list[float]] = defaultdict(list)
     for report in reports:
         for name, value in report.notes.get("metrics", {}).items():
-            told[name].append(value)
-    metrics |= {name: float(np.mean(values)) for name, values in told.items()}
+            reported[name].append(value)
+    metrics = {name: float(np.mean(values)) for name, values in reported.items()}
     spectra: Arrays = next((r.notes["spectra"] for r in reports if "spectra" in r.notes), {})
     if not uploads:
-        return Diagnosed(metrics, spectra, {})
+        return Diagnostics(metrics, spectra, {})
     uniform = experiment.federation.weighting == "uniform"
     weights = torch.tensor([1.0 if uniform else float(u.rows) for u in uploads])
     weights = weights.double() / weights.sum()
@@ -79,46 +80,38 @@ def upload_diagnostics(
     received = torch.from_numpy(np.array(broadcast["shared"]))  # [W]
     active = None
     if any(upload.active is not None for upload in uploads):
-        # A client of full capacity beside limited ones sends no mask: it trained every unit.
-        every = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
-        masks = [every if u.active is None else np.array(u.active) for u in uploads]
+        # A client of full capacity sends no mask, even beside limited ones: it trained every unit.
+        full = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
+        masks = [full if u.active is None else np.array(u.active) for u in uploads]
         active = torch.from_numpy(np.stack(masks))  # [m, U]
     matrices: Arrays = {}
     for prefix, vectors in (("", sent), ("delta_", sent - received)):
-        found, matrices = _over_ranks(
+        # The matrices of the updates, which come last, are kept.
+        values, matrices = _over_ranks(
             vectors, weights, active, blueprint, experiment.evaluation.top_k
         )
-        metrics |= {prefix + name: value for name, value in found.items()}
+        metrics |= {prefix + name: value for name, value in values.items()}
     one = _uploaded_spectrum(sent[:1], None if active is None else active[:1], blueprint)
-    if matrices:  # of the updates, which came last
+    if matrices:
         matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
-    return Diagnosed(metrics, spectra | one, matrices)
+    return Diagnostics(metrics, spectra | one, matrices)
 
 
-def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: "Blueprint") -> Arrays:
-    """``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
-    values = []
-    for cores, mask in _banks(vector, active, blueprint):
-        found = singular_values(cores[0])
-        values.append(found if mask is None else found[mask[0]])
-    return {"uploaded": stack_spectra(values).numpy()} if values else {}
-
-
-def append_round(matrices: Arrays, number: int, found: Arrays) -> Arrays:
-    """Add one round's matrices to those of the rounds before.
+def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
+    """Append the matrices of one round to those of earlier rounds.
 
     Args:
         matrices: ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first.
-        number: the round.
-        found: see :class:`Diagnosed`; where empty, ``matrices`` come back as they are.
+        number: The number of the round.
+        new: :attr:`Diagnostics.matrices` of the round; if empty, ``matrices`` is returned.
 
     Returns:
-        The same with R + 1 rounds. Where rounds have had different numbers of clients, ``clients``
-        is padded with -1 and a matrix with NaN.
+        The same with R + 1 rounds. If rounds differ in their number of clients, ``clients`` is
+        padded with -1 and matrices with NaN.
     """
-    if not found:
+    if not new:
         return matrices
-    new = {key: value[None] for key, value in found.items()} | {"round": np.array([number])}
+    new = {key: value[None] for key, value in new.items()} | {"round": np.array([number])}
     if not matrices:
         return new
     width = max(matrices["clients"].shape[1], new["clients"].shape[1])
@@ -133,29 +126,39 @@ def append_round(matrices: Arrays, number: int, found: Arrays) -> Arrays:
     return {key: np.concatenate([padded(key, matrices[key]), padded(key, new[key])]) for key in new}
 
 
+def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: "Blueprint") -> Arrays:
+    """Return ``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
+    spectra = []
+    for cores, mask in _banks(vector, active, blueprint):
+        values = singular_values(cores[0])
+        spectra.append(values if mask is None else values[mask[0]])
+    return {"uploaded": stack_spectra(spectra).numpy()} if spectra else {}
+
+
 def _banks(
     vectors: Tensor, active: Tensor | None, blueprint: "Blueprint"
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Cores of one rank in [m, W] vectors as [m, n, r, r], and [m, n] bool of the trained ones.
+    """Iterate over the cores of one rank in [m, W] vectors, as [m, n, r, r].
 
-    Cores that were not trained are zero.
+    With each comes [m, n] bool, the core heads that were trained; the others are zero.
     """
-    seen = 0
-    for count, rank, start in _cores_on_the_wire(blueprint):
-        stop = start + count * rank * rank
-        # Cores stand first on the wire, so their units are the first ones.
-        mask = None if active is None else active[:, seen : seen + count]
-        cores = vectors[:, start:stop].unflatten(1, (count, rank, rank))  # [m, n, r, r]
+    units = enumerate(blueprint.layout.units(blueprint.wire))
+    for rank, group in groupby(units, lambda item: item[1].rank):
+        if rank is None:
+            continue
+        indices, heads = zip(*group, strict=True)
+        cores = vectors[:, heads[0].wire.start : heads[-1].wire.stop]
+        cores = cores.unflatten(1, (len(heads), rank, rank))  # [m, n, r, r]
+        mask = None if active is None else active[:, indices[0] : indices[-1] + 1]
         if mask is not None:
             cores = cores.masked_fill(~mask[..., None, None], 0.0)
         yield cores, mask
-        seen += count
 
 
 def _over_ranks(
     vectors: Tensor, weights: Tensor, active: Tensor | None, blueprint: "Blueprint", top_k: int
 ) -> tuple[dict[str, float], Arrays]:
-    """Metrics and matrices of all cores in [m, W], averaged over ranks by number of heads."""
+    """Return metrics and matrices of all cores in [m, W]: means over ranks by number of heads."""
     sums: dict[str, float] = defaultdict(float)
     heads: dict[str, int] = defaultdict(int)
     totals: dict[str, Tensor] = {}
@@ -167,69 +170,56 @@ def _over_ranks(
             sums[name] += count * value
             heads[name] += count
         for name, matrix in client_matrices(cores, top_k, mask, spectrum).items():
-            # A similarity is NaN for a pair without a core in common.
+            # A similarity is NaN for a pair without a common core head.
             totals[name] = totals.get(name, torch.zeros_like(matrix)) + count * matrix.nan_to_num()
             counts[name] = counts.get(name, torch.zeros_like(matrix)) + count * ~matrix.isnan()
     metrics = {name: value / heads[name] for name, value in sums.items()}
     return metrics, {name: (total / counts[name]).numpy() for name, total in totals.items()}
 
 
-def _cores_on_the_wire(blueprint: "Blueprint") -> list[tuple[int, int, int]]:
-    """(heads, rank, first entry) of each run of equal-rank cores in the shared vector."""
-    runs: list[tuple[int, int, int]] = []
-    start = 0
-    for entry in (blueprint.layout.entry(name) for name in blueprint.wire):
-        if entry.name.endswith(".core") and entry.shape[0]:
-            count, rank, _ = entry.shape
-            if runs and runs[-1][1] == rank and runs[-1][2] + runs[-1][0] * rank**2 == start:
-                runs[-1] = (runs[-1][0] + count, rank, runs[-1][2])
-            else:
-                runs.append((count, rank, start))
-        start += entry.numel
-    return runs
-
-
 def aggregation_error(
     uploads: list[Upload], reducer: Reducer, before: Arrays, after: Arrays
 ) -> float:
-    """How far the new global update is from the weighted mean of the clients' updates, relative.
+    """Return the relative distance of the new global update from the mean of the clients' updates.
 
     ``||dW - sum_c w_c dW_c||_F / ||sum_c w_c dW_c||_F`` over all layers, with the weights of
-    ``federation.weighting``: 0 but for rounding where aggregation is exact (eq. exact_agg). Frozen
-    weights that the method moves count as part of the update. Where only what is linear in the
-    update is trained (cores between shared bases, B beside a frozen A), the trained vectors
-    themselves are compared; for orthonormal bases that is the same number.
+    ``federation.weighting``: 0 up to rounding if aggregation is exact (eq. exact_agg). Changes of
+    frozen weights are part of the update. If the update is linear in what is trained (cores between
+    shared bases, B with a frozen A), the trained vectors themselves are compared; for orthonormal
+    bases this is the same number.
 
     Args:
-        uploads: sound ones, of all clients of the round; none with inactive heads.
-        reducer: knows the method, its layout and the weighting.
-        before: the broadcast that the clients started from.
-        after: the next broadcast.
+        uploads: The valid uploads of all clients of the round, without inactive core heads.
+        reducer: Holds the method, its layout and the weighting.
+        before: The broadcast that the clients started from.
+        after: The next broadcast.
     """
-    weights = np.array([float(u.rows) if reducer.weighting == "size" else 1.0 for u in uploads])
+    weights = np.array([reducer.configured_weight(upload) for upload in uploads])
     weights /= weights.sum()
-    name, alpha = reducer.method.named, reducer.method.lora_alpha
-    clients = [name(reducer.layout, as_tensors(u.arrays)["shared"].double()) for u in uploads]
-    found = name(reducer.layout, as_tensors(after)["shared"].double())
-    # Sorted: the order of a set of names differs from process to process, and so would the sum.
-    pairs = sorted({layer for layer, _, _ in lora_pairs(found)})
+    layout, alpha = reducer.layout, reducer.method.lora_alpha
+
+    def named(arrays: Arrays) -> dict[str, Tensor]:
+        return reducer.method.named_tensors(layout, as_tensors(arrays)["shared"].double())
+
+    clients, new = [named(upload.arrays) for upload in uploads], named(after)
     error = exact = 0.0
-    for layer in pairs:
+    layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
+    for layer in layers:
         mean = sum(w * _product(c, layer, alpha) for w, c in zip(weights, clients, strict=True))
         moved = torch.from_numpy(after[BASE + layer]).double() if BASE + layer in after else 0.0
-        held = torch.from_numpy(before[BASE + layer]).double() if BASE + layer in before else 0.0
-        error += float((_product(found, layer, alpha) + moved - held - mean).square().sum())
+        old = torch.from_numpy(before[BASE + layer]).double() if BASE + layer in before else 0.0
+        error += float((_product(new, layer, alpha) + moved - old - mean).square().sum())
         exact += float(mean.square().sum())
-    if not pairs:
-        # Full fine-tuning trains nothing but whole parameters; elsewhere the head is no update.
-        keys = [key for key in found if not key.startswith(HEAD_PREFIX)] or list(found)
+    if not layers:
+        # The classification head is no update, except in full fine-tuning.
+        keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
         for key in keys:
             mean = sum(w * c[key] for w, c in zip(weights, clients, strict=True))
-            error += float((found[key] - mean).square().sum())
+            error += float((new[key] - mean).square().sum())
             exact += float(mean.square().sum())
     return (error / exact) ** 0.5 if exact else 0.0
 
 
-def _product(named: dict[str, Tensor], layer: str, alpha: float | None) -> Tensor:
-    factor_A = named[f"{layer}.lora_A"]
-    return lora_scale(alpha, factor_A.shape[0]) * (named[f"{layer}.lora_B"] @ factor_A)
+def _product(tensors: dict[str, Tensor], layer: str, alpha: float | None) -> Tensor:
+    factor_A = tensors[f"{layer}.lora_A"]
+    return lora_scale(alpha, factor_A.shape[0]) * (tensors[f"{layer}.lora_B"] @ factor_A)

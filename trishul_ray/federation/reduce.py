@@ -1,9 +1,9 @@
-"""Uploads -> weighted mean, unit by unit, with a judge at the door. No Ray here.
+"""Validate uploads and average them unit by unit.
 
-``H_u <- sum_c w_c m_cu X_cu / sum_c w_c m_cu`` for every unit u (one head's core, or one whole
+``H_u <- sum_c w_c m_cu X_cu / sum_c w_c m_cu`` for every unit u (one core head, or one whole
 tensor), over the clients that trained it (eq. server_aggregation). Sums run in float64 over clients
-in ascending order, in groups of ``FAN_IN`` whose sums are then added in order: the shape of this
-tree depends on the cohort alone, so the bits do not depend on how many workers shared the work.
+in ascending order, in groups of ``FAN_IN`` whose sums are then added in order. This tree depends on
+the cohort alone, so the bytes do not depend on the number of workers. Nothing here needs Ray.
 
 Legend: W entries of the shared part, U units, m clients.
 """
@@ -13,53 +13,53 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
+from trishul_ray.adapters.layout import Layout
 from trishul_ray.federation.messages import Arrays, Expected, Upload, as_tensors
 from trishul_ray.methods.base import Method
 
-#: Uploads summed by one worker. Up to here a round is reduced where the server is.
+#: Uploads summed by one worker. A round of no more uploads is reduced on the server.
 FAN_IN = 16
 
-
-#: An upload whose largest entry exceeds this is refused: a float32 sum would soon overflow.
+#: Uploads with a larger entry are refused: a float32 sum would soon overflow.
 LARGEST_ENTRY = 1e12
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """How a method's uploads are judged, weighed and summed; pickles to any worker."""
+    """How a method's uploads are validated, weighted and summed; can be pickled to any worker."""
 
     method: Method
     layout: Layout
     weighting: str
     expected: Expected
 
-    def given_weight(self, upload: Upload) -> float:
-        """Return what ``federation.weighting`` says of an upload."""
+    def configured_weight(self, upload: Upload) -> float:
+        """Return the weight of an upload by ``federation.weighting``."""
         return float(upload.rows) if self.weighting == "size" else 1.0
 
     def weight(self, upload: Upload) -> float:
-        """w_c: the method's say on what ``federation.weighting`` gives."""
-        given = self.given_weight(upload)
-        return self.method.weight(as_tensors(upload.arrays), self.layout, given)
+        """Return w_c, the method's weight of an upload."""
+        weight = self.configured_weight(upload)
+        return self.method.weight(as_tensors(upload.arrays), self.layout, weight)
 
     def unit_weight(self, upload: Upload, weight: float) -> np.ndarray | float:
-        """Return w_c m_cu of an upload's units: [U] float64, or one number where all are equal.
+        """Return w_c m_cu of the units of an upload, [U] float64, or one number if all are equal.
 
         Args:
-            upload: a sound one.
-            weight: w_c, by :meth:`weight`.
+            upload: A valid upload.
+            weight: w_c, from :meth:`weight`.
         """
-        if self.method.weighs_head:
+        if self.method.weighs_classifier:
             return weight if upload.active is None else weight * upload.active
-        in_head = unit_in_head(self.layout, self.method.wire(self.layout))
-        weights = np.where(in_head, self.given_weight(upload), weight)
+        units = self.layout.units(self.method.wire(self.layout))
+        in_classifier = np.array([unit.kind == "classifier" for unit in units], dtype=bool)
+        weights = np.where(in_classifier, self.configured_weight(upload), weight)
         return weights if upload.active is None else weights * upload.active
 
     def contribution(self, upload: Upload) -> Arrays:
-        """What of an upload is averaged."""
-        found = self.method.contribution(as_tensors(upload.arrays), self.layout)
-        return {key: value.numpy() for key, value in found.items()}
+        """Return what of an upload is averaged."""
+        state = self.method.contribution(as_tensors(upload.arrays), self.layout)
+        return {key: value.numpy() for key, value in state.items()}
 
 
 @dataclass
@@ -67,38 +67,22 @@ class Partial:
     """The running sum of a group of uploads."""
 
     sums: Arrays  # float64, weighted
-    weights: dict[str, float]  # of each key but "shared": sum of w_c, or how many for a plain mean
+    weights: dict[str, float]  # by key but "shared": sum of w_c, or the count for a plain mean
     unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
     clients: list[int] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # the reason, by client
 
 
 def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
-    """[U] entries of each unit: r*r for every head of a core, the whole tensor otherwise."""
-    sizes: list[int] = []
-    for entry in (layout.entry(name) for name in wire):
-        count = int(np.prod(entry.shape, dtype=np.int64))
-        if entry.name.endswith(".core"):
-            sizes += [count // entry.shape[0]] * entry.shape[0] if entry.shape[0] else []
-        else:
-            sizes.append(count)
-    return np.asarray(sizes, dtype=np.int64)
+    """Return the number of entries of each unit, [U] int64."""
+    return np.array([unit.size for unit in layout.units(wire)], dtype=np.int64)
 
 
-def unit_in_head(layout: Layout, wire: Sequence[str]) -> np.ndarray:
-    """[U] bool, which units are part of the classification head."""
-    flags: list[bool] = []
-    for entry in (layout.entry(name) for name in wire):
-        units = entry.shape[0] if entry.name.endswith(".core") else 1
-        flags += [entry.name.startswith(HEAD_PREFIX)] * units
-    return np.asarray(flags, dtype=bool)
-
-
-def judge(upload: Upload, expected: Expected) -> str | None:
-    """Why this upload must not be added, or None if it is sound."""
-    missing = sorted(set(expected.lengths) ^ set(upload.arrays))
-    if missing:
-        return f"keys differ from the method's: {', '.join(missing)}"
+def rejection_reason(upload: Upload, expected: Expected) -> str | None:
+    """Return why an upload must not be added, or None if it is valid."""
+    differing = sorted(set(expected.lengths) ^ set(upload.arrays))
+    if differing:
+        return f"keys differ from the method's: {', '.join(differing)}"
     for key, length in expected.lengths.items():
         array = upload.arrays[key]
         if array.shape != (length,):
@@ -114,11 +98,11 @@ def judge(upload: Upload, expected: Expected) -> str | None:
 
 
 def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
-    """Judge and sum one group of uploads, in the order given (ascending client)."""
+    """Validate and sum one group of uploads, in the order given (ascending client)."""
     sizes = reducer.expected.unit_sizes
     total = Partial(sums={}, weights={}, unit_weight=np.zeros(len(sizes)))
     for upload in uploads:
-        reason = judge(upload, reducer.expected)
+        reason = rejection_reason(upload, reducer.expected)
         if reason is not None:
             total.refused[upload.client] = reason
             continue
@@ -127,8 +111,8 @@ def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
         for key, array in reducer.contribution(upload).items():
             term = array.astype(np.float64)
             if key == "shared":
-                alike = np.ndim(unit_weight) == 0
-                term *= unit_weight if alike else np.repeat(unit_weight, sizes)
+                equal = np.ndim(unit_weight) == 0
+                term *= unit_weight if equal else np.repeat(unit_weight, sizes)
             else:
                 share = 1.0 if key in reducer.method.plain_mean else weight
                 term *= share
@@ -143,7 +127,7 @@ def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
 
 
 def combine(partials: Sequence[Partial]) -> Partial:
-    """Add group sums, in the order given."""
+    """Add the sums of groups, in the order given."""
     first, *rest = partials
     for other in rest:
         for key, array in other.sums.items():
@@ -157,17 +141,17 @@ def combine(partials: Sequence[Partial]) -> Partial:
 
 
 def groups(clients: Sequence[int]) -> list[list[int]]:
-    """Positions of a cohort in groups of at most ``FAN_IN``, in order."""
+    """Divide the positions of a cohort into groups of at most ``FAN_IN``, in order."""
     positions = list(range(len(clients)))
     return [positions[i : i + FAN_IN] for i in range(0, len(positions), FAN_IN)]
 
 
 def finish(total: Partial, before: Arrays, expected: Expected) -> tuple[Arrays, np.ndarray]:
-    """Divide by the weights; a unit that nobody trained keeps its value from ``before``.
+    """Divide the sums by the weights; a unit that no client trained keeps its old value.
 
     Returns:
-        The mean by key (``"shared"`` and what was uploaded in float32, what a method added to it
-        in float64), and [U] bool, which units somebody trained.
+        The mean by key (uploaded keys in float32, keys that the method added in float64), and [U]
+        bool, the units that at least one client trained.
     """
     trained = total.unit_weight > 0
     mean: Arrays = {}

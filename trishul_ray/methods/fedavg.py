@@ -1,28 +1,43 @@
-"""FedAvg: local steps, then the mean of what was trained, on any adapter.
+"""FedAvg: average what clients have trained locally, on any kind of adapter.
 
 McMahan et al.: "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, p_c equal or by data size
-(``federation.weighting``). On LoRA this is FedIT.
+AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, with p_c equal or
+proportional to the client's data (``federation.weighting``). On LoRA this is FedIT.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from trishul_ray.methods.adapters import AnyAdapterConfig, AnyAdapterMethod
-from trishul_ray.methods.base import register
+from pydantic import Field
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.methods.adapters import AdapterKind, attach_adapters, ignored_by
+from trishul_ray.methods.base import Method, MethodConfig, Site, register
+
+if TYPE_CHECKING:
+    from trishul_ray.config import AdapterConfig
 
 
-class FedAvgConfig(AnyAdapterConfig):
-    """FedAvg's hyper-parameters."""
+class FedAvgConfig(MethodConfig):
+    """Hyper-parameters of FedAvg."""
 
     name: Literal["fedavg"] = "fedavg"
+    adapter: AdapterKind = Field("lora", description="what is trained: lora, ffa or multihead")
 
 
 @register("fedavg")
-class FedAvg(AnyAdapterMethod):
-    """The plain mean."""
+class FedAvg(Method):
+    """Average adapters of the kind that ``method.adapter`` names."""
 
     Config = FedAvgConfig
     summary = "the mean of locally trained adapters, of any kind"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "the adapter's parameters up and down"
     rates_like = "fedit"
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach adapters of the configured kind."""
+        return attach_adapters(self.config.adapter, site)
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """Return what adapters of the configured kind do not read."""
+        return ignored_by(self.config.adapter, adapter)

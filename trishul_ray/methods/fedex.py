@@ -1,12 +1,12 @@
-"""FedEx-LoRA: averaged factors, and the error of averaging them folded into the frozen weight.
+"""FedEx-LoRA: average the factors and fold the error of doing so into the frozen weight.
 
 Singhal et al.: "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of
 Foundation Models", ACL 2025, arXiv 2410.09432.
 
 After a round, ``A = mean A_c``, ``B = mean B_c`` and the residual ``R = mean(B_c A_c) - B A``, all
-three means with the same weights; ``W0 <- W0 + scale R`` for good, and the next round starts from A
-and B. So the model is exactly the mean of the clients' models. R is dense, or, since its rank is at
-most (m + 1) r, travels as factors (``method.ship``).
+three means with the same weights. ``W0 <- W0 + scale R`` is permanent, and the next round starts
+from A and B. The global model is therefore exactly the mean of the clients' models. R is sent dense
+or, since its rank is at most (m + 1) r, as factors (``method.ship``).
 """
 
 from typing import Literal
@@ -14,12 +14,12 @@ from typing import Literal
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import ProductMethod, folded, lora_pairs
 from trishul_ray.methods.base import BASE, MethodConfig, Round, State, register
+from trishul_ray.methods.fedit import FedIT
 
 
 class FedExConfig(MethodConfig):
-    """FedEx-LoRA's hyper-parameters."""
+    """Hyper-parameters of FedEx-LoRA."""
 
     name: Literal["fedex"] = "fedex"
     ship: Literal["dense", "factors"] = Field(
@@ -28,29 +28,28 @@ class FedExConfig(MethodConfig):
 
 
 @register("fedex")
-class FedEx(ProductMethod):
-    """LoRA whose aggregation error goes into the frozen weight."""
+class FedEx(FedIT):
+    """FedIT with the aggregation error folded into the frozen weight."""
 
     Config = FedExConfig
     summary = "LoRA; A and B averaged, the residual folded into the frozen weight (exact)"
     reference = "Singhal et al., ACL 2025, arXiv 2410.09432"
     communication = "r (d_in + d_out) up; down also d_in d_out, or (m + 1) r (d_in + d_out)"
     rates_like = "fedex"
+    averages_products = True
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Fold ``scale (mean(B_c A_c) - B A)`` into what was folded before."""
+        """Fold ``scale (mean(B_c A_c) - B A)`` into the frozen weights."""
         residuals = {
             layer: update - self.scale(a) * (b.double() @ a.double())
             for layer, a, b, update in self.mean_updates(mean, mean["shared"], layout)
         }
-        return {"shared": mean["shared"], **folded(state, residuals)}
+        return {"shared": mean["shared"], **self.fold(state, residuals)}
 
     def download_parameters(self, broadcast: State, cohort: int, layout: Layout) -> int:
-        """The averaged factors and, once something was folded, this round's residual."""
+        """Count the averaged factors and, after round 1, the residual of one round."""
         factors = super().download_parameters(broadcast, cohort, layout)
-        moved = [value.numel() for key, value in broadcast.items() if key.startswith(BASE)]
-        if self.config.ship == "dense" or not moved:
-            return factors + sum(moved)
-        named = self.named(layout, broadcast["shared"])
-        thin = sum(a.numel() + b.numel() for _, a, b in lora_pairs(named))
-        return factors + (cohort + 1) * thin
+        residuals = [value.numel() for key, value in broadcast.items() if key.startswith(BASE)]
+        if self.config.ship == "dense" or not residuals:
+            return factors + sum(residuals)
+        return factors + (cohort + 1) * self.factor_parameters(layout)

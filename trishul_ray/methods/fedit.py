@@ -1,31 +1,120 @@
-"""FedIT: plain LoRA on every client, factors averaged separately.
+"""FedIT: LoRA on every client, the two factors averaged separately.
 
 Zhang et al.: "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024,
 arXiv 2305.05644.
 
-The layer computes ``y = W0 x + B A x`` with B = 0 and A random at the start; clients train both,
-and the server averages A and B each on its own. The mean of the products is not the product of the
-means, so the aggregate is inexact whenever clients differ: the fault the other methods mend.
+The layer computes ``y = W0 x + scale B A x`` with B = 0 and A random at the start. Clients train
+both factors, and the server averages A and B separately. The mean of the products is not the
+product of the means, so aggregation is inexact whenever clients differ; FedEx, FLoRA and FlexLoRA
+correct this with the mean of the products, which this file computes for them.
 """
 
-from typing import Literal
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from trishul_ray.methods.adapters import LoRAMethod
-from trishul_ray.methods.base import MethodConfig, register
+from torch import Tensor
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.adapters import attach_adapters, ignored_by, lora_pairs, lora_scale
+from trishul_ray.methods.base import (
+    BASE,
+    LocalRun,
+    Method,
+    MethodConfig,
+    Site,
+    State,
+    exact_share,
+    register,
+)
+
+if TYPE_CHECKING:
+    from trishul_ray.config import AdapterConfig
+
+#: Key of a layer's product ``B_c A_c`` in a contribution.
+_PRODUCT = "product/"
 
 
 class FedITConfig(MethodConfig):
-    """FedIT's hyper-parameters."""
+    """FedIT has no hyper-parameters."""
 
     name: Literal["fedit"] = "fedit"
 
 
 @register("fedit")
-class FedIT(LoRAMethod):
-    """FedAvg on the two LoRA factors."""
+class FedIT(Method):
+    """Train and average both LoRA factors."""
 
-    Config = FedITConfig
+    Config: ClassVar[type[MethodConfig]] = FedITConfig
     summary = "LoRA on every client; A and B averaged separately (inexact)"
     reference = "Zhang et al., ICASSP 2024, arXiv 2305.05644"
     communication = "r (d_in + d_out) per matrix up and down"
     rates_like = "fedit"
+
+    #: Whether the server averages the products ``B_c A_c``, too; see :meth:`mean_updates`.
+    averages_products: ClassVar[bool] = False
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach LoRA to every target."""
+        return attach_adapters("lora", site)
+
+    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+        """Return what LoRA does not read."""
+        return ignored_by("lora", adapter)
+
+    def contribution(self, upload: State, layout: Layout) -> State:
+        """Return the upload and, if they are averaged, the products [d_out, d_in] in float64."""
+        if not self.averages_products:
+            return upload
+        pairs = lora_pairs(self.named_tensors(layout, upload["shared"]))
+        return upload | {_PRODUCT + layer: b.double() @ a.double() for layer, a, b in pairs}
+
+    def mean_updates(
+        self, mean: State, shared: Tensor, layout: Layout
+    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+        """Iterate over the layers and their mean updates.
+
+        Args:
+            mean: The mean contribution of the cohort.
+            shared: A wire vector [W].
+            layout: Names of its entries.
+
+        Yields:
+            Layer name, A and B as views of ``shared``, and ``scale mean(B_c A_c)`` in float64.
+        """
+        for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
+            yield layer, a, b, self.scale(a) * mean[_PRODUCT + layer]
+
+    def fold(self, state: State, updates: Mapping[str, Tensor]) -> State:
+        """Return the ``base/`` part of the next state: updates added to those folded before.
+
+        Args:
+            state: The current global state.
+            updates: By layer, [d_out, d_in] of any floating dtype.
+        """
+        folded = {BASE + layer: update.float() for layer, update in updates.items()}
+        return {key: state[key] + new if key in state else new for key, new in folded.items()}
+
+    def limit_rank(self, run: LocalRun, at_most: int | None = None) -> int:
+        """Zero the components beyond this client's rank, and return the rank.
+
+        The rank is ``floor(capacity r)``, at least 1 and no more than ``at_most``. The components
+        beyond it stay zero: the gradients of B's columns and A's rows are products with each other.
+        """
+        pairs = list(lora_pairs(run.layout.views(run.vector)))
+        rank = max(1, math.floor(exact_share(pairs[0][1].shape[0], run.capacity)))
+        rank = rank if at_most is None else min(rank, at_most)
+        for _, a, b in pairs:
+            run.unsent += a[rank:].numel() + b[:, rank:].numel()
+            a[rank:].zero_()
+            b[:, rank:].zero_()
+        return rank
+
+    def scale(self, factor_A: Tensor) -> float:
+        """Return alpha / r of a pair, given its A [r, d_in]."""
+        return lora_scale(self.lora_alpha, factor_A.shape[0])
+
+    def factor_parameters(self, layout: Layout) -> int:
+        """Return the number of entries of all A and B."""
+        return sum(entry.numel for entry in layout.entries if entry.kind == "adapter")

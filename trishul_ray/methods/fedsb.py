@@ -1,17 +1,18 @@
-"""Fed-SB: one trained core between frozen bases that come from the first gradient.
+"""Fed-SB: one trained core between frozen bases computed from the first gradient.
 
 Singhal et al.: "Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in
 (Private) Federated LoRA Fine-Tuning", 2025, arXiv 2502.15436, on LoRA-SB.
 
 Before round 1, clients send the dense gradient of the full model on a few mini-batches. With its
-mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``; its truncated SVD
-``D ~ U S V^T`` gives ``B = U[:, :r]``, ``A = V[:, :r]^T`` and the start ``R = diag(S_r)``, so
-training starts from ``W0 + B R A``, not from W0. Then only R [r, r] is trained, sent and averaged:
-exact.
-The paper states no number of clients or batches for this round; ``method.init_clients`` and
-``method.init_batches`` say it here, and the dense upload is counted once, in round 0. The bases
-cannot be drawn from the seed: each client downloads them in the first round it takes part in. The
-figures of round 0 are those of W0, as for every method.
+mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``. Its truncated SVD
+``D ~ U S V^T`` gives ``B = U[:, :r]``, ``A = V[:, :r]^T`` and the initial ``R = diag(S_r)``, so
+training starts from ``W0 + B R A``, not from W0. Then only R [r, r] is trained, sent and averaged,
+which is exact.
+
+The paper gives no number of clients or batches for the first gradient: see ``method.init_clients``
+and ``method.init_batches``. The dense upload is counted once, in round 0. The bases cannot be drawn
+from the seed, so each client downloads them in the first round it takes part in. The metrics of
+round 0 are those of W0, as for every method.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.methods.adapters import rank_fields
+from trishul_ray.methods.adapters import ignored_by_rank
 from trishul_ray.methods.base import (
     CONSTANT,
     Method,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class FedSBConfig(MethodConfig):
-    """Fed-SB's hyper-parameters."""
+    """Hyper-parameters of Fed-SB."""
 
     name: Literal["fedsb"] = "fedsb"
     init_clients: int = Field(3, ge=1, description="clients asked for a dense gradient")
@@ -52,7 +53,7 @@ class FedSBConfig(MethodConfig):
 
 @register("fedsb")
 class FedSB(Method):
-    """A single core in the plane of the first step."""
+    """Train a single core in the subspaces of the first step."""
 
     Config = FedSBConfig
     summary = "one core between bases from the SVD of the first gradient; core averaged (exact)"
@@ -61,7 +62,7 @@ class FedSB(Method):
     rates_like = "fedsb"
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """One core of the budget's rank; its bases are replaced by the survey's."""
+        """Attach one core of the budget's rank; the survey replaces its bases."""
         options = site.adapter
         return {
             layer.name: MultiHead(
@@ -74,22 +75,22 @@ class FedSB(Method):
         }
 
     def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
-        """How many heads there are and how bases are drawn: one core, bases by SVD."""
+        """Return the number of core heads and how bases are drawn, among others."""
         unread = ("heads", "init", "sigma", "overflow", "alpha")
-        return rank_fields(adapter) | {f"adapter.{name}" for name in unread}
+        return ignored_by_rank(adapter) | {f"adapter.{name}" for name in unread}
 
     @property
     def survey_plan(self) -> SurveyPlan:
-        """Dense gradients before round 1."""
+        """Ask for dense gradients before round 1."""
         return SurveyPlan(clients=self.config.init_clients, batches=self.config.init_batches)
 
     def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
-        """The mean gradient [d_out, d_in] of every adapted weight."""
-        found = list(gradients)
-        return {name: torch.stack([g[name] for g in found]).mean(0) for name in found[0]}
+        """Return the mean gradient [d_out, d_in] of every adapted weight."""
+        batches = list(gradients)
+        return {name: torch.stack([g[name] for g in batches]).mean(0) for name in batches[0]}
 
     def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
-        """Bases and start from the SVD of the signed mean gradient."""
+        """Compute bases and initial cores from the SVD of the signed mean gradient."""
         start = initial.clone()
         views = layout.views(start)
         state: State = {}
@@ -104,5 +105,5 @@ class FedSB(Method):
         return {"shared": self.pack(layout, start), **state}
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """The mean core; the bases stay."""
+        """Take the mean core and keep the bases."""
         return state | {"shared": mean["shared"]}

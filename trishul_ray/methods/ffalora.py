@@ -1,17 +1,17 @@
-"""FFA-LoRA: LoRA with A frozen.
+"""FFA-LoRA: LoRA with A frozen, so that averaging B is exact.
 
 Sun et al.: "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024, arXiv 2403.12313.
 
-A is drawn once, the same on every client, and never trained; B starts at zero and alone is
-trained, sent and averaged. With a common A the mean of the products is the product of the means, so
-aggregation is exact. Half the parameters of LoRA at equal rank on a square matrix, hence twice the
-rank at equal budget (``floor(N / d_out)``).
+A is drawn once, the same on every client, and never trained. B starts at zero; it alone is trained,
+sent and averaged. With a common A the mean of the products is the product of the means. At equal
+rank this is half the parameters of LoRA on a square matrix, hence twice the rank at equal budget
+(``floor(N / d_out)``).
 """
 
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.adapters import ffa, ignored_by
+from trishul_ray.methods.adapters import attach_adapters, ignored_by
 from trishul_ray.methods.base import Method, MethodConfig, Site, register
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class FFALoRAConfig(MethodConfig):
-    """FFA-LoRA's hyper-parameters."""
+    """FFA-LoRA has no hyper-parameters."""
 
     name: Literal["ffalora"] = "ffalora"
 
 
 @register("ffalora")
 class FFALoRA(Method):
-    """FedAvg on B alone."""
+    """Train and average B alone."""
 
     Config = FFALoRAConfig
     summary = "LoRA with a common frozen A; B averaged (exact)"
@@ -35,9 +35,9 @@ class FFALoRA(Method):
     rates_like = "ffalora"
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """LoRA with A frozen on every target."""
-        return ffa(site)
+        """Attach LoRA with A frozen to every target."""
+        return attach_adapters("ffa", site)
 
     def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
-        """What LoRA with A frozen does not read."""
+        """Return what LoRA with A frozen does not read."""
         return ignored_by("ffa", adapter)

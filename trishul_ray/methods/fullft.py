@@ -1,7 +1,7 @@
 """Full fine-tuning: FedAvg on every weight of the backbone.
 
 McMahan et al., AISTATS 2017, arXiv 1602.05629, applied to the whole pretrained model: the upper
-reference of the paper's tables, at the cost of the whole model up and down each round.
+reference of the paper's tables. The whole model is sent up and down each round.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class FullFTConfig(MethodConfig):
-    """Full fine-tuning has no hyper-parameters of its own."""
+    """Full fine-tuning has no hyper-parameters."""
 
     name: Literal["fullft"] = "fullft"
 
 
 @register("fullft")
 class FullFT(Method):
-    """No adapter: all parameters are trained, sent and averaged."""
+    """Train, send and average all parameters, without adapters."""
 
     Config = FullFTConfig
     summary = "FedAvg on all weights of the backbone"
@@ -31,9 +31,9 @@ class FullFT(Method):
     train_all = True
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """None: the backbone's own weights are what is trained."""
+        """Attach none."""
         return {}
 
     def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
-        """Every field of adapters."""
+        """Return all fields of adapters."""
         return frozenset({"budget", "adapter"})

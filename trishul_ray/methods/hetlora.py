@@ -1,4 +1,4 @@
-"""HetLoRA: clients of different ranks, zero-padded, weighed by the norm of their update.
+"""HetLoRA: clients of different ranks, padded with zeros and weighted by the norm of their update.
 
 Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP
 2024, arXiv 2401.06432.
@@ -6,18 +6,18 @@ Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 A client of rank r_c takes the first r_c columns of B and rows of A, trains them, and uploads them
 padded with zeros. The server averages the padded factors with weights
 ``p_c = ||B_c A_c||_F / sum ||B A||_F`` (root of the sum of squares over layers; equal weights while
-all are zero); inexact. The classification head is no low-rank factor: ``federation.weighting``
-alone weighs it.
+all are zero), which is inexact. The classification head is not low-rank, so it is averaged by
+``federation.weighting`` alone.
 
-The cohort's factors are padded to the largest rank among them; of the components beyond it the
-paper says nothing. With ``method.unsent=keep`` they keep the server's values. ``zero`` pads to
-r_max whoever takes part: a round without a client of full rank then zeroes a row of A and its
-column of B, whose gradients are zero from there on (each is a product with the other), so that the
-rank of the global model only ever falls.
+The cohort's factors are padded to the largest rank in the cohort; the paper does not define what
+happens to components beyond it. With ``method.unsent=keep`` they keep the server's values. ``zero``
+always pads to r_max: after a round without a client of full rank, a row of A and its column of B
+are zero and so are their gradients (each is a product with the other), so the rank of the global
+model can only fall.
 
-Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of
-the rank, and a lower rank for good once the tail has shrunk) is a switch, off by default since the
-comparison in the paper speaks of truncation alone.
+Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of the rank, and a lower
+rank permanently once the tail has shrunk) is off by default, since the TRISHUL paper compares
+with truncation alone.
 """
 
 import math
@@ -28,12 +28,13 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import LoRAMethod, exact_share, limit_rank, lora_pairs
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
+from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, exact_share, register
+from trishul_ray.methods.fedit import FedIT
 
 
 class HetLoRAConfig(MethodConfig):
-    """HetLoRA's hyper-parameters."""
+    """Hyper-parameters of HetLoRA."""
 
     name: Literal["hetlora"] = "hetlora"
     prune: bool = Field(False, description="self-pruning of a client's rank")
@@ -43,55 +44,54 @@ class HetLoRAConfig(MethodConfig):
     unsent: Literal["keep", "zero"] = Field(
         "keep",
         description="components beyond every rank of the cohort: keep the server's value, or "
-        "average the zeros of the padding, after which they never train again",
+        "average the zeros of the padding, after which they are never trained again",
     )
 
 
 @register("hetlora")
-class HetLoRA(LoRAMethod):
-    """Truncate, train, pad, average by norm."""
+class HetLoRA(FedIT):
+    """Truncate, train, pad with zeros, and average by norm."""
 
     Config = HetLoRAConfig
     summary = "LoRA of client-specific rank; zero-padded, averaged by update norm (inexact)"
     reference = "Cho et al., EMNLP 2024, arXiv 2401.06432"
     communication = "r_c (d_in + d_out) per matrix up and down"
-    rates_like = "fedit"
     takes_limits = True
-    weighs_head = False
+    weighs_classifier = False
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """The first r_c components of the broadcast; the rest is zero and stays so."""
+        """Take the first r_c components of the broadcast and zero the others for good."""
         super().start(run, initial)
         kept = run.client_state.get("rank")
-        rank = limit_rank(run, None if kept is None else int(kept))
+        rank = self.limit_rank(run, None if kept is None else int(kept))
         run.memory["rank"] = torch.tensor([float(rank)])
         run.memory["tail"] = torch.stack(self._tails(run, run.vector)).sum()
 
     def _pruned(self, rank: int) -> int:
         """Return where the tail of ``rank`` begins: ``floor(gamma rank)``, at least min_rank."""
-        least: int = self.config.min_rank
-        return max(least, math.floor(exact_share(rank, self.config.gamma)))
+        minimum: int = self.config.min_rank
+        return max(minimum, math.floor(exact_share(rank, self.config.gamma)))
 
     def _tails(self, run: LocalRun, vector: Tensor) -> list[Tensor]:
-        """``||B[:, tail]||_F ||A[tail, :]||_F`` of every layer, tail = gamma r_c .. r_c."""
+        """Return ``||B[:, tail]||_F ||A[tail, :]||_F`` by layer, with tail = gamma r_c .. r_c."""
         stop = int(run.memory["rank"])
         first = self._pruned(stop)
         pairs = lora_pairs(run.layout.views(vector))
         return [b[:, first:stop].norm() * a[first:stop].norm() for _, a, b in pairs]
 
     def before_step(self, run: LocalRun) -> None:
-        """Add the gradient of the tail's penalty."""
+        """Add the gradient of the penalty on the tail."""
         if not self.config.prune or self.config.penalty == 0:
             return
         with torch.enable_grad():
             leaf = run.vector.detach().clone().requires_grad_()
             total = torch.stack(self._tails(run, leaf)).sum()
             (slope,) = torch.autograd.grad(total, leaf)
-        # Where a factor's tail is all zero its norm has no gradient; the subgradient 0 is taken.
+        # The norm of an all-zero tail has no gradient; take the subgradient 0.
         run.grad.add_(slope.nan_to_num(0.0), alpha=self.config.penalty)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
-        """The padded factors; a client whose tail has shrunk keeps a smaller rank."""
+        """Send the padded factors; lower the rank for good if the tail has shrunk."""
         rank = int(run.memory["rank"])
         state: State = {}
         if self.config.prune:
@@ -102,24 +102,24 @@ class HetLoRA(LoRAMethod):
         return {"shared": self.pack(run.layout, run.vector)}, state
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
-        """``||B_c A_c||_F``, by ``tr(A^T B^T B A)`` without forming the product.
+        """Return ``||B_c A_c||_F``, as ``tr(A^T B^T B A)`` without forming the product.
 
-        An update of zero has the smallest weight there is, so that where all are zero all count
-        alike.
+        A zero update has a tiny positive weight, so that clients have equal weights while all
+        updates are zero.
         """
         squares = [
             float(((b.mT @ b).double() * (a @ a.mT).double()).sum())
-            for _, a, b in lora_pairs(self.named(layout, upload["shared"]))
+            for _, a, b in lora_pairs(self.named_tensors(layout, upload["shared"]))
         ]
         return float(max(sum(squares), 1e-60) ** 0.5)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """The mean of the padded factors; by default what nobody sent stays as it was."""
+        """Take the mean of the padded factors; by default keep components that nobody sent."""
         shared = mean["shared"].clone()
         if self.config.unsent == "keep":
-            old = self.named(layout, state["shared"])
-            for layer, a, b in lora_pairs(self.named(layout, shared)):
-                # A weighted sum with positive weights: all zero where all uploads are.
+            old = self.named_tensors(layout, state["shared"])
+            for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
+                # Weights are positive: a component of the mean is zero where it is in all uploads.
                 unsent = (a == 0).all(dim=1) & (b == 0).all(dim=0)  # [r]
                 a[unsent] = old[f"{layer}.lora_A"][unsent]
                 b[:, unsent] = old[f"{layer}.lora_B"][:, unsent]

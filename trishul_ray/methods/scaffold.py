@@ -3,19 +3,20 @@
 Karimireddy et al.: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
 arXiv 1910.06378, on all trainables of the adapter, as the TRISHUL paper uses it.
 
-The server keeps c, each client c_i, all zero at first. A client steps along ``g - c_i + c``; what
-its variate is after K steps is ``method.option``:
+The server keeps a control variate c and each client its own c_i, all zero at first. A client steps
+along ``g - c_i + c``. ``method.option`` selects its new variate after K steps:
 
 - ``II``: ``c_i+ = c_i - c + (x - y) / (K eta)``, as published; with a learning-rate schedule the
-  sum of the K rates stands for ``K eta``. Under plain SGD this is the mean of the K raw gradients,
-  but for what float32 loses in ``x - y``; under Adam or with clipping it is no gradient.
-- ``auto``: the mean of the K raw gradients itself, whatever the optimizer.
-- ``I``: the mean gradient at x of the round's K mini-batches, read once more before the first step.
+  sum of the K rates replaces ``K eta``. Under plain SGD this is the mean of the K raw gradients, up
+  to rounding of ``x - y`` in float32; under Adam or with clipping it is not a gradient.
+- ``auto``: the mean of the K raw gradients itself, with any optimizer.
+- ``I``: the mean gradient at x of the round's K mini-batches, in an extra pass before the first
+  step.
 
-The client uploads its trainables and ``c_i+ - c_i``. The server averages the former (as FedIT:
-inexact), ``x <- x + eta_g (mean - x)``, and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, over all N
-registered clients: a plain sum, also where ``federation.weighting`` weighs the trainables by size.
-Traffic is twice LoRA's in both directions.
+The client uploads its trainables and ``c_i+ - c_i``. The server averages the former (inexactly, as
+FedIT does), ``x <- x + eta_g (mean - x)``, and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, where N
+counts all registered clients. This sum is unweighted whatever ``federation.weighting`` is. Traffic
+is twice that of LoRA in both directions.
 """
 
 from typing import Literal
@@ -25,12 +26,12 @@ from pydantic import Field
 from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import LoRAMethod
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
+from trishul_ray.methods.fedit import FedIT
 
 
 class ScaffoldConfig(MethodConfig):
-    """SCAFFOLD's hyper-parameters."""
+    """Hyper-parameters of SCAFFOLD."""
 
     name: Literal["scaffold"] = "scaffold"
     option: Literal["auto", "I", "II"] = Field(
@@ -42,7 +43,7 @@ class ScaffoldConfig(MethodConfig):
 
 
 @register("scaffold")
-class Scaffold(LoRAMethod):
+class Scaffold(FedIT):
     """FedIT with control variates."""
 
     Config = ScaffoldConfig
@@ -50,18 +51,17 @@ class Scaffold(LoRAMethod):
     reference = "Karimireddy et al., ICML 2020, arXiv 1910.06378"
     communication = "2 r (d_in + d_out) per matrix up and down"
     plain_mean = frozenset({"control"})
-    rates_like = "fedit"
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Where the round began, and how far the cohort's direction is from this client's."""
+        """Keep the broadcast, and the correction ``c - c_i`` of this client's gradients."""
         super().start(run, initial)
         if not run.training:
             return
-        own = run.client_state.get("control", torch.zeros_like(run.vector))
+        control = run.client_state.get("control", torch.zeros_like(run.vector))
         run.memory = {
             "start": run.vector.clone(),
-            "own": own,
-            "correction": run.broadcast["control"] - own,
+            "control": control,
+            "correction": run.broadcast["control"] - control,
             "gradients": torch.zeros_like(run.vector),
         }
         if self.config.option == "I":
@@ -70,13 +70,13 @@ class Scaffold(LoRAMethod):
                 run.memory["gradients"] += run.grad
 
     def before_step(self, run: LocalRun) -> None:
-        """``g <- g - c_i + c``, before any optimizer; the raw gradient is remembered."""
+        """Sum the raw gradients, then correct: ``g <- g - c_i + c``."""
         if self.config.option != "I":
             run.memory["gradients"] += run.grad
         run.grad += run.memory["correction"]
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
-        """The trainables and the change of this client's variate, which it keeps."""
+        """Send the trainables and the change of this client's variate; keep the variate."""
         memory = run.memory
         if self.config.option == "II":
             moved = (memory["start"].double() - run.vector) / run.summed_rate(steps, steps)
@@ -84,19 +84,19 @@ class Scaffold(LoRAMethod):
         else:
             control = memory["gradients"] / steps
         shared = self.pack(run.layout, run.vector)
-        return {"shared": shared, "control": control - memory["own"]}, {"control": control}
+        return {"shared": shared, "control": control - memory["control"]}, {"control": control}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
-        """Both parts have the trainables' length."""
+        """Return the length of the trainables for both arrays."""
         return {"shared": layout.size, "control": layout.size}
 
     def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
-        """C = 0."""
+        """Start with c = 0."""
         start = super().initial_state(layout, initial, survey)
         return start | {"control": torch.zeros_like(initial)}
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """``x <- x + eta_g (mean - x)`` and ``c <- c + (m/N) mean(dc) = c + (1/N) sum dc``."""
+        """Apply ``x <- x + eta_g (mean - x)`` and ``c <- c + (m/N) mean(dc)``, dc = c_i+ - c_i."""
         shared = mean["shared"]
         if self.config.server_lr != 1.0:
             shared = state["shared"] + self.config.server_lr * (shared - state["shared"])

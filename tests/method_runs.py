@@ -1,0 +1,67 @@
+"""Runs of methods without Ray, for the tests of methods."""
+
+from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.reduce import Reducer, finish, partial_sum
+from trishul_ray.federation.server import Server
+from trishul_ray.federation.workbench import global_model
+from trishul_ray.storage import Store
+
+RUNS = iter(range(10_000))
+
+
+def server_of(inline, tmp_path):
+    experiment = inline.bench.settings
+    store = Store.open(str(tmp_path / f"run-{next(RUNS)}"))
+    return Server(experiment, inline, CheckpointStore(store, experiment.id), "attempt")
+
+
+def run(inline, tmp_path):
+    server = server_of(inline, tmp_path)
+    while not server.finished:
+        server.step()
+    return server
+
+
+class Recording:
+    """An executor that remembers the uploads of its last jobs."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def run(self, broadcast, jobs):
+        outcome = self.inner.run(broadcast, jobs)
+        if outcome.uploads:
+            self.broadcast, self.uploads = broadcast, outcome.uploads
+        return outcome
+
+
+def weights_of(inline, broadcast):
+    trained = global_model(inline.bench, broadcast, 0)
+    return inline.bench.model.deltas(trained.vector, trained.base, trained.constants)
+
+
+def same_run(executor, tmp_path, first, second):
+    results = [run(executor(*options), tmp_path) for options in (first, second)]
+    assert state_digest({"shared": results[0].state["shared"]}) == state_digest(
+        {"shared": results[1].state["shared"]}
+    )
+
+
+def initial_state(inline):
+    bench = inline.bench
+    return to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+
+
+def one_round(inline, clients=(0, 1, 2)):
+    blueprint, bench = inline.describe({}), inline.bench
+    before = initial_state(inline)
+    uploads = [train_client(bench, before, TrainJob(1, c))[0] for c in clients]
+    weighting = bench.settings.federation.weighting
+    reducer = Reducer(bench.method, bench.model.layout, weighting, blueprint.expected)
+    mean, trained = finish(partial_sum(uploads, reducer), before, blueprint.expected)
+    return uploads, mean, trained

@@ -1,0 +1,22 @@
+"""FedEx-LoRA: how its residual is counted."""
+
+from method_runs import run
+
+from trishul_ray.federation.checkpoint import state_digest
+
+
+def test_fedex_counts_its_residual(executor, tmp_path):
+    dense = run(executor("method=fedex"), tmp_path)
+    factors = run(executor("method=fedex", "method.ship=factors"), tmp_path)
+    lora = dense.blueprint.parameters["adapter"]
+    head = dense.blueprint.parameters["head"]
+    widths = 8 * 64 * 64
+    cohort = 3
+    assert [r["downloaded_parameters"] for r in dense.records[1:]] == [
+        cohort * (lora + head),
+        cohort * (lora + head + widths),
+    ]
+    assert factors.records[2]["downloaded_parameters"] == cohort * (
+        lora + head + (cohort + 1) * lora
+    )
+    assert state_digest(dense.state) == state_digest(factors.state)

@@ -1,0 +1,69 @@
+"""SCAFFOLD: control variates of clients and server."""
+
+import numpy as np
+import pytest
+from method_runs import Recording, run, same_run, server_of
+
+from trishul_ray.federation.determinism import deterministic
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import TrainJob, to_arrays
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_scaffold_in_its_first_round_is_fedit(executor, tmp_path, optimizer):
+    """All variates are zero, so there is nothing to correct."""
+    options = [f"optimizer.name={optimizer}", "federation.rounds=1"]
+    same_run(executor, tmp_path, ["method=scaffold", *options], ["method=fedit", *options])
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "size"])
+def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path, weighting):
+    """c moves by 1/N times the plain sum of the changes, however the trainables are weighed."""
+    words = ["method=scaffold", f"federation.weighting={weighting}", "partition.variant=per-label"]
+    recording = Recording(executor(*words))
+    server = run(recording, tmp_path)
+    assert len({u.rows for u in recording.uploads}) > 1
+    total = sum(state["control"].astype(np.float64) for state in server.client_states.values())
+    np.testing.assert_allclose(server.state["control"], total / 4, rtol=1e-4, atol=1e-6)
+
+
+def variate(executor, *words):
+    """The control variate of one client after round 1, in which there is no correction."""
+    inline = executor("method=scaffold", *words)
+    bench = inline.bench
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    with deterministic(bench.settings):
+        _, report = train_client(bench, to_arrays(start), TrainJob(1, 0))
+    return report.state["control"].astype(np.float64)
+
+
+def test_scaffold_variate_at_small_rates_is_the_mean_gradient(executor):
+    """At a rate so small that nothing moves, it does not depend on optimizer or option."""
+    found = variate(executor, "optimizer.name=sgd", "optimizer.lr=1e-7")
+    exact = variate(executor, "optimizer.name=adam", "optimizer.lr=1e-9")
+    assert np.linalg.norm(exact) > 0
+    assert np.linalg.norm(found - exact) < 1e-4 * np.linalg.norm(exact)
+    first = variate(executor, "optimizer.name=sgd", "optimizer.lr=1e-7", "method.option=I")
+    np.testing.assert_allclose(found, first, rtol=1e-3, atol=1e-6)
+
+
+def test_scaffold_options_differ_where_they_should(executor):
+    """Option II is the mean raw gradient under plain SGD and no gradient under Adam."""
+    for optimizer, equal in (("sgd", True), ("adam", False)):
+        words = [f"optimizer.name={optimizer}", "optimizer.lr=0.05"]
+        auto = variate(executor, *words)
+        literal = variate(executor, *words, "method.option=II")
+        first = variate(executor, *words, "method.option=I")
+        assert (np.linalg.norm(literal - auto) < 1e-3 * np.linalg.norm(auto)) == equal
+        assert np.linalg.norm(first - auto) > 1e-2 * np.linalg.norm(auto)
+
+
+def test_scaffold_server_step(executor, tmp_path):
+    """The server goes eta_g times as far from the broadcast as the mean does."""
+    moved = {}
+    for rate in (1, 0.5):
+        server = server_of(executor("method=scaffold", f"method.server_lr={rate}"), tmp_path)
+        start = server.state["shared"]
+        server.step()
+        moved[rate] = server.state["shared"] - start
+    np.testing.assert_allclose(moved[0.5], 0.5 * moved[1], atol=1e-6)

@@ -1,0 +1,174 @@
+"""TRISHUL: allocation of core heads, the prox and the clip."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from method_runs import server_of
+
+from trishul_ray.federation.local import gradient_mask
+from trishul_ray.federation.messages import to_arrays
+from trishul_ray.federation.workbench import new_run
+from trishul_ray.methods.base import LocalRun
+from trishul_ray.rng import torch_rng
+
+
+@pytest.mark.parametrize("allocation", ["gradient", "curvature"])
+def test_measured_allocations(executor, tmp_path, allocation):
+    inline = executor("method=trishul", f"method.allocation={allocation}")
+    server = server_of(inline, tmp_path)
+    asked = server.records[0]["uploaded_parameters"]
+    assert asked == 4 * len(inline.bench.model.specs), "one number per layer and asked client"
+    heads = server.blueprint.heads
+    assert sum(heads.values()) == 16
+    blocks = {}
+    for spec in inline.bench.model.specs:
+        score = float(server.survey[spec.name][0])
+        blocks[spec.block] = blocks.get(spec.block, 0.0) + score
+    order = sorted(blocks, key=blocks.get)
+    counts = [heads.get(block, 0) for block in order]
+    assert counts == sorted(counts), "more gradient, no fewer heads"
+    resumed = server_of(inline, tmp_path)
+    assert resumed.blueprint.heads == heads
+
+
+@pytest.mark.parametrize("allocation", ["gradient", "curvature"])
+def test_measured_scores_cannot_give_one_block_all_heads(executor, allocation, caplog):
+    def heads(*words):
+        inline = executor("method=trishul", f"method.allocation={allocation}", *words)
+        site = inline.bench.site
+        blocks = list(site.blocks())
+        survey = {
+            layer.name: torch.tensor([1e9 if layer.block == blocks[0] else 1e-9])
+            for layer in site.layers
+        }
+        found = inline.bench.method.adapters(replace(site, survey=survey))
+        return {layer.block: found[layer.name].heads for layer in site.layers}, site, found
+
+    counts, site, found = heads()
+    layer = site.layers[0]
+    cap = min(layer.d_out, layer.d_in) // found[layer.name].rank
+    total = 4 * len(counts)
+    assert counts[layer.block] == cap < total == sum(counts.values())
+    free, _, _ = heads("adapter.overflow=independent")
+    assert free[layer.block] == total
+    wide, _, _ = heads("adapter.init=random_normal", f"adapter.heads={total}", "adapter.rank=8")
+    assert sum(wide.values()) == total * len(counts)
+
+
+def test_water_filling_changes_the_heads_and_keeps_the_total(executor):
+    filled, uniform = executor("method=trishul"), executor("method.allocation=uniform")
+    heads = filled.describe({}).heads
+    assert sum(heads.values()) == sum(uniform.describe({}).heads.values())
+    assert set(uniform.describe({}).heads.values()) == {4}
+    assert (
+        filled.describe({}).parameters["adapter"] == uniform.describe({}).parameters["adapter"]
+    ), "all layers of this backbone are alike, so the budget is kept exactly"
+
+
+def test_blocks_are_scored_by_the_configured_weights(executor):
+    for scores, count in (("adapted", 2), ("attention", 4), ("all", 6)):
+        inline = executor("method=trishul", f"method.block_scores={scores}")
+        site = inline.bench.site
+        weights = {
+            n: p.double().square().sum()
+            for n, p in inline.bench.model.merge(inline.bench.initial).named_parameters()
+        }
+        assert len(site.scored) == count * len(site.blocks())
+        for layer in site.scored:
+            assert site.squared_norms[layer.name] == pytest.approx(
+                float(weights[layer.name + ".weight"]), rel=1e-9
+            )
+    # A block whose MLP outweighs the others' gets more heads only where all weights score.
+    heavy = site.scored[-1]
+    assert "mlp" in heavy.name
+    norms = dict(site.squared_norms) | {heavy.name: 1e6}
+    found = inline.bench.method.adapters(replace(site, squared_norms=norms))
+    heads = {layer.block: found[layer.name].heads for layer in site.layers}
+    assert max(heads, key=heads.get) == heavy.block
+    plain = executor("method=trishul", "method.block_scores=adapted").bench
+    found = plain.method.adapters(replace(plain.site, squared_norms=norms))
+    assert max(adapter.heads for adapter in found.values()) < max(heads.values())
+
+
+def local_run(bench, vector):
+    return LocalRun(
+        layout=bench.model.layout,
+        vector=vector,
+        grad=torch.zeros_like(vector),
+        broadcast={},
+        client_state={},
+        optimizer=bench.settings.optimizer,
+        generator=torch_rng(0, "test"),
+        common=torch_rng(0, "common"),
+    )
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+def test_prox_cadence_keeps_the_total_threshold(executor, steps):
+    """k times the threshold every k steps is the same shrinkage where nothing else moves."""
+    every, thirds = executor("method.lam=2"), executor("method.lam=2", "method.prox_every=3")
+    start = torch.randn(every.bench.initial.shape, generator=torch_rng(0, "x")) * 0.1
+    results = []
+    for inline in (every, thirds):
+        run = local_run(inline.bench, start.clone())
+        for step in range(1, steps + 1):
+            inline.bench.method.after_step(run, step, steps)
+        results.append(run.vector)
+        banks = zip(run.layout.core_banks(run.vector), run.layout.core_banks(start), strict=True)
+        for after, before in banks:
+            expected = torch.linalg.svdvals(before) - steps * 2 * 0.01
+            torch.testing.assert_close(
+                torch.linalg.svdvals(after), expected.clamp(min=0), atol=1e-5, rtol=0
+            )
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=0)
+
+
+def test_scalars_are_clipped(executor):
+    inline = executor("method.scalar_max=1.5")
+    run = local_run(inline.bench, torch.full_like(inline.bench.initial, 3.0))
+    views = run.layout.views(run.vector)
+    names = [n for n in views if n.endswith(".scale")]
+    views[names[0]].fill_(-2.0)
+    inline.bench.method.after_step(run, 1, 4)
+    assert (views[names[0]] == 0).all()
+    assert all((views[n] == 1.5).all() for n in names[1:])
+
+
+def test_the_clip_leaves_inactive_scalars_unchanged(executor):
+    inline = executor("method=trishul", "method.scalar_max=0.5", "method.head_fraction=0.5")
+    bench = inline.bench
+    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    run_ = new_run(bench, start, 1, 0)
+    bench.method.start(run_, bench.initial)
+    bench.method.after_step(run_, 1, 4)
+    trained = gradient_mask(run_, bench.method.wire(run_.layout))
+    masks = {k: v.bool() for k, v in run_.layout.views(trained).items() if k.endswith(".scale")}
+    assert masks
+    for name, mask in masks.items():
+        scale = run_.layout.views(run_.vector)[name]
+        assert 0 < mask.sum() < len(mask)
+        assert (scale[mask] == 0.5).all() and (scale[~mask] == 1).all()
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_the_prox_on_the_change_shrinks_the_change(executor, share):
+    words = ["method=trishul", "method.prox_on=change", "method.lam=2"]
+    inline = executor(*words, f"method.head_fraction={share}")
+    bench = inline.bench
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    generator = torch.Generator().manual_seed(0)
+    start["shared"] = torch.randn(start["shared"].shape, generator=generator)
+    run_ = new_run(bench, to_arrays(start), 1, 0)
+    bench.method.start(run_, bench.initial)
+    before = run_.vector.clone()
+    mask = gradient_mask(run_, bench.method.wire(run_.layout))
+    step = 0.1 * torch.randn(before.shape, generator=generator)
+    step = step if mask is None else step * mask
+    run_.vector.add_(step)
+    bench.method.after_step(run_, 1, 4)
+    banks = [run_.layout.core_banks(v) for v in (before, step, run_.vector)]
+    for old, change, new in zip(*banks, strict=True):
+        u, s, vt = torch.linalg.svd(change.double())
+        shrunk = u @ torch.diag_embed((s - 2 * 0.01).clamp(min=0)) @ vt
+        torch.testing.assert_close(new.double(), old.double() + shrunk, atol=1e-5, rtol=1e-5)
