@@ -117,7 +117,7 @@ def export(
 
     The newest checkpoint counts, so a run that is still going can be exported too.
     """
-    from trishul_ray.run.export import export_run
+    from trishul_ray.run.artifacts import export_run
 
     rounds = export_run(run_id, directory, merged=merged, runs=runs)
     kind = "merged model" if merged else "PEFT adapter"

@@ -13,13 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-from ray import _raylet  # type: ignore[attr-defined]  # a compiled module without types
 from ray._private import ray_constants, utils, worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
+
+_raylet: Any = ray._raylet  # a compiled module without types
 
 #: Where Ray looks for a token, besides ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -141,9 +142,8 @@ def _start(cpus: int | None) -> None:
 
 def _join(address: str) -> None:
     _check_answers(address)
-    if not os.environ.get(
-        "RAY_AUTH_MODE"
-    ) and _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    has_token = _raylet.AuthenticationTokenLoader.instance().has_token
+    if not os.environ.get("RAY_AUTH_MODE") and has_token(ignore_auth_mode=True):
         # As `ray start` does if there is a token. With an explicit address Ray sends none.
         os.environ["RAY_AUTH_MODE"] = "token"
         _raylet.Config.initialize("")  # the mode was read when Ray was imported

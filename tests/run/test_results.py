@@ -1,4 +1,4 @@
-"""What a result records of the machine."""
+"""The description of the machine in a result."""
 
 import json
 import os
