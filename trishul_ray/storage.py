@@ -39,19 +39,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Store:
-    """A folder on a filesystem. Writes are atomic.
-
-    Attributes:
-        filesystem: The pyarrow filesystem.
-        root: The folder's path on it.
-        uri: The folder's address for messages, without credentials.
-        retry_seconds: Seconds for which a failed operation is retried.
-    """
+    """A folder on a filesystem. Writes are atomic."""
 
     filesystem: fs.FileSystem
-    root: str
-    uri: str
-    retry_seconds: float = 0.0
+    root: str  # the folder's path on the filesystem
+    uri: str  # its address for messages, without credentials
+    retry_seconds: float = 0.0  # for which a failed operation is retried
 
     @classmethod
     def open(cls, uri: str, retry_seconds: float = 0.0) -> "Store":
@@ -84,11 +77,7 @@ class Store:
         return place(self.uri, name)
 
     def missing_bucket(self) -> str | None:
-        """Return the name of this folder's bucket if the bucket does not exist.
-
-        Raises:
-            StorageError: The object store does not answer.
-        """
+        """Return the name of this folder's bucket if the bucket does not exist."""
         if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
             return None
         bucket = self.root.partition("/")[0]
@@ -182,10 +171,7 @@ class Store:
     ) -> T:
         """Call ``action`` until it succeeds, is refused, or :attr:`retry_seconds` have passed.
 
-        Raises:
-            FileNotFoundError: The file does not exist, and ``may_be_missing`` is true.
-            StorageRefusedError: A retry cannot change the failure.
-            StorageError: The last attempt failed.
+        With ``may_be_missing`` a FileNotFoundError is raised as it is.
         """
         address = self.place(name) if name else self.uri
 

@@ -36,20 +36,11 @@ from trishul_ray.storage import Store
 
 
 def write_artifacts(
-    experiment: Experiment,
-    prepared: Prepared,
-    result: RunResult,
-    folder: Path,
-    note: str | None = None,
+    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, note: str
 ) -> None:
     """Write ``figures/``, ``diagnostics.npz``, and ``adapter/`` (PEFT) or ``model/`` (merged).
 
-    Args:
-        experiment: What was run.
-        prepared: Its data and partition.
-        result: The result of the finished run.
-        folder: An existing, empty folder.
-        note: A line above every figure.
+    ``folder`` exists and is empty; ``note`` is a line above every figure.
     """
     with deterministic(experiment):
         _draw_figures(experiment, prepared, result, folder / "figures", note)
@@ -65,16 +56,13 @@ def write_artifacts(
 
 
 def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
-    """Write the adapter, or the merged model, of a run's newest checkpoint.
+    """Write the adapter, or the merged model, of a run's newest checkpoint; return its round.
 
     Args:
         run: The id of a run under ``runs``, or the folder of a run.
         directory: The folder to create.
         merged: Whether to write the whole model instead of the adapter.
         runs: The folder of all runs.
-
-    Returns:
-        The round of the checkpoint.
 
     Raises:
         InputError: The run does not exist, or ``directory`` is not empty.
@@ -118,7 +106,7 @@ def write_model(
 
     Args:
         bench: The workbench of the run.
-        broadcast: The broadcast of the round after ``round_number``.
+        broadcast: What clients receive after round ``round_number``.
         round_number: The last round.
         adapter: Folder of the PEFT adapter.
         merged: Folder of the whole model with the update in its weights. If both are given, this
@@ -138,7 +126,7 @@ def write_model(
 
 
 def _draw_figures(
-    experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, note: str | None
+    experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, note: str
 ) -> None:
     figures.mkdir()
     headline = result.blueprint.task.headline
@@ -162,13 +150,8 @@ def _draw_figures(
         note=note,
     )
     held = client_labels(prepared, experiment)
-    label_distribution(
-        held.counts,
-        figures / "label_distribution.png",
-        classes=held.names,
-        what=held.what,
-        note=note,
-    )
+    path = figures / "label_distribution.png"
+    label_distribution(held.counts, path, classes=held.names, what=held.what, note=note)
     if heads := result.blueprint.heads:
         path = figures / "heads_per_layer.png"
         norms = [result.blueprint.block_norms[block] for block in heads]
@@ -186,13 +169,10 @@ def _draw_figures(
             note=note,
         )
     if result.matrices and result.matrices["clients"].shape[1] > 1:
-        client_matrices(
-            result.matrices["clients"],
-            result.matrices["covariance"],
-            result.matrices["principal_angle_similarity"],
-            figures / "client_matrices.png",
-            note=note,
-        )
+        clients, covariance = result.matrices["clients"], result.matrices["covariance"]
+        similarity = result.matrices["principal_angle_similarity"]
+        path = figures / "client_matrices.png"
+        client_matrices(clients, covariance, similarity, path, note=note)
     if "before" in result.spectra:
         threshold = float(result.spectra["threshold"][0])
         path = figures / "spectra.png"

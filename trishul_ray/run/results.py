@@ -48,13 +48,12 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Describe the machine of this process."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": platform.machine(),
         "system": platform.system(),
         "cpus": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "processor": processor(),
         "kernels": kernels(),
@@ -72,12 +71,10 @@ def processor() -> str:
 
 
 def kernels() -> dict[str, Any]:
-    """Describe what determines, besides the processor, the kernels of this process.
+    """Describe what determines the kernels of this process, besides the processor.
 
-    Returns:
-        ``blas`` and ``libraries`` that torch was built with; ``environment``: the variables that
-        limit instruction sets, if set; with a GPU also ``cuda``: the versions of CUDA and cuDNN,
-        the compute capability, and the cuBLAS workspace.
+    These are ``blas`` and ``libraries`` of torch, the ``environment`` variables that limit
+    instruction sets, if set, and ``cuda`` on a GPU.
     """
     built = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", built)
@@ -103,11 +100,9 @@ def config_yaml(experiment: Experiment) -> bytes:
 
 def flat_metrics(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of one record, for MLflow and the metrics table."""
-    numbers = {
-        k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "round"
-    }
-    numbers["refused_uploads"] = float(len(record.get("refused", {})))
-    return numbers
+    numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "round"}
+    numbers["refused_uploads"] = len(record.get("refused", {}))
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def metrics_parquet(records: list[dict[str, Any]]) -> bytes:
@@ -145,7 +140,6 @@ def summarize(
     experiment: Experiment,
     result: RunResult,
     coverage: Coverage,
-    *,
     wall_seconds: float,
     run_id: str | None,
 ) -> dict[str, Any]:

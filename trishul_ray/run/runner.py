@@ -58,30 +58,18 @@ from trishul_ray.tracking.store import redact, tracking_uri, ui_command
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
+    """The result of :func:`run_experiment`."""
 
-    Attributes:
-        summary: The content of its result.json.
-        home: The run's folder.
-        repeated: Whether it had finished before, so that nothing was run.
-        mlflow_command: The command that opens its tracking store, if any.
-    """
-
-    summary: dict[str, Any]
-    home: Store
-    repeated: bool
-    mlflow_command: str | None
+    summary: dict[str, Any]  # the content of result.json
+    home: Store  # the run's folder
+    repeated: bool  # whether it had finished before, so that nothing was run
+    mlflow_command: str | None  # opens its tracking store
 
 
 def run_experiment(
     experiment: Experiment, progress: RunProgress, *, fresh: bool = False
 ) -> FinishedRun:
-    """Run an experiment, continue it, or read its result.
-
-    Args:
-        experiment: What to run.
-        progress: Displays the progress of the run.
-        fresh: Whether to delete the results of an earlier run of the same experiment.
+    """Run an experiment, continue it, or read its result; ``fresh`` deletes an earlier run first.
 
     Raises:
         InputError: The parts of the experiment do not fit together.
@@ -223,9 +211,7 @@ def _run(
             home.upload_folder(folder)
             files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
             wall = time.perf_counter() - began
-            summary = summarize(
-                experiment, result, coverage, wall_seconds=wall, run_id=tracker.run_id
-            )
+            summary = summarize(experiment, result, coverage, wall, tracker.run_id)
             summary["files"] = sorted(files)
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", result_json(summary))
@@ -274,35 +260,32 @@ def _open_tracker(experiment: Experiment, attempt: str, coverage: Coverage) -> T
     options = experiment.tracking
     if not options.mlflow:
         return NullRun()
+    tags = {
+        "trishul.id": experiment.id,
+        "trishul.data": coverage.sentence,
+        "trishul.part": str(coverage.part),
+    }
+    rows = {"train": asdict(coverage.train), "test": asdict(coverage.test)}
     return MlflowRun.open(
         tracking_uri(options.uri, experiment.storage.runs),
         options.experiment,
         attempt,
         f"{experiment.name}-{experiment.method.name}-{experiment.id}",
-        flat_config(experiment)
-        | flatten({"rows": {"train": asdict(coverage.train), "test": asdict(coverage.test)}}),
-        tags={
-            "trishul.id": experiment.id,
-            "trishul.data": coverage.sentence,
-            "trishul.part": str(coverage.part),
-        }
-        | {f"version.{k}": v for k, v in versions().items()},
+        flat_config(experiment) | flatten({"rows": rows}),
+        tags=tags | {f"version.{k}": v for k, v in versions().items()},
         parent_run=options.parent_run,
     )
 
 
 def _log_data(tracker: Tracker, prepared: Prepared, coverage: Coverage) -> None:
-    """Log the training and test rows as inputs of the tracking run."""
-    for context, split, rows in (
-        ("training", "train", coverage.train),
-        ("evaluation", "test", coverage.test),
-    ):
+    rows = {"train": coverage.train, "test": coverage.test}
+    for (split, count), context in zip(rows.items(), ("training", "evaluation"), strict=True):
         tracker.log_data(
             f"{coverage.dataset} {split}",
             digest=prepared.dataset.split(split).fingerprint[:16],
             source=coverage.source,
             context=context,
-            profile=asdict(rows) | {"revision": coverage.revision},
+            profile=asdict(count) | {"revision": coverage.revision},
         )
 
 
@@ -323,14 +306,7 @@ def _attempt(home: Store) -> str:
 def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator[None]:
     """Allow one process at a time to drive a run; on shared storage this is up to the scheduler.
 
-    Args:
-        home: The run's folder.
-        experiment: What is run.
-        read_only: Whether a folder that cannot be written is accepted if the run is finished.
-
-    Raises:
-        InputError: ``storage.runs`` cannot be written.
-        RunError: Another process drives the run, or the disk is full.
+    With ``read_only``, a finished run may be in a folder that cannot be written.
     """
     if not home.is_local:
         yield
@@ -381,10 +357,5 @@ def central_twin(experiment: Experiment) -> Experiment:
         update={"clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None}
     )
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
-    return experiment.model_copy(
-        update={
-            "name": f"{experiment.name}-central",
-            "federation": federation,
-            "partition": partition,
-        }
-    )
+    changes = {"federation": federation, "partition": partition}
+    return experiment.model_copy(update={"name": f"{experiment.name}-central"} | changes)

@@ -55,11 +55,7 @@ class WorkerEnvironment:
 
 
 def cap_device_memory(share: float) -> None:
-    """Limit this process to its share of GPU memory: Ray only accounts for shares.
-
-    Args:
-        share: Share of one GPU; capped only if 0 < share < 1.
-    """
+    """Limit this process to a share of one GPU's memory, if 0 < share < 1: Ray limits nothing."""
     import torch
 
     if torch.cuda.is_available() and 0.0 < share < 1.0:
@@ -108,11 +104,7 @@ class ClientActor:
         return self._bench
 
     def describe(self, survey: "Arrays") -> "tuple[int, Blueprint]":
-        """Return the blueprint of the workbench.
-
-        Raises:
-            InputError: The workbench cannot be built from this input.
-        """
+        """Return the blueprint of the workbench."""
         from trishul_ray.federation.workbench import blueprint_of
 
         return self.pid, blueprint_of(self._workbench(survey))
@@ -153,12 +145,8 @@ def start_clients(
 ) -> list[Any]:
     """Request the client actors of a run without waiting for them; this process owns them.
 
-    Args:
-        experiment: The experiment as plain fields.
-        prepared: Object store reference of a :class:`~trishul_ray.federation.prepare.Prepared`,
-            so that one copy serves all actors.
-        slices: How many actors, and the resources of each.
-        environment: Applied in every actor.
+    ``prepared`` is the object store reference of a
+    :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors.
     """
     limit = experiment["resources"]["max_restarts"]
     remote = ClientActor.options(  # type: ignore[attr-defined]  # added by ray.remote
@@ -185,22 +173,17 @@ class Coordinator:
         environment: WorkerEnvironment,
     ) -> None:
         environment.apply()
-        self.experiment = experiment
-        self.slices = slices
-        self.attempt = attempt
-        self.environment = environment
+        self.experiment, self.slices = experiment, slices
+        self.attempt, self.environment = attempt, environment
         self.pool: ActorPool | None = None
         self._server: Server | None = None
 
     def _open_server(self, prepared: list[Any]) -> "Server":
         """Return the server; the first call starts the run or continues its newest checkpoint."""
         if self._server is None:
-            # Requested before the heavy imports below, so that the actors start meanwhile.
-            clients = (
-                start_clients(self.experiment, prepared[0], self.slices, self.environment)
-                if self.pool is None
-                else []
-            )
+            clients: list[Any] = []
+            if self.pool is None:  # before the imports: the actors start in the meantime
+                clients = start_clients(self.experiment, prepared[0], self.slices, self.environment)
             from trishul_ray.experiment import Experiment
             from trishul_ray.federation.checkpoint import open_checkpoints
             from trishul_ray.federation.on_ray.pool import ActorPool
@@ -214,14 +197,7 @@ class Coordinator:
 
     @ray.method(max_task_retries=-1)
     def begin(self, prepared: list[Any]) -> "RoundReport":
-        """Return the records of the checkpoint, if any, and the first events.
-
-        Ray repeats this call after a restart, as long as restarts are left.
-
-        Raises:
-            InputError: The client actors cannot be built from this input.
-            RunError: No client actor started.
-        """
+        """Return the records of the checkpoint, if any; Ray repeats the call after a restart."""
         return self._open_server(prepared).progress()
 
     def step(self, prepared: list[Any]) -> "RoundReport":

@@ -27,15 +27,10 @@ WAITING_NOTICE_SECONDS = 10.0
 
 
 class RayDriver:
-    """A coordinator actor and its clients. Ray restarts a coordinator that dies.
+    """A coordinator actor and its client actors. Ray restarts a coordinator that dies.
 
-    Args:
-        experiment: What to run.
-        prepared: Its data and partition.
-        attempt: Name of the run in the tracking server.
-        slices: How many client actors, and the resources of each; see
-            :func:`~trishul_ray.federation.on_ray.session.slices_for_run`.
-        notify: Called once with a line of text if the clients have to wait for resources.
+    ``attempt`` names the run in the tracking server; ``notify`` is called once with a line of text
+    if the clients have to wait for resources.
     """
 
     def __init__(
@@ -61,7 +56,7 @@ class RayDriver:
         self._prepared = [ray.put(prepared)]
 
     def begin(self) -> RoundReport:
-        """Start the run, or return what its checkpoint holds, once one client actor has started.
+        """Start the run, or continue its checkpoint, once one client actor has started.
 
         Raises:
             InputError: The run cannot be built from this input.
@@ -95,11 +90,7 @@ class RayDriver:
         return replace(recovered, events=[event, *recovered.events])
 
     def final(self) -> RunResult:
-        """Return the result of a finished run.
-
-        Raises:
-            RunError: ``resources.max_restarts`` are used up.
-        """
+        """Return the result of a finished run."""
         try:
             result: RunResult = self._wait(self.actor.final.remote(self._prepared))
         except RayError as error:
@@ -154,13 +145,7 @@ def open_driver(
     attempt: str,
     notify: Callable[[str], None] | None = None,
 ) -> Iterator[Driver]:
-    """Open the driver of ``resources.backend`` and close it at the end.
-
-    Args:
-        experiment: What to run.
-        prepared: Its data and partition.
-        attempt: Name of the run in the tracking server.
-        notify: Called with lines of text about the resources of the run.
+    """Open the driver of ``resources.backend``, which calls ``notify`` about the run's resources.
 
     Raises:
         InputError: The requested resources are not available.

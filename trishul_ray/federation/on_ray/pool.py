@@ -57,9 +57,6 @@ class ActorPool:
     cluster thus begins with the actors it gets, and two runs that each hold a part of the resources
     both need never wait for each other.
 
-    Args:
-        started: Actors from :func:`~trishul_ray.federation.on_ray.actors.start_clients`.
-
     Raises:
         InputError: An actor could not build its workbench from its input.
         RunError: No actor started.

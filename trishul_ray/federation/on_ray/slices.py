@@ -122,13 +122,7 @@ def usable_cores() -> int:
 
 
 def oversubscription_warning(processes: int, threads: int, cores: float) -> str | None:
-    """Return a one-line warning if a run uses more threads than there are cores, else None.
-
-    Args:
-        processes: How many processes compute at the same time (client actors; 1 inline).
-        threads: ``resources.threads`` of each process.
-        cores: The cores they share.
-    """
+    """Return a one-line warning if processes of ``threads`` each share fewer cores, else None."""
     if processes * threads <= cores:
         return None
     actors = f"{processes} actors x " if processes > 1 else ""
