@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.run.runner import Outcome, run_experiment
+from trishul_ray.run.runner import FinishedRun, run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
 #: Options of :func:`add_places`, which change no number and stay out of a report.
@@ -51,7 +51,7 @@ class Run:
     metrics: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, outcome: Outcome) -> "Run":
+    def of(cls, outcome: FinishedRun) -> "Run":
         """Read what a run left."""
         table = pq.read_table(io.BytesIO(outcome.home.read("metrics.parquet")))
         return cls(outcome.summary, table.to_pylist())

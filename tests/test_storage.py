@@ -1,4 +1,4 @@
-"""Files of a run on a pyarrow filesystem: whole or not at all, and tried again."""
+"""Files of a run on a pyarrow filesystem: atomic writes, and retries."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ from trishul_ray.storage import Store
 
 
 class Stream:
-    """A stream for writing that does what a test says with each piece."""
+    """An output stream that passes each write to a function of the test."""
 
     def __init__(self, inner, on_write):
         self.inner, self.on_write, self.closed = inner, on_write, False
@@ -35,17 +35,17 @@ class Stream:
         self.inner.close()
 
 
-class Around(fs.FileSystemHandler):
-    """Everything goes to a real filesystem but what a test stands in for."""
+class Wrapper(fs.FileSystemHandler):
+    """A real filesystem with the writes or calls that a test replaces."""
 
-    def __init__(self, inner, on_write=None, before=lambda what: None):
+    def __init__(self, inner, on_write=None, before=lambda call: None):
         self.inner, self.on_write, self.before = inner, on_write, before
 
     def __eq__(self, other):
         return self is other
 
     def get_type_name(self):
-        return "around"
+        return "wrapper"
 
     def normalize_path(self, path):
         return self.inner.normalize_path(path)
@@ -101,9 +101,12 @@ class Around(fs.FileSystemHandler):
         raise NotImplementedError
 
 
-def around(store, retry_seconds=0.0, **stand_ins):
+def wrapped(store, retry_seconds=0.0, **replacements):
     return Store(
-        fs.PyFileSystem(Around(store.filesystem, **stand_ins)), store.root, store.uri, retry_seconds
+        fs.PyFileSystem(Wrapper(store.filesystem, **replacements)),
+        store.root,
+        store.uri,
+        retry_seconds,
     )
 
 
@@ -123,7 +126,7 @@ def test_local_round_trip(tmp_path):
         store.read("a.txt")
 
 
-def test_any_pyarrow_filesystem_will_do(tmp_path):
+def test_any_pyarrow_filesystem_works(tmp_path):
     inner = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     store = Store(inner, "bucket/run", "sub://bucket/run")
     store.write("a.bin", b"\0\1")
@@ -131,7 +134,7 @@ def test_any_pyarrow_filesystem_will_do(tmp_path):
     assert (tmp_path / "bucket/run/a.bin").read_bytes() == b"\0\1"
 
 
-def test_folders_are_copied_whole(tmp_path):
+def test_a_folder_is_uploaded_with_its_subfolders(tmp_path):
     source = tmp_path / "source"
     (source / "inner").mkdir(parents=True)
     (source / "x.txt").write_text("x")
@@ -142,7 +145,7 @@ def test_folders_are_copied_whole(tmp_path):
     assert store.child("inner").read("y.txt") == b"y"
 
 
-def test_a_failed_write_leaves_nothing(tmp_path):
+def test_a_failed_write_leaves_no_file(tmp_path):
     store = Store.open(str(tmp_path))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("in the way")
@@ -200,12 +203,12 @@ def half_then(error):
 @pytest.mark.parametrize("error", [OSError("lost"), KeyboardInterrupt()], ids=["lost", "stopped"])
 @pytest.mark.parametrize("before", [None, b"before"], ids=["new", "replaced"])
 @pytest.mark.parametrize("size", [100, len(DATA)])
-def test_a_stream_that_fails_in_mid_write_leaves_no_short_object(s3_bucket, error, before, size):
+def test_a_stream_that_fails_in_mid_write_leaves_no_partial_object(s3_bucket, error, before, size):
     store = Store.open(s3_bucket("runs")).child("abc")
     if before is not None:
         store.write("a.bin", before)
     with pytest.raises(type(error)):
-        around(store, on_write=half_then(error)).write("a.bin", DATA[:size])
+        wrapped(store, on_write=half_then(error)).write("a.bin", DATA[:size])
     if before is None:
         assert not store.exists("a.bin")
     else:
@@ -218,7 +221,7 @@ def test_an_object_too_large_to_be_copied_is_streamed(s3_bucket, monkeypatch):
     monkeypatch.setattr(storage, "COPY_LIMIT", 4)
     moved = []
     store = Store.open(s3_bucket("runs")).child("abc")
-    around(store, before=moved.append).write("a.bin", b"12345")
+    wrapped(store, before=moved.append).write("a.bin", b"12345")
     assert store.read("a.bin") == b"12345"
     assert "move" not in moved
 
@@ -226,7 +229,7 @@ def test_an_object_too_large_to_be_copied_is_streamed(s3_bucket, monkeypatch):
 WRITER = """
     import sys, time
     sys.path[:0] = [{tests!r}]
-    from test_storage import DATA, around
+    from test_storage import DATA, wrapped
     from trishul_ray.storage import Store
 
     def write(inner, data):
@@ -234,13 +237,13 @@ WRITER = """
         print("half", flush=True)
         time.sleep(60)
 
-    around(Store.open(sys.argv[1]).child("abc"), on_write=write).write("a.bin", DATA)
+    wrapped(Store.open(sys.argv[1]).child("abc"), on_write=write).write("a.bin", DATA)
 """
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_writer_killed_in_mid_write_leaves_no_short_object(s3_bucket, start, by):
+def test_a_writer_killed_in_mid_write_leaves_no_partial_object(s3_bucket, start, by):
     uri = s3_bucket("runs")
     store = Store.open(uri).child("abc")
     store.write("a.bin", b"before")
@@ -254,18 +257,18 @@ def test_a_writer_killed_in_mid_write_leaves_no_short_object(s3_bucket, start, b
 
 
 def failing(times, error):
-    """The first ``times`` calls of the filesystem fail."""
+    """Make the first ``times`` calls of the filesystem fail."""
     calls = []
 
-    def before(what):
-        calls.append(what)
+    def before(call):
+        calls.append(call)
         if len(calls) <= times:
             raise error
 
     return calls, before
 
 
-#: One call on each path to the storage.
+#: One call of each kind of operation.
 OPERATIONS = {
     "write": lambda store: store.write("a.txt", b"new"),
     "read": lambda store: store.read("a.txt"),
@@ -277,27 +280,27 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_storage_that_comes_back_is_tried_again(tmp_path, operation, caplog):
+def test_a_temporary_failure_is_retried(tmp_path, operation, caplog):
     store = Store.open(str(tmp_path)).child("run")
     store.write("a.txt", b"old")
     _, before = failing(2, OSError(errno.ENOSPC, "No space left on device"))
-    OPERATIONS[operation](around(store, retry_seconds=10, before=before))
-    assert len([r for r in caplog.records if "No space left on device; trying" in r.message]) == 1
+    OPERATIONS[operation](wrapped(store, retry_seconds=10, before=before))
+    assert len([r for r in caplog.records if "No space left on device; retrying" in r.message]) == 1
     if operation == "write":
         assert store.read("a.txt") == b"new"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_storage_that_stays_away_is_given_up_in_one_line(tmp_path, operation):
+def test_a_lasting_failure_is_reported_in_one_line(tmp_path, operation):
     store = Store.open(str(tmp_path)).child("run")
     store.write("a.txt", b"old")
     calls, before = failing(10**9, OSError("the server is gone\nsecond line"))
     with pytest.raises(StorageError) as failed:
-        OPERATIONS[operation](around(store, retry_seconds=0.6, before=before))
-    said = str(failed.value)
+        OPERATIONS[operation](wrapped(store, retry_seconds=0.6, before=before))
+    message = str(failed.value)
     assert not isinstance(failed.value, StorageRefusedError)
-    assert "\n" not in said and str(tmp_path) in said
-    assert "the server is gone" in said and "within 0.6 s" in said
+    assert "\n" not in message and str(tmp_path) in message
+    assert "the server is gone" in message and "within 0.6 s" in message
     assert len(calls) > 1
     assert store.read("a.txt") == b"old"
 
@@ -310,15 +313,15 @@ def test_a_storage_that_stays_away_is_given_up_in_one_line(tmp_path, operation):
         OSError("When initiating an upload: AWS Error ACCESS_DENIED during PutObject"),
     ],
 )
-def test_a_storage_that_refuses_is_not_tried_again(tmp_path, error):
+def test_a_refusal_is_not_retried(tmp_path, error):
     calls, before = failing(10**9, error)
-    store = around(Store.open(str(tmp_path)).child("run"), retry_seconds=60, before=before)
+    store = wrapped(Store.open(str(tmp_path)).child("run"), retry_seconds=60, before=before)
     with pytest.raises(StorageRefusedError):
         store.write("a.txt", b"new")
     assert calls == ["create_dir"]
 
 
-def test_a_missing_bucket_is_found_and_said_plainly(s3_bucket):
+def test_a_missing_bucket_is_reported_plainly(s3_bucket):
     store = Store.open(s3_bucket("runs", bucket="no-such-bucket"), retry_seconds=60)
     assert store.missing_bucket() == "no-such-bucket"
     with pytest.raises(StorageRefusedError, match="the bucket does not exist") as refused:
@@ -327,16 +330,16 @@ def test_a_missing_bucket_is_found_and_said_plainly(s3_bucket):
     assert Store.open(s3_bucket("runs")).missing_bucket() is None
 
 
-def test_an_object_store_that_went_away_is_told_so(monkeypatch):
+def test_an_object_store_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     options = "endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
-    with pytest.raises(StorageError, match=r"cannot look into s3://bucket/runs.*tried once"):
+    with pytest.raises(StorageError, match=r"cannot access s3://bucket/runs.*tried once"):
         Store.open(f"s3://bucket/runs?{options}").missing_bucket()
 
 
-def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
-    """A limit on the size of files stands for the disk: the kernel cuts the write short."""
+def test_a_full_disk_keeps_the_earlier_file(tmp_path):
+    """A limit on file sizes imitates a full disk: the kernel truncates the write."""
     script = f"""
         import signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""Files of a run on any pyarrow filesystem: a local folder, s3://, gs://.
+"""Files of a run on any pyarrow filesystem (a local folder, s3://, gs://), and local places.
 
-An operation that fails for a reason that may pass (a server that does not answer, a full disk) is
-tried again with growing pauses, as long as the store's ``retry_seconds`` lasts.
+An operation that fails for a reason that may be temporary (a server that does not answer, a full
+disk) is retried with growing pauses for the store's ``retry_seconds``.
 """
 
 import errno
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Bytes of the largest object that S3 and its relatives copy in one request.
+#: Size in bytes of the largest object that S3 and compatible stores copy in one request.
 COPY_LIMIT = 5 * 2**30
 
-#: What another attempt will not change.
+#: Failures that a retry cannot change.
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
@@ -39,26 +39,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Store:
-    """A folder on a filesystem. Writes appear whole or not at all.
-
-    Attributes:
-        filesystem: the pyarrow filesystem.
-        root: the folder's path on it.
-        uri: how a person would write the folder, without credentials.
-        retry_seconds: seconds for which a failed operation is tried again.
-    """
+    """A folder on a filesystem. Writes are atomic."""
 
     filesystem: fs.FileSystem
-    root: str
-    uri: str
-    retry_seconds: float = 0.0
+    root: str  # the folder's path on the filesystem
+    uri: str  # its address for messages, without credentials
+    retry_seconds: float = 0.0  # for which a failed operation is retried
 
     @classmethod
     def open(cls, uri: str, retry_seconds: float = 0.0) -> "Store":
-        """The folder at a local path or a filesystem URI.
+        """Open the folder at a local path or a filesystem URI.
 
         Raises:
-            InputError: the URI's scheme is unknown or its filesystem cannot be reached.
+            InputError: The URI's scheme is unknown or its filesystem cannot be reached.
         """
         if "://" not in uri:
             path = Path(uri).expanduser().resolve()
@@ -72,40 +65,36 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether the folder is on this machine's own file system."""
+        """Whether the folder is on a file system of this machine."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     def child(self, name: str) -> "Store":
-        """The folder ``name`` inside this one."""
+        """Return the folder ``name`` inside this one."""
         return Store(self.filesystem, f"{self.root}/{name}", self.place(name), self.retry_seconds)
 
     def place(self, name: str) -> str:
-        """How a person would write the file or folder ``name`` inside this one."""
+        """Return the address of the file or folder ``name`` inside this one, for messages."""
         return place(self.uri, name)
 
     def missing_bucket(self) -> str | None:
-        """Return the name of the bucket this folder is in, if there is no such bucket.
-
-        Raises:
-            StorageError: the object store does not answer.
-        """
+        """Return the name of this folder's bucket if the bucket does not exist."""
         if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
             return None
         bucket = self.root.partition("/")[0]
         try:
-            found = self._insist("look into", "", lambda: self.filesystem.get_file_info(bucket))
+            info = self._retry("access", "", lambda: self.filesystem.get_file_info(bucket))
         except StorageRefusedError:
-            return None  # who may write below a prefix may not be allowed to ask for the bucket
-        return bucket if found.type == fs.FileType.NotFound else None
+            return None  # permission to write below a prefix need not include this request
+        return bucket if info.type == fs.FileType.NotFound else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file: beside it, then renamed (an object store copies, whole or not at all).
+        """Write a temporary file and rename it (object stores copy, which is atomic, too).
 
         Raises:
-            StorageError: the storage refuses, or fails for longer than :attr:`retry_seconds`;
-                nothing is left half-written under ``name``.
+            StorageError: The storage refuses, or fails for longer than :attr:`retry_seconds`;
+                no partial file is left under ``name``.
         """
-        self._insist("write", name, lambda: self._write(name, data))
+        self._retry("write", name, lambda: self._write(name, data))
 
     def _write(self, name: str, data: bytes) -> None:
         self.filesystem.create_dir(self.root, recursive=True)
@@ -113,16 +102,16 @@ class Store:
         if not self.is_local and len(data) > COPY_LIMIT:
             self._stream(target, data)
             return
-        # Never straight to the target: a stream that fails or is interrupted is closed on the way
-        # out, and an object store takes that for the end of the object.
-        beside = f"{self.root}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
+        # Never directly to the target: a stream that fails or is interrupted is closed on the way
+        # out, and an object store would publish the part written so far.
+        temporary = f"{self.root}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            self._stream(beside, data)
-            self.filesystem.move(beside, target)
+            self._stream(temporary, data)
+            self.filesystem.move(temporary, target)
         except BaseException:
             with suppress(OSError):
-                if self.filesystem.get_file_info(beside).type != fs.FileType.NotFound:
-                    self.filesystem.delete_file(beside)
+                if self.filesystem.get_file_info(temporary).type != fs.FileType.NotFound:
+                    self.filesystem.delete_file(temporary)
             raise
 
     def _stream(self, path: str, data: bytes) -> None:
@@ -133,8 +122,8 @@ class Store:
         """Return the bytes of a file.
 
         Raises:
-            FileNotFoundError: there is none.
-            StorageError: it cannot be read.
+            FileNotFoundError: The file does not exist.
+            StorageError: It cannot be read.
         """
 
         def attempt() -> bytes:
@@ -142,30 +131,32 @@ class Store:
             with self.filesystem.open_input_stream(path, compression=None) as stream:
                 return bytes(stream.readall())
 
-        return self._insist("read", name, attempt, absent=True)
+        return self._retry("read", name, attempt, may_be_missing=True)
 
     def exists(self, name: str = "") -> bool:
-        """Whether a file or folder ``name`` (or this folder itself) is there."""
+        """Return whether a file or folder ``name`` (or this folder itself) exists."""
         path = f"{self.root}/{name}" if name else self.root
-        found = self._insist("look for", name, lambda: self.filesystem.get_file_info(path))
-        return bool(found.type != fs.FileType.NotFound)
+        info = self._retry("look up", name, lambda: self.filesystem.get_file_info(path))
+        return bool(info.type != fs.FileType.NotFound)
 
     def names(self) -> list[str]:
-        """Names directly inside this folder, sorted; hidden files left out."""
+        """Return the sorted names directly inside this folder, without hidden files."""
         inside = fs.FileSelector(self.root, allow_not_found=True)
-        found = self._insist("list", "", lambda: self.filesystem.get_file_info(inside))
-        return sorted(info.base_name for info in found if not info.base_name.startswith("."))
+        infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
+        return sorted(info.base_name for info in infos if not info.base_name.startswith("."))
 
     def remove(self, name: str) -> None:
-        """Delete a file; one that is gone already is no fault."""
+        """Delete a file if it exists."""
+        path = f"{self.root}/{name}"
         with suppress(FileNotFoundError):
-            path = f"{self.root}/{name}"
-            self._insist("delete", name, lambda: self.filesystem.delete_file(path), absent=True)
+            self._retry(
+                "delete", name, lambda: self.filesystem.delete_file(path), may_be_missing=True
+            )
 
     def remove_all(self) -> None:
-        """Delete this folder with all that is in it, if it is there."""
+        """Delete this folder and its content, if it exists."""
         if self.exists():
-            self._insist("delete", "", lambda: self.filesystem.delete_dir(self.root))
+            self._retry("delete", "", lambda: self.filesystem.delete_dir(self.root))
 
     def upload_folder(self, folder: Path) -> None:
         """Copy every file below a local folder into this one."""
@@ -175,51 +166,50 @@ class Store:
                 target = self if parent == "." else self.child(parent)
                 target.write(path.name, path.read_bytes())
 
-    def _insist(self, verb: str, name: str, action: Callable[[], T], *, absent: bool = False) -> T:
-        """Call ``action`` until it succeeds, is refused, or :attr:`retry_seconds` is used up.
+    def _retry(
+        self, verb: str, name: str, action: Callable[[], T], *, may_be_missing: bool = False
+    ) -> T:
+        """Call ``action`` until it succeeds, is refused, or :attr:`retry_seconds` have passed.
 
-        Raises:
-            FileNotFoundError: ``absent`` is true and there is no such file.
-            StorageRefusedError: another attempt would change nothing.
-            StorageError: it failed to the last.
+        With ``may_be_missing`` a FileNotFoundError is raised as it is.
         """
-        where = self.place(name) if name else self.uri
+        address = self.place(name) if name else self.uri
 
-        def say_once(call: tenacity.RetryCallState) -> None:
+        def warn_once(call: tenacity.RetryCallState) -> None:
             if call.attempt_number == 1 and call.outcome is not None:
                 why = reason(call.outcome.exception())
                 _logger.warning(
-                    "cannot %s %s: %s; trying for %g s", verb, where, why, self.retry_seconds
+                    "cannot %s %s: %s; retrying for %g s", verb, address, why, self.retry_seconds
                 )
 
-        insist = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_may_pass),
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_is_temporary),
             wait=tenacity.wait_exponential(multiplier=0.25, max=10),
             stop=tenacity.stop_before_delay(self.retry_seconds),
-            before_sleep=say_once,
+            before_sleep=warn_once,
             reraise=True,
         )
         try:
-            return insist(action)
+            return retrying(action)
         except OSError as error:
-            if absent and isinstance(error, FileNotFoundError):
+            if may_be_missing and isinstance(error, FileNotFoundError):
                 raise
-            told = f"cannot {verb} {where}: {reason(error)}"
-            if not _may_pass(error):
-                raise StorageRefusedError(told) from error
-            tried = insist.statistics.get("attempt_number", 1)
-            often = "once" if tried == 1 else f"{tried} times"
-            raise StorageError(f"{told} (tried {often} within {self.retry_seconds:g} s)") from error
+            message = f"cannot {verb} {address}: {reason(error)}"
+            if not _is_temporary(error):
+                raise StorageRefusedError(message) from error
+            count = retrying.statistics.get("attempt_number", 1)
+            tried = f"tried {'once' if count == 1 else f'{count} times'}"
+            raise StorageError(f"{message} ({tried} within {self.retry_seconds:g} s)") from error
 
 
 def place(uri: str, name: str) -> str:
-    """How a person would write the file or folder ``name`` inside ``uri``, without credentials."""
+    """Return the address of ``name`` inside ``uri`` for messages, without credentials."""
     path, mark, options = redact(uri).partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{options}"
 
 
 def reason(error: BaseException | None) -> str:
-    """What went wrong on a filesystem, in a few words and without a library's own advice."""
+    """Describe a filesystem error in a few words, without the advice of libraries."""
     text = str(error)
     if any(word in text for word in _NO_BUCKET):
         return "the bucket does not exist"
@@ -230,7 +220,7 @@ def reason(error: BaseException | None) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_temporary(error: BaseException) -> bool:
     return (
         isinstance(error, OSError)
         and not isinstance(error, _REFUSALS)
@@ -241,19 +231,19 @@ def _may_pass(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Places:
-    """Where prepared data and backbones lie on this machine."""
+    """The folders of this machine: prepared data and backbones, and a mirror of the hub, if any."""
 
     cache: Path
     hub: Path | None
 
     @classmethod
     def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
-        """Those given, else of the environment, else the user's cache and no mirror."""
+        """Return these places; defaults: ``TRISHUL_CACHE`` or ~/.cache/trishul, ``TRISHUL_HUB``."""
         cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
         hub = hub or os.environ.get("TRISHUL_HUB")
         return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
 
     @classmethod
     def of(cls, experiment: "Experiment") -> "Places":
-        """From the experiment's storage section; see :meth:`at`."""
+        """Return the places of the experiment's storage section; defaults as in :meth:`at`."""
         return cls.at(experiment.storage.cache, experiment.storage.hub)

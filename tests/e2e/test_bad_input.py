@@ -81,7 +81,7 @@ COMMAND_LINES = [
     (["run", "tracking.uri=file:///x", "tracking.mlflow=true"], "tracking.uri='file:///x'"),
     (["run", "dataset=cifar100", "model=vit-digits", "budget=4"], "storage.hub or TRISHUL_HUB"),
     (["run", "storage.hub=/no/such/place"], "is not a folder"),
-    (["run", "resources.device=cuda", "resources.backend=ray"], "exceed what is here: "),
+    (["run", "resources.device=cuda", "resources.backend=ray"], "exceed the cluster's "),
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
     (
         ["pretrain", "vit-huge"],

@@ -1,9 +1,9 @@
-"""Whole federated runs as Ray Tune trials: in the trials' own bundles, the same bytes."""
+"""Whole federated runs as Ray Tune trials: the same bytes in the trials' own bundles."""
 
 import pytest
 
 from trishul_ray.federation.on_ray.driver import RayDriver
-from trishul_ray.federation.on_ray.session import slices_here
+from trishul_ray.federation.on_ray.session import slices_for_run
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import build_experiment
@@ -12,15 +12,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
 def trial(config):
-    """What a trial does: find its bundles, drive, report."""
+    """Find the bundles of the trial, run the experiment, report."""
     from ray import tune
 
     experiment = build_experiment(config["fields"])
-    slices = slices_here(experiment)
+    slices = slices_for_run(experiment)
     driver = RayDriver(experiment, prepare_run(experiment), "trial", slices)
-    standing = driver.begin()
-    while not standing.finished:
-        standing = driver.step()
+    report = driver.begin()
+    while not report.finished:
+        report = driver.step()
     digest = driver.final().digest
     driver.close()
     tune.report({"digest": digest, "id": experiment.id, "actors": slices.actors})
@@ -38,8 +38,8 @@ def test_two_trials_at_once(small, inline_result, tmp_path):
         param_space={"fields": tune.grid_search([e.to_dict() for e in experiments])},
         run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), name="two", verbose=0),
     )
-    found = {result.metrics["id"]: result.metrics for result in tuner.fit()}
+    results = {result.metrics["id"]: result.metrics for result in tuner.fit()}
     assert {e.id: inline_result(e).digest for e in experiments} == {
-        key: metrics["digest"] for key, metrics in found.items()
+        key: metrics["digest"] for key, metrics in results.items()
     }
-    assert [metrics["actors"] for metrics in found.values()] == [2, 2]
+    assert [metrics["actors"] for metrics in results.values()] == [2, 2]

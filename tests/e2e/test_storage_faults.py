@@ -1,4 +1,4 @@
-"""Runs on storage that is wrong, fails in mid-run, is read-only, or has lost files."""
+"""Runs on storage that is missing, fails in mid-run, is read-only, or has lost files."""
 
 import json
 import os
@@ -25,21 +25,17 @@ TINY = [
 
 @pytest.fixture
 def trishul_here(monkeypatch, called, tmp_path, cache):
-    """``trishul_here("run", ...)`` -> exit code, stdout, stderr, in this folder."""
+    """``trishul_here("run", ...)`` -> exit code, stdout, stderr; runs in ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.delenv("TRISHUL_HUB", raising=False)
 
-    def call(*words):
-        code, out, said = called(*words)
-        return code, out, said
-
-    return call
+    return called
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache):
-    """The home of a finished run; copied, never changed."""
+    """The folder of a finished run; tests copy it and never change it."""
     folder = tmp_path_factory.mktemp("finished")
     environment = os.environ | {
         "TRISHUL_CACHE": str(cache),
@@ -54,7 +50,7 @@ def finished(tmp_path_factory, cache):
 
 @pytest.fixture
 def home(finished, tmp_path):
-    """A finished run of this test's own."""
+    """A copy of the finished run for one test."""
     target = tmp_path / "runs" / finished.name
     shutil.copytree(finished, target)
     return target
@@ -88,17 +84,17 @@ def test_a_finished_run_lists_its_files(home):
     [["adapter"], ["figures", "metrics.parquet"], ["config.yaml"], ["figures/loss.png"]],
     ids=lambda names: "+".join(names),
 )
-def test_what_a_finished_run_has_lost_is_made_again(trishul_here, home, lost):
+def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
     before = contents(home)
     for name in lost:
         path = home / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     code, out, error = trishul_here("run", *TINY)
     assert code == 0, error
-    assert "made again from the last checkpoint" in error
+    assert "restored from the last checkpoint" in error
     after = contents(home)
     assert after.keys() == before.keys()
-    # PEFT writes the names of the modules as a set, in any order.
+    # PEFT writes the module names in any order.
     settings = "adapter/adapter_config.json"
     assert without_order(before.pop(settings)) == without_order(after[settings])
     assert {name for name in before if before[name] != after[name]} == set()
@@ -106,24 +102,24 @@ def test_what_a_finished_run_has_lost_is_made_again(trishul_here, home, lost):
         if line.startswith(("result ", "figures ", "adapter ")):
             assert Path(line.split()[1]).exists(), line
     _, _, error = trishul_here("run", *TINY)
-    assert "made again" not in error
+    assert "restored" not in error
 
 
 @pytest.mark.parametrize("damage", ["gone", "corrupt"])
-def test_what_cannot_be_made_again_is_named_and_not_shown(trishul_here, home, damage):
+def test_files_that_cannot_be_restored_are_named_and_not_listed(trishul_here, home, damage):
     for file in (home / "checkpoints").iterdir():
         file.unlink() if damage == "gone" else file.write_bytes(b"short")
     shutil.rmtree(home / "adapter")
     shutil.rmtree(home / "figures")
     code, out, error = trishul_here("run", *TINY)
     assert code == 0, error
-    assert "cannot be made again: adapter/adapter_config.json" in words_of(error)
-    assert "its last checkpoint is gone or corrupt" in words_of(error)
+    assert "cannot be restored: adapter/adapter_config.json" in words_of(error)
+    assert "its last checkpoint is missing or corrupt" in words_of(error)
     assert f"{home}/adapter" not in out and f"{home}/figures" not in out
     assert f"{home}/result.json" in out
 
 
-def test_a_run_without_a_sound_checkpoint_says_that_it_starts_over(trishul_here, home):
+def test_a_run_without_a_valid_checkpoint_starts_over_and_says_so(trishul_here, home):
     before = json.loads((home / "result.json").read_text())
     (home / "result.json").unlink()
     for file in (home / "checkpoints").iterdir():
@@ -137,7 +133,7 @@ def test_a_run_without_a_sound_checkpoint_says_that_it_starts_over(trishul_here,
 
 @pytest.fixture
 def mounted(tmp_path):
-    """``mounted(*options)``: mount a small file system of its own, or skip."""
+    """``mounted(*options)`` -> the folder of a new tmpfs; skips if mounting is not allowed."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -151,7 +147,7 @@ def mounted(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
 
 
-def test_a_finished_run_on_a_read_only_file_system_is_shown(trishul_here, home, mounted):
+def test_a_finished_run_on_a_read_only_file_system_is_read(trishul_here, home, mounted):
     disk = mounted("-o", "size=100m")
     place = f"storage.runs={disk}"
     shutil.copytree(home, disk / home.name)
@@ -166,14 +162,14 @@ def test_a_finished_run_on_a_read_only_file_system_is_shown(trishul_here, home, 
         assert f"storage.runs='{disk}' cannot be written: Read-only file system" in error
 
 
-def test_a_full_disk_ends_in_what_is_kept_and_how_to_continue(trishul_here, mounted, tmp_path):
+def test_a_full_disk_ends_the_run_with_how_to_continue(trishul_here, mounted, tmp_path):
     disk = mounted("-o", "size=100m")
     words = [*TINY, f"storage.runs={disk}", "storage.retry_seconds=0.3"]
     experiment = load_experiment(None, words)
     code, _, error = trishul_here("run", *words)
     assert code == 0, error
     shutil.copy(disk / experiment.id / "result.json", tmp_path)
-    # The run once more, from its first checkpoint on, without a byte of room.
+    # Continue from the first checkpoint without a free byte on the disk.
     (disk / experiment.id / "result.json").unlink()
     newest = max((disk / experiment.id / "checkpoints").glob("round-*"))
     newest.unlink()
@@ -184,9 +180,10 @@ def test_a_full_disk_ends_in_what_is_kept_and_how_to_continue(trishul_here, moun
     kept = contents(disk / experiment.id / "checkpoints")
     code, _, error = trishul_here("run", *words)
     assert code == 1, error
-    said = words_of(error[error.index("error: ") :])
-    assert "No space left on device (tried " in said
-    assert f"Finished rounds are kept in {disk}/{experiment.id}/checkpoints; to continue:" in said
+    message = words_of(error[error.index("error: ") :])
+    assert "No space left on device (tried " in message
+    kept_in = f"{disk}/{experiment.id}/checkpoints"
+    assert f"Finished rounds are kept in {kept_in}; to continue:" in message
     assert contents(disk / experiment.id / "checkpoints") == kept
     (disk / "filler").unlink()
     code, _, error = trishul_here("run", *words)
@@ -197,7 +194,7 @@ def test_a_full_disk_ends_in_what_is_kept_and_how_to_continue(trishul_here, moun
     assert first == second
 
 
-def test_a_disk_too_full_for_the_database_of_mlflow_is_left_as_it_was(trishul_here, mounted):
+def test_a_disk_too_full_for_the_mlflow_database_is_left_unchanged(trishul_here, mounted):
     disk = mounted("-o", "size=100k")
     code, _, error = trishul_here("run", *TINY, f"storage.runs={disk}", "tracking.mlflow=true")
     assert code == 2, error
@@ -209,7 +206,7 @@ def test_a_disk_too_full_for_the_database_of_mlflow_is_left_as_it_was(trishul_he
     ("place", "says"),
     [("file", "File exists"), ("file/runs", "Not a directory"), ("/proc/x", "No such file")],
 )
-def test_a_place_that_cannot_be_written_is_wrong_input(trishul_here, tmp_path, place, says):
+def test_a_folder_that_cannot_be_written_is_wrong_input(trishul_here, tmp_path, place, says):
     (tmp_path / "file").write_text("mine")
     code, _, error = trishul_here("run", *TINY, f"storage.runs={place}")
     assert code == 2, error
@@ -231,7 +228,7 @@ def test_a_missing_bucket_is_wrong_input(trishul_here, s3_bucket):
 @pytest.mark.slow
 @pytest.mark.chaos
 def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
-    from trishul_ray.federation.server import run_folder
+    from trishul_ray.federation.checkpoint import run_folder
 
     runs = f"storage.runs={s3_bucket('runs')}"
     longer = ["federation.rounds=4", "federation.local_steps=20", "resources.actors=1"]
@@ -255,7 +252,7 @@ def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_an_object_store_that_goes_away_in_mid_run_is_told_in_a_paragraph(
+def test_an_object_store_that_fails_in_mid_run_is_reported_in_a_paragraph(
     trishul, monkeypatch, inline_result
 ):
     import boto3
@@ -276,7 +273,7 @@ def test_an_object_store_that_goes_away_in_mid_run_is_told_in_a_paragraph(
     server.stop()
     code, _, errors = command.end()
     assert code == 1, errors
-    said = words_of(errors[errors.index("error: ") :])
-    assert "cannot write s3://going/runs/" in said and "Traceback" not in errors
-    assert "Finished rounds are kept in s3://going/runs/" in said
-    assert "; to continue: trishul run" in said
+    message = words_of(errors[errors.index("error: ") :])
+    assert "cannot write s3://going/runs/" in message and "Traceback" not in errors
+    assert "Finished rounds are kept in s3://going/runs/" in message
+    assert "; to continue: trishul run" in message

@@ -1,4 +1,4 @@
-"""Data or weights that change under a run: it is refused by name, never mixed with what was."""
+"""Data or weights that change after a run began are named, and the run is refused."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ WORDS = [
 
 @pytest.fixture
 def place(tmp_path, cache, monkeypatch):
-    """A folder with a table and a backbone, which is the working directory."""
+    """The working directory, with a table and a backbone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.delenv("TRISHUL_HUB", raising=False)
@@ -62,8 +62,8 @@ def trishul(place, called):
     """``trishul("run")`` -> exit code and standard error."""
 
     def call(*words):
-        code, _, said = called(*words)
-        return code, said
+        code, _, stderr = called(*words)
+        return code, stderr
 
     return call
 
@@ -73,45 +73,45 @@ def result_of(place):
     return json.loads(file.read_text())
 
 
-def test_a_finished_run_is_read_only_while_its_data_are_the_same(trishul, place):
-    code, said = trishul("run", *WORDS)
-    assert code == 0, said
+def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
+    code, stderr = trishul("run", *WORDS)
+    assert code == 0, stderr
     first = result_of(place)
     assert set(first["sources"]) == {"rows", "tokens", "backbone"}
-    code, said = trishul("run", *WORDS)
-    assert code == 0 and "this run had finished before" in said
+    code, stderr = trishul("run", *WORDS)
+    assert code == 0 and "this run had finished before" in stderr
 
     write_notes(place, "other")
-    code, said = trishul("run", *WORDS)
-    assert code == 2 and said.splitlines()[-1] == (
-        f"error: run {first['id']} was made with other data than are there now: put back what it "
-        "was made with, or start over with --fresh"
+    code, stderr = trishul("run", *WORDS)
+    assert code == 2 and stderr.splitlines()[-1] == (
+        f"error: the data of run {first['id']} have changed since it finished: restore them, or "
+        "start over with --fresh"
     )
     assert result_of(place) == first
-    code, said = trishul("run", *WORDS, "--fresh")
-    assert code == 0, said
+    code, stderr = trishul("run", *WORDS, "--fresh")
+    assert code == 0, stderr
     again = result_of(place)
     assert again["id"] == first["id"]
     assert again["sources"]["rows"] != first["sources"]["rows"]
     assert again["state_sha256"] != first["state_sha256"]
 
     change_weights(place)
-    code, said = trishul("run", *WORDS)
-    assert code == 2 and "was made with other weights of the backbone than" in said
+    code, stderr = trishul("run", *WORDS)
+    assert code == 2 and "the weights of the backbone of run" in stderr
     assert trishul("run", *WORDS, "--fresh")[0] == 0
 
     (place / "notes.csv").unlink()
-    code, said = trishul("run", *WORDS)
-    assert code == 0 and "the data of this finished run cannot be read any more" in said
+    code, stderr = trishul("run", *WORDS)
+    assert code == 0 and "the data of this finished run can no longer be read" in stderr
 
 
-def test_a_file_written_again_with_the_same_rows_is_no_change(trishul, place):
+def test_a_file_rewritten_with_the_same_rows_is_no_change(trishul, place):
     assert trishul("run", *WORDS)[0] == 0
     first = result_of(place)
     write_notes(place, "left")
-    code, said = trishul("run", *WORDS)
-    assert code == 0 and "this run had finished before" in said
-    code, said = trishul("run", *WORDS, "--fresh")
+    code, stderr = trishul("run", *WORDS)
+    assert code == 0 and "this run had finished before" in stderr
+    code, stderr = trishul("run", *WORDS, "--fresh")
     assert code == 0 and result_of(place)["sources"] == first["sources"]
 
 
@@ -123,35 +123,35 @@ def test_a_file_written_again_with_the_same_rows_is_no_change(trishul, place):
     ],
     ids=["data", "weights"],
 )
-def test_a_run_under_way_does_not_go_on_with_other_sources(trishul, place, change, named):
+def test_an_unfinished_run_does_not_continue_with_changed_sources(trishul, place, change, named):
     experiment = load_experiment(None, WORDS)
     driver = InlineDriver(experiment, prepare_run(experiment), "first")
     driver.begin()
     driver.step()
     change(place)
-    code, said = trishul("run", *WORDS)
-    told = " ".join(said.split())
+    code, stderr = trishul("run", *WORDS)
+    text = " ".join(stderr.split())
     assert code == 1
-    assert f"run {experiment.id} was started with other {named}: restore the original, or" in told
+    assert f"run {experiment.id} was started with other {named}: restore the original, or" in text
     assert not list(place.glob("runs/*/result.json"))
-    code, said = trishul("run", *WORDS, "--fresh")
-    assert code == 0 and "continuing" not in said
+    code, stderr = trishul("run", *WORDS, "--fresh")
+    assert code == 0 and "continuing" not in stderr
 
 
-def test_an_export_is_of_the_backbone_that_was_trained_on(trishul, place):
+def test_an_export_requires_the_backbone_of_the_training(trishul, place):
     assert trishul("run", *WORDS)[0] == 0
     run = result_of(place)["id"]
     assert trishul("export", run, "adapter")[0] == 0
     assert (place / "adapter/adapter_model.safetensors").is_file()
     change_weights(place)
-    code, said = trishul("export", run, "other", "--merged")
-    told = " ".join(said.split())
-    assert code == 1 and f"run {run} was made with other weights of the backbone" in told
+    code, stderr = trishul("export", run, "other", "--merged")
+    text = " ".join(stderr.split())
+    assert code == 1 and f"the weights of the backbone of run {run} have changed" in text
     assert not (place / "other").exists()
 
 
-def test_a_node_with_other_data_than_the_drivers_is_named(place):
-    """An actor that does not see the driver's cache prepares the data again, from its own files."""
+def test_a_node_with_other_data_than_the_driver_is_named(place):
+    """An actor that cannot read the driver's cache prepares the data from its own files."""
     experiment = load_experiment(None, WORDS)
     prepared = prepare_run(experiment)
     elsewhere = experiment.storage.model_copy(update={"cache": str(place / "node")})
@@ -164,7 +164,7 @@ def test_a_node_with_other_data_than_the_drivers_is_named(place):
         build_workbench(there, away)
 
 
-def test_only_what_is_known_on_both_sides_can_differ():
+def test_only_sources_known_on_both_sides_are_compared():
     known = {"rows": "a", "tokens": "b", "backbone": "c"}
     assert changed_sources({}, known) == changed_sources(known, known) == ""
     assert changed_sources(known, known | {"tokens": "x"}) == "tokens of the data"

@@ -90,7 +90,7 @@ def export(
 
     Reads the newest checkpoint, so that a run in progress can be exported too.
     """
-    from trishul_ray.run.export import export_run
+    from trishul_ray.run.artifacts import export_run
 
     rounds = export_run(run_id, directory, merged=merged, runs=runs)
     kind = "merged model" if merged else "PEFT adapter"

@@ -36,7 +36,7 @@ class Checkpoint:
         state: the global state.
         client_states: persistent states, by client.
         records: one record for each round so far; the first is of the pretrained backbone.
-        spectra: singular values of the last diagnostics; see ``Diagnosed``.
+        spectra: singular values of the last diagnostics; see ``Diagnostics``.
         matrices: comparisons between clients in every diagnosed round; see ``append_round``.
         survey: the averaged answers to the survey before round 1.
         sources: hashes of data and weights; see ``Blueprint``.

@@ -1,7 +1,7 @@
-"""One run from configuration to result: what ``trishul run`` does.
+"""One run from configuration to results: the implementation of ``trishul run``.
 
-Everything lies under ``<runs>/<id>/``; the same call continues a stopped run, a finished one is
-read, not repeated. Figures and the adapter are made from the final state alone.
+A run keeps everything under ``<runs>/<id>/``. The same call continues a stopped run and reads a
+finished one. The round loop is :func:`_train`.
 """
 
 import errno
@@ -22,7 +22,6 @@ from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import InputError, RunError, StorageError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
-from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
@@ -41,157 +40,144 @@ from trishul_ray.models.shared_weights import folder_source
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.run.artifacts import write_artifacts
 from trishul_ray.run.results import (
+    TABLES,
     config_yaml,
     flat_config,
     flat_metrics,
     flatten,
-    metrics_parquet,
     result_json,
     summarize,
     versions,
+    write_tables,
 )
 from trishul_ray.storage import Store, reason
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.store import redact, tracking_uri, ui_command
 
-#: Files of a finished run that need no backbone to be made.
-_PLAIN_FILES = ("config.yaml", "metrics.parquet")
-
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run gave."""
+    """The result of :func:`run_experiment`."""
 
-    summary: dict[str, Any]
-    home: Store
-    repeated: bool  # it had finished before; nothing was run
-    mlflow_command: str | None
+    summary: dict[str, Any]  # the content of result.json
+    home: Store  # the run's folder
+    repeated: bool  # whether it had finished before, so that nothing was run
+    mlflow_command: str | None  # opens its tracking store
 
 
 def run_experiment(
     experiment: Experiment, progress: RunProgress, *, fresh: bool = False
 ) -> FinishedRun:
-    """Run, continue, or read an experiment.
-
-    Args:
-        experiment: what to run.
-        progress: tells a person how it goes.
-        fresh: forget what an earlier run of the same experiment left.
+    """Run an experiment, continue it, or read its result; ``fresh`` deletes an earlier run first.
 
     Raises:
-        InputError: the parts of the experiment do not fit together.
-        RunError: the run failed; the message says what is kept and how to continue.
+        InputError: The parts of the experiment do not fit together.
+        RunError: The run failed.
     """
     home = run_folder(experiment)
     shown = redact(experiment.storage.runs)
     if (bucket := home.missing_bucket()) is not None:
         raise InputError(
-            f"storage.runs={shown!r}: bucket {bucket!r} does not exist; create it or name another"
+            f"storage.runs={shown!r}: bucket {bucket!r} does not exist; create it or choose another"
         )
-    with _locked(home, experiment, reads=not fresh):
+    with _locked(home, experiment, read_only=not fresh):
         summary = None if fresh else _read_result(home, progress)
         if summary is not None:
             _check_sources(experiment, summary, progress)
-            _make_again(experiment, summary, home, progress)
-            return FinishedRun(summary, home, True, _command_of(experiment))
+            _restore_files(experiment, summary, home, progress)
+            return FinishedRun(summary, home, True, _mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
-        # Before anything is removed or written: wrong input loses and leaves nothing.
+        # Checked before anything is removed or written: wrong input changes no files.
         check_fits(experiment)
-        _command_of(experiment)
+        _mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
         if fresh:
             home.remove_all()
-        _say_what_changed(experiment, home, progress)
-        began = home.exists("attempt.json")
+        _note_differences(experiment, home, progress)
+        existed = home.exists("attempt.json")
         try:
             attempt = _attempt(home)
             home.write("config.yaml", config_yaml(experiment))
         except StorageRefusedError as error:
-            raise InputError(f"storage.runs={shown!r}: {error}; name another place") from error
+            raise InputError(f"storage.runs={shown!r}: {error}; choose another folder") from error
         try:
             return _run(experiment, prepared, home, attempt, progress)
         except InputError:
-            # Wrong input that shows only here: nothing is left of a run that never began.
-            if not began and not home.child("checkpoints").exists():
+            # Some wrong input is found only here; leave no files of a run that never started.
+            if not existed and not home.child("checkpoints").exists():
                 home.remove_all()
             raise
 
 
 def learning_rate_line(experiment: Experiment) -> str:
-    """Return which learning rate a run takes and why; a warning if nobody chose it."""
+    """Return the learning rate of a run and its source; a warning if it is the default."""
     options = experiment.optimizer
     warning = "warning: " if options.lr_source == GENERAL_DEFAULT else ""
     return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
 
 
 def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
-    """A finished run's result; None if there is none that can be read."""
+    """Return the content of result.json; None if it is missing or unreadable."""
     if not home.exists("result.json"):
         return None
     try:
-        found: dict[str, Any] = json.loads(home.read("result.json"))
+        summary: dict[str, Any] = json.loads(home.read("result.json"))
     except ValueError as error:
-        progress.note(f"{home.uri}/result.json is unreadable ({error}): made again")
+        progress.note(f"{home.uri}/result.json is unreadable ({error}) and will be written again")
         return None
-    return found
+    return summary
 
 
 def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
-    """A finished run of one's own data or backbone is read only as long as they are the same.
-
-    Raises:
-        InputError: they have changed.
-    """
+    """Raise an InputError if local data or a local backbone have changed since the run."""
     now: dict[str, str] = {}
     if experiment.data.path is not None:
         try:
             now |= prepare_rows(experiment, progress.task_progress("preparing data")).sources
         except InputError as error:
-            progress.note(f"the data of this finished run cannot be read any more: {error}")
+            progress.note(f"the data of this finished run can no longer be read: {error}")
     folder = local_folder(experiment.model.name)
     if folder is not None:
         now["backbone"] = folder_source(folder)
     if changed := changed_sources(summary.get("sources", {}), now):
         raise InputError(
-            f"run {experiment.id} was made with other {changed} than are there now: put back what "
-            "it was made with, or start over with --fresh"
+            f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
+            "or start over with --fresh"
         )
 
 
-def _make_again(
+def _restore_files(
     experiment: Experiment, summary: dict[str, Any], home: Store, progress: RunProgress
 ) -> None:
-    """Make what a finished run has lost of its files again, from its last checkpoint."""
-    missing = [name for name in summary.get("files", _PLAIN_FILES) if not home.exists(name)]
+    """Write the missing files of a finished run again, from its last checkpoint."""
+    missing = [name for name in summary.get("files", TABLES) if not home.exists(name)]
     if not missing:
         return
-    told = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
     try:
-        found = open_checkpoints(experiment).newest()
+        checkpoint = open_checkpoints(experiment).newest()
         last = experiment.federation.rounds
-        if found is None or found.round < last or "loss" not in found.records[-1]:
-            raise RunError("its last checkpoint is gone or corrupt; --fresh runs it again")
+        if checkpoint is None or checkpoint.round < last or "loss" not in checkpoint.records[-1]:
+            raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            if not set(missing) <= set(_PLAIN_FILES):
+            write_tables(experiment, checkpoint.records, folder)
+            if not set(missing) <= set(TABLES):
                 report = progress.task_progress
                 prepared = prepare_run(experiment, report("preparing data"))
                 ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
-                final = InlineDriver(experiment, prepared, found.attempt).final()
+                result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
                 note = coverage_of(experiment, prepared.dataset).sentence
-                with deterministic(experiment):
-                    write_artifacts(experiment, prepared, final, folder, note=note)
-            (folder / "config.yaml").write_bytes(config_yaml(experiment))
-            (folder / "metrics.parquet").write_bytes(metrics_parquet(found.records))
+                write_artifacts(experiment, prepared, result, folder, note)
             for name in missing:
                 parent, _, file = name.rpartition("/")
                 (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
     except (InputError, RunError, FileNotFoundError) as error:
-        progress.note(f"missing in {home.uri}, and cannot be made again: {told} ({error})")
+        progress.note(f"missing in {home.uri} and cannot be restored: {names} ({error})")
     else:
-        progress.note(f"missing in {home.uri}, made again from the last checkpoint: {told}")
+        progress.note(f"missing in {home.uri}, restored from the last checkpoint: {names}")
 
 
 def _run(
@@ -216,27 +202,21 @@ def _run(
             )
             progress.phase("starting clients")
             driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))
-            final = _rounds(experiment, driver, home, tracker, progress)
+            result = _train(driver, tracker, progress)
         progress.phase("writing results")
-        home.write("metrics.parquet", metrics_parquet(final.records))
         with tempfile.TemporaryDirectory() as scratch:
-            with deterministic(experiment):
-                write_artifacts(experiment, prepared, final, Path(scratch), note=coverage.sentence)
-            home.upload_folder(Path(scratch))
-            made = [
-                path.relative_to(scratch).as_posix()
-                for path in Path(scratch).rglob("*")
-                if path.is_file()
-            ]
+            folder = Path(scratch)
+            write_tables(experiment, result.records, folder)
+            write_artifacts(experiment, prepared, result, folder, coverage.sentence)
+            home.upload_folder(folder)
+            files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
             wall = time.perf_counter() - began
-            summary = summarize(
-                experiment, final, coverage, wall_seconds=wall, run_id=tracker.run_id
-            )
-            summary["files"] = sorted([*_PLAIN_FILES, *made])
+            summary = summarize(experiment, result, coverage, wall, tracker.run_id)
+            summary["files"] = sorted(files)
+            # The last file of all: its presence marks the run as finished.
             home.write("result.json", result_json(summary))
-            for name in ("config.yaml", "result.json", "metrics.parquet"):
-                (Path(scratch) / name).write_bytes(home.read(name))
-            tracker.log_artifacts(scratch)
+            (folder / "result.json").write_bytes(result_json(summary))
+            tracker.log_artifacts(folder)
         status = "FINISHED"
         return FinishedRun(summary, home, False, tracker.ui_command())
     except KeyboardInterrupt:
@@ -244,91 +224,89 @@ def _run(
         raise
     finally:
         for refused in tracker.finish(status):  # type: ignore[arg-type]  # three literals
-            progress.note(f"MLflow did not take: {refused}")
+            progress.note(f"MLflow refused: {refused}")
 
 
-def _rounds(
-    experiment: Experiment, driver: Driver, home: Store, tracker: Tracker, progress: RunProgress
-) -> RunResult:
-    def tell(step: RoundReport, shown: int) -> None:
-        for event in step.events:
-            progress.note(event)
-        for record in step.records:
-            # Logged again after a resume: the tracker drops what it has already.
-            tracker.log_round(record["round"], flat_metrics(record))
-        for record in step.records[-shown:]:
-            progress.advance(record["round"], record)
+def _train(driver: Driver, tracker: Tracker, progress: RunProgress) -> RunResult:
+    """Run the rounds that are left and return the result: the round loop of every run.
 
-    standing = driver.begin()
-    progress.phase(f"training, from round {standing.round + 1}" if standing.round else "training")
-    tell(standing, shown=1)
-    while not standing.finished:
-        standing = driver.step()
-        tell(standing, shown=len(standing.records))
+    One round goes from here to a client's local training in six hops: ``RayDriver.step``
+    (on_ray/driver.py), ``Coordinator.step`` (on_ray/actors.py), ``Server.step`` (server.py),
+    ``ActorPool.run`` (on_ray/pool.py), ``ClientActor.train`` (on_ray/actors.py) and
+    ``train_client`` (local.py), all in trishul_ray/federation. Inline it is ``InlineDriver.step``,
+    ``Server.step``, ``InlineExecutor.run`` and ``train_client``.
+    """
+    report = driver.begin()
+    progress.phase(f"training, from round {report.round + 1}" if report.round else "training")
+    _log(report, tracker, progress, shown=1)
+    while not report.finished:
+        report = driver.step()
+        _log(report, tracker, progress, shown=len(report.records))
     return driver.final()
+
+
+def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown: int) -> None:
+    """Log all records of a report; display its events and the last ``shown`` records."""
+    for event in report.events:
+        progress.note(event)
+    for record in report.records:
+        # A resume logs earlier rounds again: the tracker ignores those it already has.
+        tracker.log_round(record["round"], flat_metrics(record))
+    for record in report.records[-shown:]:
+        progress.advance(record["round"], record)
 
 
 def _open_tracker(experiment: Experiment, attempt: str, coverage: Coverage) -> Tracker:
     options = experiment.tracking
     if not options.mlflow:
         return Tracker()
+    tags = {
+        "trishul.id": experiment.id,
+        "trishul.data": coverage.sentence,
+        "trishul.part": str(coverage.part),
+    }
+    rows = {"train": asdict(coverage.train), "test": asdict(coverage.test)}
     return MlflowRun.open(
         tracking_uri(options.uri, experiment.storage.runs),
         options.experiment,
         attempt,
         f"{experiment.name}-{experiment.method.name}-{experiment.id}",
-        flat_config(experiment)
-        | flatten({"rows": {"train": asdict(coverage.train), "test": asdict(coverage.test)}}),
-        tags={
-            "trishul.id": experiment.id,
-            "trishul.data": coverage.sentence,
-            "trishul.part": str(coverage.part),
-        }
-        | {f"version.{k}": v for k, v in versions().items()},
+        flat_config(experiment) | flatten({"rows": rows}),
+        tags=tags | {f"version.{k}": v for k, v in versions().items()},
         parent_run=options.parent_run,
     )
 
 
 def _log_data(tracker: Tracker, prepared: Prepared, coverage: Coverage) -> None:
-    """Name the rows that are trained on and scored as inputs of the tracking run."""
-    for context, split, rows in (
-        ("training", "train", coverage.train),
-        ("evaluation", "test", coverage.test),
-    ):
+    rows = {"train": coverage.train, "test": coverage.test}
+    for (split, count), context in zip(rows.items(), ("training", "evaluation"), strict=True):
         tracker.log_data(
             f"{coverage.dataset} {split}",
             digest=prepared.dataset.split(split).fingerprint[:16],
             source=coverage.source,
             context=context,
-            profile=asdict(rows) | {"revision": coverage.revision},
+            profile=asdict(count) | {"revision": coverage.revision},
         )
 
 
-def _command_of(experiment: Experiment) -> str | None:
+def _mlflow_command(experiment: Experiment) -> str | None:
     if not experiment.tracking.mlflow:
         return None
     return ui_command(tracking_uri(experiment.tracking.uri, experiment.storage.runs))
 
 
 def _attempt(home: Store) -> str:
-    # Written before the MLflow run is created: a driver killed in between finds it by this name.
+    # Written before the MLflow run is created: a driver killed in between finds it by this tag.
     if not home.exists("attempt.json"):
         home.write("attempt.json", json.dumps({"attempt": uuid.uuid4().hex}).encode())
     return str(json.loads(home.read("attempt.json"))["attempt"])
 
 
 @contextmanager
-def _locked(home: Store, experiment: Experiment, *, reads: bool) -> Iterator[None]:
-    """One process at a time may drive a run; on shared storage the scheduler sees to that.
+def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator[None]:
+    """Allow one process at a time to drive a run; on shared storage this is up to the scheduler.
 
-    Args:
-        home: the run's folder.
-        experiment: what is run.
-        reads: a finished run is only read: then a place that cannot be written will do.
-
-    Raises:
-        InputError: ``storage.runs`` cannot be written.
-        RunError: another process drives the run, or the disk is full.
+    With ``read_only``, a finished run may be in a folder that cannot be written.
     """
     if not home.is_local:
         yield
@@ -343,41 +321,41 @@ def _locked(home: Store, experiment: Experiment, *, reads: bool) -> Iterator[Non
             f"run {experiment.id} is being driven by another process; wait for it or stop it"
         ) from error
     except OSError as error:
-        what = f"storage.runs={experiment.storage.runs!r} cannot be written: {reason(error)}"
+        message = f"storage.runs={experiment.storage.runs!r} cannot be written: {reason(error)}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(what) from error
-        if not (reads and home.exists("result.json")):
-            raise InputError(f"{what}; name a folder that can be written") from error
+            raise StorageError(message) from error
+        if not (read_only and home.exists("result.json")):
+            raise InputError(f"{message}; choose a writable folder") from error
     try:
         yield
     finally:
         lock.release()
 
 
-def _say_what_changed(experiment: Experiment, home: Store, progress: RunProgress) -> None:
-    """Name the fields in which this run differs from the newest other run of the same name."""
+def _note_differences(experiment: Experiment, home: Store, progress: RunProgress) -> None:
+    """Name the fields in which a new run differs from the newest other run of the same name."""
     if home.exists("config.yaml") or not home.is_local:
         return
-    newest: tuple[float, dict[str, Any]] | None = None
+    others: list[tuple[float, dict[str, Any]]] = []
     for path in Path(home.root).parent.glob("*/result.json"):
-        found = _read_result(Store.open(str(path.parent)), progress)
-        if found is not None and found["name"] == experiment.name:
-            newest = max(newest or (0.0, found), (path.stat().st_mtime, found), key=lambda p: p[0])
-    if newest is None:
+        summary = _read_result(Store.open(str(path.parent)), progress)
+        if summary is not None and summary["name"] == experiment.name:
+            others.append((path.stat().st_mtime, summary))
+    if not others:
         return
-    before, now = flatten(newest[1]["identity"]), flatten(experiment.identity())
+    _, newest = max(others, key=lambda other: other[0])
+    before, now = flatten(newest["identity"]), flatten(experiment.identity())
     changed = [k for k in sorted(before | now) if before.get(k) != now.get(k)]
-    told = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in changed[:5])
+    fields = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in changed[:5])
     more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-    progress.note(f"a new run, {experiment.id}: differs from {newest[1]['id']} in {told}{more}")
+    progress.note(f"a new run, {experiment.id}: differs from {newest['id']} in {fields}{more}")
 
 
 def central_twin(experiment: Experiment) -> Experiment:
-    """The same adapter, steps and rounds with all the data in one place."""
-    alone = experiment.federation.model_copy(
+    """Return the same experiment with a single client that holds all the data."""
+    federation = experiment.federation.model_copy(
         update={"clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None}
     )
-    whole = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
-    return experiment.model_copy(
-        update={"name": f"{experiment.name}-central", "federation": alone, "partition": whole}
-    )
+    partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
+    changes = {"federation": federation, "partition": partition}
+    return experiment.model_copy(update={"name": f"{experiment.name}-central"} | changes)

@@ -8,7 +8,7 @@ import ray
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.on_ray import driver as drive
+from trishul_ray.federation.on_ray import driver as driver_module
 from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
 from trishul_ray.federation.prepare import prepare_run
 
@@ -21,8 +21,8 @@ MASKED = [
 
 
 @ray.remote(num_cpus=2)
-class Guest:
-    """Somebody else, who holds the whole cluster."""
+class Occupant:
+    """An actor of another user, which holds the whole cluster."""
 
     def process_id(self):
         return os.getpid()
@@ -54,16 +54,12 @@ def test_dropout_before_heads_are_chosen_does_not_depend_on_the_actors(
         (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
     ],
-    ids=[
-        "an actor per client",
-        "surveyed heads",
-        "masked heads",
-    ],
+    ids=["an actor per client", "surveyed heads", "masked heads"],
 )
 def test_the_number_of_actors_changes_nothing(
     small, inline_result, assert_same, drive_to_end, overrides, actors
 ):
-    """One actor and two, with every method: see test_every_method.py."""
+    """test_every_method.py does this for one actor and two, with every method."""
     experiment = small(*overrides)
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         assert isinstance(driver, RayDriver)
@@ -72,12 +68,12 @@ def test_the_number_of_actors_changes_nothing(
         processes = [psutil.Process(pid) for pid in driver.processes()]
     assert_same(result, inline_result(experiment))
     assert len([record["accuracy"] for record in result.records]) == 4
-    # Closing ends the coordinator and, with it, its clients.
+    # Closing the driver ends the coordinator and its clients.
     assert len(processes) >= 2
     assert psutil.wait_procs(processes, timeout=10)[1] == []
 
 
-def test_a_wide_round_waits_for_room_and_is_summed_by_actors(
+def test_a_wide_round_waits_for_resources_and_is_summed_by_actors(
     small, inline_result, assert_same, drive_to_end, monkeypatch
 ):
     # 40 uploads are three groups; each of the thousand clients holds one row.
@@ -88,23 +84,23 @@ def test_a_wide_round_waits_for_room_and_is_summed_by_actors(
         "federation.rounds=1",
         "partition.kind=iid",
     )
-    monkeypatch.setattr(drive, "PATIENCE", 0.5)
-    guest = Guest.remote()
-    process = psutil.Process(ray.get(guest.process_id.remote()))
-    said = []
+    monkeypatch.setattr(driver_module, "WAITING_NOTICE_SECONDS", 0.5)
+    occupant = Occupant.remote()
+    process = psutil.Process(ray.get(occupant.process_id.remote()))
+    notices = []
 
-    def tell(text):
-        said.append(text)
-        process.kill()  # the guest leaves: there is room now
+    def notify(text):
+        notices.append(text)
+        process.kill()  # frees the cluster
 
-    with open_driver(experiment, prepare_run(experiment), "a", tell) as driver:
+    with open_driver(experiment, prepare_run(experiment), "a", notify) as driver:
         result = drive_to_end(driver)
-    assert said == ["waiting for room on the cluster for 1 x (1 CPU)"]
+    assert notices == ["waiting for resources on the cluster for 1 x (1 CPU)"]
     assert len(result.records[1]["clients"]) == 40
     assert_same(result, inline_result(experiment))
 
 
-def test_bad_input_found_by_an_actor_reaches_the_caller_as_it_is(small, tmp_path):
+def test_an_input_error_in_an_actor_reaches_the_caller_unchanged(small, tmp_path):
     from transformers import ViTConfig, ViTForImageClassification
 
     folder = tmp_path / "vit"
@@ -124,7 +120,7 @@ def test_bad_input_found_by_an_actor_reaches_the_caller_as_it_is(small, tmp_path
 
 
 @pytest.mark.parametrize("backend", ["ray", "inline"])
-def test_a_diverging_client_fails_the_run_with_its_name(small, backend):
+def test_a_diverging_client_fails_the_run_and_is_named(small, backend):
     experiment = small("optimizer.lr=1e30", f"resources.backend={backend}", "resources.actors=1")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         driver.begin()
@@ -132,11 +128,10 @@ def test_a_diverging_client_fails_the_run_with_its_name(small, backend):
             driver.step()
 
 
-def test_a_run_begun_inline_is_continued_by_actors_in_the_same_place(
+def test_actors_continue_an_inline_run_in_the_same_folder(
     small, inline_result, assert_same, drive_to_end, tmp_path, cache, monkeypatch
 ):
-    # Relative places: the workers of a cluster were started in another folder, with other
-    # settings.
+    # Relative paths: the workers of a cluster start in another directory, with other settings.
     monkeypatch.chdir(tmp_path)
     os.symlink(cache, tmp_path / "link")
     monkeypatch.setenv("TRISHUL_CACHE", "link")

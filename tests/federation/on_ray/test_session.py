@@ -1,4 +1,4 @@
-"""A local Ray: for this machine and this process alone, and gone afterwards."""
+"""A local Ray serves this machine and this process only, and leaves nothing behind."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import ray
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation.on_ray.actors import Surroundings
 from trishul_ray.federation.on_ray.session import ray_session
 
 
@@ -17,7 +16,7 @@ def worker():
     return os.getpid()
 
 
-def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_goes(monkeypatch, tmp_path):
+def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_ends(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -35,7 +34,7 @@ def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_goes(monkeypatch,
             if socket.status == psutil.CONN_LISTEN
         }
         assert addresses == {"127.0.0.1"}
-        with ray_session(7) as inner:  # one that is there is used as it is
+        with ray_session(7) as inner:  # the existing runtime is used as it is
             assert inner["CPU"] <= 1.0
         assert ray.is_initialized()
     assert not ray.is_initialized()
@@ -45,7 +44,7 @@ def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_goes(monkeypatch,
     assert psutil.wait_procs(mine[1:], timeout=10)[1] == []
 
 
-def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch):
+def test_a_cluster_that_does_not_answer_is_reported_in_one_line(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with (
         pytest.raises(RunError, match=r"cannot join the cluster at RAY_ADDRESS=127\.0\.0\.1:1: ."),
@@ -54,9 +53,9 @@ def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch):
         pass
 
 
-def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch):
+def test_a_ray_that_does_not_start_is_reported_in_one_line(monkeypatch):
     def starved(**_):
-        # What Ray raises on a machine so busy that its processes are not up in half a minute.
+        # Ray raises this on a busy machine if its processes do not start within 30 seconds.
         raise Exception("The current node timed out during startup.\nMore.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -66,15 +65,3 @@ def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch):
         ray_session(),
     ):
         pass
-
-
-def test_surroundings_are_taken_over(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRISHUL_CACHE", "here")
-    found = Surroundings.here()
-    monkeypatch.setenv("TRISHUL_CACHE", "there")
-    monkeypatch.chdir("/")
-    found.enter()
-    assert (os.getcwd(), os.environ["TRISHUL_CACHE"]) == (str(tmp_path), "here")
-    Surroundings("/no/such/folder", {}).enter()
-    assert os.getcwd() == str(tmp_path)

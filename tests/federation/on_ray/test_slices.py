@@ -1,9 +1,14 @@
-"""Slices: what is asked for, what fits, and what a trial's bundles give back."""
+"""Slices: what a run requests, what fits, and what a trial's bundles hold."""
 
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.federation.on_ray.slices import Slices, crowding, plan_slices, slices_of_bundles
+from trishul_ray.federation.on_ray.slices import (
+    Slices,
+    oversubscription_warning,
+    plan_slices,
+    slices_of_bundles,
+)
 from trishul_ray.loading import load_experiment
 
 CPUS = {"CPU": 4.0}
@@ -16,9 +21,9 @@ def make(*overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "free", "wanted"),
+    ("overrides", "free", "expected"),
     [
-        ([], CPUS, Slices(3, 1, 0)),  # no more than a cohort
+        ([], CPUS, Slices(3, 1, 0)),  # at most one actor per client of a cohort
         ([], {"CPU": 2.0}, Slices(2, 1, 0)),
         (["resources.threads=2"], CPUS, Slices(2, 2, 0)),
         (["resources.actors=2"], CPUS, Slices(2, 1, 0)),
@@ -29,11 +34,11 @@ def make(*overrides):
         (["resources.device=cpu"], BOX, Slices(3, 1, 0)),
     ],
 )
-def test_planned_by_what_is_free(overrides, free, wanted):
-    assert plan_slices(make(*overrides), free) == wanted
+def test_slices_are_planned_from_free_resources(overrides, free, expected):
+    assert plan_slices(make(*overrides), free) == expected
 
 
-def test_a_busy_cluster_gives_one_slice_to_wait_for_on_the_same_device():
+def test_a_run_on_a_busy_cluster_waits_for_one_slice_on_the_same_device():
     assert plan_slices(make(), {}, CPUS) == Slices(1, 1, 0)
     assert plan_slices(make(), {"CPU": 8.0}, BOX) == Slices(1, 1, 1)
 
@@ -47,29 +52,30 @@ def test_a_busy_cluster_gives_one_slice_to_wait_for_on_the_same_device():
         ([], {}),
     ],
 )
-def test_what_can_never_be_had_is_refused_with_numbers(overrides, free):
+def test_a_request_that_exceeds_the_cluster_is_refused_with_numbers(overrides, free):
     with pytest.raises(InputError, match=r"actors x \(resources\.cpus_per_actor=.* CPU, . GPU$"):
         plan_slices(make(*overrides), free)
 
 
 @pytest.mark.parametrize("overrides", [[], ["federation.clients_per_actor=1"]])
-def test_a_trials_bundles_give_its_slices_back(overrides):
+def test_bundles_of_a_trial_give_its_slices_back(overrides):
     experiment = make(*overrides)
     slices = plan_slices(experiment, BOX | {"GPU": 6.0})
     assert slices_of_bundles(experiment, [{}, *slices.bundles()]) == slices
 
 
-def test_more_threads_than_cores_are_told_in_one_line():
-    assert crowding(1, 2, 2) is None and crowding(4, 1, 4.0) is None
-    assert crowding(1, 3, 2).startswith("resources.threads=3 asks for 3 threads on 2 cores: ")
-    assert crowding(4, 2, 6.0).startswith(
-        "4 actors x resources.threads=2 asks for 8 threads on 6 cores: "
-    )
+def test_more_threads_than_cores_are_reported_in_one_line():
+    assert oversubscription_warning(1, 2, 2) is None
+    assert oversubscription_warning(4, 1, 4.0) is None
+    one = oversubscription_warning(1, 3, 2)
+    assert one.startswith("resources.threads=3 uses 3 threads on 2 cores: ")
+    four = oversubscription_warning(4, 2, 6.0)
+    assert four.startswith("4 actors x resources.threads=2 uses 8 threads on 6 cores: ")
 
 
-def test_other_bundles_are_filled_with_the_experiments_slices():
+def test_other_bundles_are_filled_with_slices_of_the_experiment():
     bundles = [{"CPU": 0.5}, {"CPU": 2.0}]
     assert slices_of_bundles(make(), bundles) == Slices(2, 1, 0)
     assert slices_of_bundles(make("resources.threads=2"), bundles) == Slices(1, 2, 0)
-    with pytest.raises(InputError, match="exceed what is here"):
+    with pytest.raises(InputError, match="exceed the cluster"):
         slices_of_bundles(make(), [{}])

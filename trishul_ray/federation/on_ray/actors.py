@@ -1,4 +1,8 @@
-"""Where a driver works, told to actors on other nodes. Imports nothing of weight; see client.py."""
+"""The two kinds of Ray actors of a run: the coordinator and its client actors.
+
+Torch, transformers and pydantic are imported inside the methods: a coordinator can request its
+clients before it imports anything heavy, so that all of them start at the same time.
+"""
 
 import os
 from contextlib import ExitStack
@@ -27,36 +31,31 @@ if TYPE_CHECKING:
     from trishul_ray.federation.server import RoundReport, RunResult, Server
     from trishul_ray.federation.workbench import Workbench
 
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What paths and settings mean in the driver, for actors that a daemon started elsewhere."""
-
-    folder: str
-    variables: dict[str, str]
-
-    @classmethod
-    def here(cls) -> "Surroundings":
-        """This process's working folder and its settings of this package and of the hub."""
-        kept = {k: v for k, v in os.environ.items() if k.startswith(("TRISHUL_", "HF_"))}
-        return cls(os.getcwd(), kept)
-
-    def enter(self) -> None:
-        """Take them over, as far as this machine has the folder."""
-        os.environ.update(self.variables)
-        if os.path.isdir(self.folder):
-            os.chdir(self.folder)
-
-
 set_environment()
 
 
-def cap_device_memory(share: float) -> None:
-    """Enforce a GPU slice on the device: Ray only keeps books of it.
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """The driver's working directory and settings, applied in actors that start elsewhere."""
 
-    Args:
-        share: of one GPU, 0 < share <= 1; above that, or 0, nothing is capped.
-    """
+    directory: str
+    variables: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> "WorkerEnvironment":
+        """Capture the working directory and the ``TRISHUL_*`` and ``HF_*`` variables."""
+        variables = {k: v for k, v in os.environ.items() if k.startswith(("TRISHUL_", "HF_"))}
+        return cls(os.getcwd(), variables)
+
+    def apply(self) -> None:
+        """Set the variables, and change to the directory if this machine has it."""
+        os.environ.update(self.variables)
+        if os.path.isdir(self.directory):
+            os.chdir(self.directory)
+
+
+def cap_device_memory(share: float) -> None:
+    """Limit this process to a share of one GPU's memory, if 0 < share < 1: Ray limits nothing."""
     import torch
 
     if torch.cuda.is_available() and 0.0 < share < 1.0:
@@ -65,11 +64,10 @@ def cap_device_memory(share: float) -> None:
 
 @ray.remote
 class ClientActor:
-    """Runs any client's round; every method gives the same result however often it is called.
+    """Runs the rounds of any client. Every call is idempotent.
 
-    Ray may restart it after a crash (the first call then rebuilds everything) and repeat a call:
-    no call leaves anything behind. Every method also gives its process, by which the pool sees
-    restarts.
+    Ray may restart the actor after a crash (the next call then rebuilds everything) and repeat a
+    call. Every method also returns its process id, by which the pool notices restarts.
     """
 
     def __init__(
@@ -77,60 +75,49 @@ class ClientActor:
         experiment: dict[str, Any],
         prepared: "Prepared",
         gpu_share: float,
-        surroundings: Surroundings,
+        environment: WorkerEnvironment,
     ) -> None:
-        """Pin threads and kernels, cap the memory; what can fail comes with the first call."""
         from trishul_ray.experiment import Experiment
 
-        surroundings.enter()
-        self.settings = Experiment.model_validate(experiment)
+        environment.apply()
+        self.experiment = Experiment.model_validate(experiment)
         self.prepared = prepared
-        # Never left: these are the settings of this process for as long as it lives.
-        self._kernels = ExitStack()
-        self._kernels.enter_context(deterministic(self.settings))
+        # Entered once and never left: these settings hold for the life of the process.
+        self._determinism = ExitStack()
+        self._determinism.enter_context(deterministic(self.experiment))
         cap_device_memory(gpu_share)
         self.pid = os.getpid()
         self._bench: Workbench | None = None
 
-    @property
-    def bench(self) -> "Workbench":
-        """The workbench, built once.
+    def _workbench(self, survey: "Arrays | None" = None) -> "Workbench":
+        """Return the workbench, built once, with the adapters that a survey decides.
 
-        Not in the constructor: Ray turns what a constructor raises into text, and bad input
-        must reach the person as what it is.
+        Not built in the constructor: Ray turns an exception raised there into text, and an
+        InputError must reach the user as it is.
         """
-        if self._bench is None:
-            from trishul_ray.federation.workbench import build_workbench
+        from trishul_ray.federation.workbench import adapt_to, build_workbench
 
-            self._bench = build_workbench(self.settings, self.prepared)
+        if self._bench is None:
+            self._bench = build_workbench(self.experiment, self.prepared)
+        if survey is not None:
+            adapt_to(self._bench, survey)
         return self._bench
 
-    def _adapted(self, survey: "Arrays") -> "Workbench":
-        """The workbench, with the adapters that a survey decides."""
-        from trishul_ray.federation.workbench import adapt_to
-
-        adapt_to(self.bench, survey)
-        return self.bench
-
     def describe(self, survey: "Arrays") -> "tuple[int, Blueprint]":
-        """The blueprint of the workbench.
-
-        Raises:
-            InputError: the workbench cannot be built from this input.
-        """
+        """Return the blueprint of the workbench."""
         from trishul_ray.federation.workbench import blueprint_of
 
-        return self.pid, blueprint_of(self._adapted(survey))
+        return self.pid, blueprint_of(self._workbench(survey))
 
     @ray.method(num_returns=2)
     def train(
         self, broadcast: "Arrays", job: "TrainJob"
     ) -> "tuple[tuple[int, TrainReport], Upload]":
-        """Train one client; the upload is a return of its own, so that it can stay here."""
+        """Train one client. The upload is a separate return value, so that it can stay here."""
         from trishul_ray.federation.local import train_client
         from trishul_ray.federation.messages import survey_in
 
-        upload, report = train_client(self._adapted(survey_in(broadcast)), broadcast, job)
+        upload, report = train_client(self._workbench(survey_in(broadcast)), broadcast, job)
         return (self.pid, report), upload
 
     def evaluate(self, broadcast: "Arrays", job: "EvalJob") -> "tuple[int, EvalReport]":
@@ -138,116 +125,91 @@ class ClientActor:
         from trishul_ray.federation.local import evaluate_chunk
         from trishul_ray.federation.messages import survey_in
 
-        return self.pid, evaluate_chunk(self._adapted(survey_in(broadcast)), broadcast, job)
+        return self.pid, evaluate_chunk(self._workbench(survey_in(broadcast)), broadcast, job)
 
     def survey(self, job: "SurveyJob") -> "tuple[int, Arrays]":
-        """One client's answer to the method's survey."""
+        """Return one client's answer to the method's survey."""
         from trishul_ray.federation.local import survey_client
 
-        return self.pid, survey_client(self.bench, job)
+        return self.pid, survey_client(self._workbench(), job)
 
     def reduce(self, reducer: "Reducer", *uploads: "Upload") -> "tuple[int, Partial]":
-        """Judge and sum one group of uploads, without their passing through the coordinator."""
+        """Validate and sum one group of uploads, so that they bypass the coordinator."""
         from trishul_ray.federation.reduce import partial_sum
 
         return self.pid, partial_sum(uploads, reducer)
 
 
 def start_clients(
-    experiment: dict[str, Any], prepared: Any, slices: Slices, surroundings: Surroundings
+    experiment: dict[str, Any], prepared: Any, slices: Slices, environment: WorkerEnvironment
 ) -> list[Any]:
-    """Ask for the client actors of a run; they come up by themselves, owned by this process.
+    """Request the client actors of a run without waiting for them; this process owns them.
 
-    Args:
-        experiment: what they build their workbenches from, as plain fields.
-        prepared: a reference to a :class:`~trishul_ray.federation.prepare.Prepared` in the object
-            store, so that one copy serves all.
-        slices: how many actors, with what each.
-        surroundings: what relative paths mean.
+    ``prepared`` is the object store reference of a
+    :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors.
     """
     limit = experiment["resources"]["max_restarts"]
     remote = ClientActor.options(  # type: ignore[attr-defined]  # added by ray.remote
         num_cpus=slices.cpus, num_gpus=slices.gpus, max_restarts=limit, max_task_retries=limit
     )
     return [
-        remote.remote(experiment, prepared, slices.gpus, surroundings) for _ in range(slices.actors)
+        remote.remote(experiment, prepared, slices.gpus, environment) for _ in range(slices.actors)
     ]
-
-
-set_environment()
 
 
 @ray.remote
 class Coordinator:
-    """Samples, broadcasts through the object store, reduces, checkpoints."""
+    """Runs the server of a run: samples, broadcasts through the object store, reduces, saves.
+
+    Every call takes ``prepared``, a list around the reference that the client actors get: Ray
+    resolves a bare argument, and this process does not read the data.
+    """
 
     def __init__(
-        self, experiment: dict[str, Any], slices: Slices, attempt: str, surroundings: Surroundings
+        self,
+        experiment: dict[str, Any],
+        slices: Slices,
+        attempt: str,
+        environment: WorkerEnvironment,
     ) -> None:
-        """Keep what is needed; what can fail, or is large, comes with the calls.
-
-        Args:
-            experiment: the run, as plain fields.
-            slices: how many client actors, with what each.
-            attempt: names the run in the tracking server.
-            surroundings: what relative paths mean.
-        """
-        surroundings.enter()
-        self.experiment = experiment
-        self.slices = slices
-        self.attempt = attempt
-        self.surroundings = surroundings
+        environment.apply()
+        self.experiment, self.slices = experiment, slices
+        self.attempt, self.environment = attempt, environment
         self.pool: ActorPool | None = None
         self._server: Server | None = None
 
-    def _run(self, prepared: list[Any]) -> "Server":
-        """The run: started, or found in the newest checkpoint, by whichever call comes first.
-
-        Args:
-            prepared: a list around the reference to what the client actors get: this process
-                passes it on unread.
-        """
+    def _open_server(self, prepared: list[Any]) -> "Server":
+        """Return the server; the first call starts the run or continues its newest checkpoint."""
         if self._server is None:
-            started = (
-                start_clients(self.experiment, prepared[0], self.slices, self.surroundings)
-                if self.pool is None
-                else []
-            )
+            clients: list[Any] = []
+            if self.pool is None:  # before the imports: the actors start in the meantime
+                clients = start_clients(self.experiment, prepared[0], self.slices, self.environment)
             from trishul_ray.experiment import Experiment
             from trishul_ray.federation.checkpoint import open_checkpoints
             from trishul_ray.federation.on_ray.pool import ActorPool
             from trishul_ray.federation.server import Server
 
-            settings = Experiment.model_validate(self.experiment)
-            self.pool = self.pool or ActorPool(started)
-            checkpoints = open_checkpoints(settings)
-            self._server = Server(settings, self.pool, checkpoints, self.attempt)
+            experiment = Experiment.model_validate(self.experiment)
+            self.pool = self.pool or ActorPool(clients)
+            checkpoints = open_checkpoints(experiment)
+            self._server = Server(experiment, self.pool, checkpoints, self.attempt)
         return self._server
 
     @ray.method(max_task_retries=-1)
     def begin(self, prepared: list[Any]) -> "RoundReport":
-        """What is there already: records of a resumed run, the first events.
-
-        Repeated by Ray, after a restart, as long as there are restarts.
-
-        Raises:
-            InputError: the client actors cannot be built from this input.
-            RunError: no client actor came up.
-        """
-        server = self._run(prepared)
-        return server.progress()
+        """Return the records of the checkpoint, if any; Ray repeats the call after a restart."""
+        return self._open_server(prepared).progress()
 
     def step(self, prepared: list[Any]) -> "RoundReport":
-        """One round, or nothing if the run is finished."""
-        server = self._run(prepared)
+        """Run one round, or none if the run is finished."""
+        server = self._open_server(prepared)
         return server.progress() if server.finished else server.step()
 
     @ray.method(max_task_retries=-1)
     def final(self, prepared: list[Any]) -> "RunResult":
-        """The result."""
-        server = self._run(prepared)
-        return server.result()
+        """Return the result of a finished run."""
+        return self._open_server(prepared).result()
 
     def processes(self) -> list[int]:
-        """Operating-system processes: this one, then the client actors'."""
+        """Return the process ids of this actor and its client actors."""
         return [os.getpid(), *(self.pool.processes() if self.pool else [])]

@@ -1,12 +1,12 @@
-"""Driving one federation from outside: inline, or through a coordinator actor.
+"""Driving a federation from outside: in this process, or through a coordinator actor.
 
-Both drivers speak alike: ``begin``, then ``step`` until finished, then ``final``.
+Both drivers have the same methods: ``begin``, then ``step`` until finished, then ``final``.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -14,36 +14,24 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.on_ray.actors import Coordinator, Surroundings
+from trishul_ray.federation.on_ray.actors import Coordinator, WorkerEnvironment
 from trishul_ray.federation.on_ray.pool import cause_of
-from trishul_ray.federation.on_ray.session import beside_driver, room_for, slices_here
-from trishul_ray.federation.on_ray.slices import Slices, crowding, usable_cores
+from trishul_ray.federation.on_ray.session import driver_node_affinity, fits_now, slices_for_run
+from trishul_ray.federation.on_ray.slices import Slices, oversubscription_warning, usable_cores
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.storage import Store
 
-#: Seconds after which a person is told that the clients wait for resources.
-PATIENCE = 10.0
-
-
-class Driver(Protocol):
-    """A federation under way."""
-
-    def begin(self) -> RoundReport:
-        """What a checkpoint already holds."""
-        ...
-
-    def step(self) -> RoundReport:
-        """One more round."""
-        ...
-
-    def final(self) -> RunResult:
-        """The result of a finished federation."""
-        ...
+#: Seconds without an answer after which the user is told that clients wait for resources.
+WAITING_NOTICE_SECONDS = 10.0
 
 
 class RayDriver:
-    """A coordinator actor and its clients. A coordinator that dies is restarted by Ray."""
+    """A coordinator actor and its client actors. Ray restarts a coordinator that dies.
+
+    ``attempt`` names the run in the tracking server; ``notify`` is called once with a line of text
+    if the clients have to wait for resources.
+    """
 
     def __init__(
         self,
@@ -51,97 +39,103 @@ class RayDriver:
         prepared: Prepared,
         attempt: str,
         slices: Slices,
-        tell: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the coordinator, which asks for its clients with the first call.
-
-        Args:
-            experiment: what to run.
-            prepared: its data and partition.
-            attempt: names the run in the tracking server.
-            slices: how many client actors, with what each; see
-                :func:`~trishul_ray.federation.on_ray.session.slices_here`.
-            tell: told, once, if the clients have to wait for resources.
-        """
         self.slices = slices
-        self._tell_waiting = tell if tell and not room_for(slices) else None
+        self._notify_waiting = notify if notify and not fits_now(slices) else None
         self.limit = experiment.resources.max_restarts
         self.losses = 0
-        self._told = -1  # the last round whose record was given out
+        self._last_round = -1  # the last round whose record was returned
         local = Store.open(experiment.storage.runs).is_local
         self.actor: Any = Coordinator.options(  # type: ignore[attr-defined]  # by ray.remote
             num_cpus=0,
             max_restarts=self.limit,
-            scheduling_strategy=beside_driver() if local else None,
-        ).remote(experiment.to_dict(), slices, attempt, Surroundings.here())
-        # Inside a list, so that the coordinator is given the reference and not the content.
+            scheduling_strategy=driver_node_affinity() if local else None,
+        ).remote(experiment.to_dict(), slices, attempt, WorkerEnvironment.of_this_process())
+        # In a list, so that the coordinator receives the reference and not the content.
         self._prepared = [ray.put(prepared)]
 
     def begin(self) -> RoundReport:
-        """See :class:`Driver`; returns as soon as one client actor is up."""
-        return self._progress("begin")
+        """Start the run, or continue its checkpoint, once one client actor has started.
+
+        Raises:
+            InputError: The run cannot be built from this input.
+            RunError: No actor started, or ``resources.max_restarts`` are used up.
+        """
+        try:
+            return self._without_repeats(self._wait(self.actor.begin.remote(self._prepared)))
+        except RayError as error:
+            raise self._failure(error) from error
 
     def step(self) -> RoundReport:
-        """See :class:`Driver`; if the coordinator dies in it, what its successor starts from."""
-        return self._progress("step")
+        """Run one round. If the coordinator dies in it, return where its successor starts.
+
+        Raises:
+            RunError: The round failed, or ``resources.max_restarts`` are used up.
+        """
+        try:
+            return self._without_repeats(self._wait(self.actor.step.remote(self._prepared)))
+        except RayError as error:
+            # Ray counts restarts, too: after an ActorDiedError there will be none.
+            if isinstance(error, ActorDiedError) or self.losses >= self.limit:
+                raise self._failure(error) from error
+            self.losses += 1
+            event = (
+                f"{_describe_loss(error)}; loss {self.losses} of at most {self.limit}, going on "
+                "from the checkpoint"
+            )
+        # The round may have been aggregated and its record lost with the answer, so ask for all
+        # records. Ray holds this call back until the coordinator has restarted.
+        recovered = self.begin()
+        return replace(recovered, events=[event, *recovered.events])
 
     def final(self) -> RunResult:
-        """See :class:`Driver`."""
-        found: RunResult = self._call("final")
-        return found
+        """Return the result of a finished run."""
+        try:
+            result: RunResult = self._wait(self.actor.final.remote(self._prepared))
+        except RayError as error:
+            raise self._failure(error) from error
+        return result
 
     def processes(self) -> list[int]:
-        """Operating-system processes: the coordinator's, then the client actors'."""
-        found: list[int] = ray.get(self.actor.processes.remote())
-        return found
+        """Return the process ids of the coordinator and its client actors."""
+        pids: list[int] = ray.get(self.actor.processes.remote())
+        return pids
 
     def close(self) -> None:
-        """End the coordinator; its client actors die with their owner."""
-        with suppress(RayError):  # the cluster may have been ended before us
+        """End the coordinator; its client actors end with it."""
+        with suppress(RayError):  # the cluster may already be gone
             ray.kill(self.actor)
 
-    def _progress(self, method: str) -> RoundReport:
-        events: list[str] = []
-        while True:
-            try:
-                found: RoundReport = self._call(method)
-            except RayError as error:
-                events.append(self._survive(error, method))
-                # A round may have been aggregated and its record lost with the answer. Ray holds
-                # this call back until the coordinator is up again.
-                method = "begin"
-                continue
-            new = [record for record in found.records if record["round"] > self._told]
-            self._told = max([self._told, *(record["round"] for record in new)])
-            return replace(found, records=new, events=events + found.events)
-
-    def _call(self, method: str) -> Any:
-        answer = getattr(self.actor, method).remote(self._prepared)
-        if self._tell_waiting and not ray.wait([answer], timeout=PATIENCE)[0]:
-            self._tell_waiting(f"waiting for room on the cluster for {self.slices}")
-        self._tell_waiting = None
+    def _wait(self, answer: Any) -> Any:
+        """Return the coordinator's answer, and raise its errors as they were raised there."""
+        if self._notify_waiting and not ray.wait([answer], timeout=WAITING_NOTICE_SECONDS)[0]:
+            self._notify_waiting(f"waiting for resources on the cluster for {self.slices}")
+        self._notify_waiting = None
         try:
             return ray.get(answer)
         except RayTaskError as error:
-            if isinstance(error.cause, InputError | RunError):
+            # A RayError as cause: an object or actor was lost, nothing failed in our code.
+            if isinstance(error.cause, InputError | RunError | RayError):
                 raise error.cause from error
-            if isinstance(error.cause, RayError):
-                raise error.cause from error  # something of Ray's was lost, not ours
             raise RunError(f"the coordinator failed: {cause_of(error)}") from error
 
-    def _survive(self, error: RayError, method: str) -> str:
-        """Say what was lost in a call, if a new beginning from the checkpoint makes it good.
+    def _without_repeats(self, report: RoundReport) -> RoundReport:
+        """Drop records that were returned before: a successor of the coordinator repeats them."""
+        new = [record for record in report.records if record["round"] > self._last_round]
+        self._last_round = max([self._last_round, *(record["round"] for record in new)])
+        return replace(report, records=new)
 
-        Raises:
-            RunError: ``resources.max_restarts`` are used up.
-        """
-        what = f"the coordinator died or lost what it needs ({cause_of(error)})"
-        # Ray itself counts restarts and tells when there will be no more.
-        over = isinstance(error, ActorDiedError) or self.losses >= self.limit
-        if method == "begin" or over:
-            raise RunError(f"{what}; resources.max_restarts={self.limit} are used up") from error
-        self.losses += 1
-        return f"{what}; loss {self.losses} of at most {self.limit}, going on from the checkpoint"
+    def _failure(self, error: RayError) -> RunError:
+        used_up = f"resources.max_restarts={self.limit} are used up"
+        return RunError(f"{_describe_loss(error)}; {used_up}")
+
+
+def _describe_loss(error: RayError) -> str:
+    return f"the coordinator died or lost what it needs ({cause_of(error)})"
+
+
+Driver = InlineDriver | RayDriver
 
 
 @contextmanager
@@ -149,24 +143,25 @@ def open_driver(
     experiment: Experiment,
     prepared: Prepared,
     attempt: str,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Iterator[Driver]:
-    """The driver that ``resources.backend`` asks for, ended at the end.
+    """Open the driver of ``resources.backend``, which calls ``notify`` about the run's resources.
 
     Raises:
-        InputError: the resources asked for are not to be had.
+        InputError: The requested resources are not available.
     """
-    tell = tell or (lambda line: None)
+    notify = notify or (lambda line: None)
     threads = experiment.resources.threads
     if experiment.resources.backend == "inline":
-        if line := crowding(1, threads, usable_cores()):
-            tell(line)
+        if warning := oversubscription_warning(1, threads, usable_cores()):
+            notify(warning)
         yield InlineDriver(experiment, prepared, attempt)
         return
-    slices = slices_here(experiment)
-    if line := crowding(slices.actors, threads, ray.cluster_resources().get("CPU", 0.0)):
-        tell(line)
-    driver = RayDriver(experiment, prepared, attempt, slices, tell)
+    slices = slices_for_run(experiment)
+    cores = ray.cluster_resources().get("CPU", 0.0)
+    if warning := oversubscription_warning(slices.actors, threads, cores):
+        notify(warning)
+    driver = RayDriver(experiment, prepared, attempt, slices, notify)
     try:
         yield driver
     finally:

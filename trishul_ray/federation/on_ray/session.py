@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting a local one and ending what was started."""
+"""Join a Ray cluster, or start a local one and shut it down; what the cluster offers a run."""
 
 import logging
 import os
@@ -9,73 +9,71 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants, utils, worker
-from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module without types
-    AuthenticationTokenLoader,
-    Config,
-)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 
-#: Where Ray looks for a token, beside ~/.ray/auth_token.
+_raylet: Any = ray._raylet  # a compiled module without types
+
+#: Where Ray looks for a token, besides ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
-
-#: Seconds a cluster may take to answer.
-PATIENCE = 10.0
+#: Seconds in which a cluster must accept a connection.
+CONNECT_TIMEOUT = 10.0
 
 
 @contextmanager
 def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
-    """Join the cluster at ``RAY_ADDRESS``, use the one this process is in, or start a local one.
+    """Join the cluster at ``RAY_ADDRESS``, use the current runtime, or start a local one.
 
-    A runtime that was there before is left alone at the end; one started here is shut down, with
-    every process it had, also if this process is killed (its children die with it). Local
-    clusters listen on localhost alone, ask for a token that only this process and its children
-    know, write nothing to the home folder, and show no dashboard.
+    At the end a runtime that existed before is left as it was. One started here is shut down with
+    all its processes, even if this process is killed. A local cluster listens on localhost only,
+    requires a token that only this process and its children know, writes nothing to the home
+    directory, and has no dashboard.
 
-    An existing cluster is sent a token where this machine has one (``RAY_AUTH_TOKEN``,
-    ``~/.ray/auth_token``), as Ray's own commands do; one that asks for none is then joined with
-    ``RAY_AUTH_MODE=disabled``.
+    If this machine has a token (``RAY_AUTH_TOKEN``, ``~/.ray/auth_token``), an existing cluster
+    receives it, as from Ray's own commands; set ``RAY_AUTH_MODE=disabled`` to join a cluster that
+    requires none.
 
     Args:
-        cpus: CPUs of a local cluster; default what the machine has.
+        cpus: CPUs of a local cluster; defaults to those of the machine.
 
     Yields:
-        What is free: ``{"CPU": ..., "GPU": ...}``.
+        The free resources: ``{"CPU": ..., "GPU": ...}``.
 
     Raises:
-        RunError: the cluster cannot be reached or started.
+        RunError: The cluster cannot be reached or started.
     """
     if ray.is_initialized():
         yield ray.available_resources()
         return
     address = os.environ.get("RAY_ADDRESS")
     joins = address not in (None, "", "local")
-    # GPU slices are fractions of devices the actor must still see when it holds none.
+    # By default Ray hides all GPUs from an actor that holds none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     before = {name: os.environ.get(name) for name in _TOKEN_SETTINGS}
     try:
-        # Ray's own words go to its session folder; what a person must know, the run says itself.
+        # Ray logs to its session directory; the run itself reports what matters to the user.
         worker._worker_logs_enabled = False
         try:
-            with _own_sigterm_handler():
+            with _own_signal_handlers():
                 if joins:
                     _join(str(address))
                 else:
                     _start(cpus)
-        except Exception as error:  # a bare one of Ray's, too, where its processes do not come up
-            what = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
-            raise RunError(f"cannot {what}: {_first_line(error)}") from error
+        except Exception as error:  # Ray raises a bare Exception if its processes do not start
+            action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
+            raise RunError(f"cannot {action}: {_first_line(error)}") from error
         yield ray.available_resources()
     finally:
-        # Also after a start that was interrupted half-way.
+        # Also after an interrupted start.
         ray.shutdown()
         worker._worker_logs_enabled = True
         for name, value in before.items():
@@ -86,34 +84,50 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, if it has one, instead of Ray's.
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep this process's signal handlers while Ray starts, and run none while Ray connects.
 
-    Ray installs two while it starts. The one in Python ends the process where it stands; the one in
-    C++ prints its stack and aborts.
+    Ray installs two handlers of SIGTERM: one in Python, which exits at once, and one in C++, which
+    prints a stack trace and aborts the process after three seconds. And an exception raised inside
+    the constructor of Ray's core worker leaves a connection that nothing can shut down. A signal
+    that arrives during that constructor is therefore delivered at the end of the block.
     """
-    mine = signal.getsignal(signal.SIGTERM)
-    if not callable(mine) or threading.current_thread() is not threading.main_thread():
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    own = {s: handler for s in signals if callable(handler := signal.getsignal(s))}
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    rays = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
+    held: list[int] = []
+    set_sigterm_handler, core_worker = utils.set_sigterm_handler, _raylet.CoreWorker
+
+    def connect(*args: Any, **kwargs: Any) -> Any:
+        for signum in own:
+            signal.signal(signum, lambda signum, _frame: held.append(signum))
+        return core_worker(*args, **kwargs)
+
+    if signal.SIGTERM in own:
+        utils.set_sigterm_handler = lambda handler: None
+    _raylet.CoreWorker = connect
     try:
         yield
     finally:
-        utils.set_sigterm_handler = rays
-        signal.signal(signal.SIGTERM, mine)
+        utils.set_sigterm_handler, _raylet.CoreWorker = set_sigterm_handler, core_worker
+        for signum, handler in own.items():
+            signal.signal(signum, handler)
+        if held:
+            signal.alarm(0)  # by which the C++ handler would abort
+            signal.raise_signal(held[0])
 
 
 def _start(cpus: int | None) -> None:
     if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
-        # Ray would write one to the home folder, which may be read-only or shared.
-        os.environ["RAY_AUTH_TOKEN"] = _own_token()
-    # What Ray does on a laptop by itself: its servers listen on the loopback address alone. (An
-    # `_node_ip_address` of 127.0.0.1 is replaced by the address that others see.)
-    # Ray starts workers at niceness 15, so that whatever else runs here would starve the clients.
+        # Otherwise Ray writes one to the home directory, which may be read-only or shared.
+        os.environ["RAY_AUTH_TOKEN"] = _process_token()
+    # Ray starts workers at niceness 15: any other process on this machine would starve the clients.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    reachable, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    # Ray's default on macOS and Windows: its servers listen on the loopback address only. (Ray
+    # replaces an `_node_ip_address` of 127.0.0.1 by the address that other machines see.)
+    default, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(
             address="local",
@@ -123,30 +137,29 @@ def _start(cpus: int | None) -> None:
             log_to_driver=False,
         )
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = reachable
+        ray_constants.ENABLE_RAY_CLUSTER = default
 
 
 def _join(address: str) -> None:
     _check_answers(address)
-    if not os.environ.get("RAY_AUTH_MODE") and AuthenticationTokenLoader.instance().has_token(
-        ignore_auth_mode=True
-    ):
-        # As `ray start` does where there is a token. With an explicit address Ray would send none.
+    has_token = _raylet.AuthenticationTokenLoader.instance().has_token
+    if not os.environ.get("RAY_AUTH_MODE") and has_token(ignore_auth_mode=True):
+        # As `ray start` does if there is a token. With an explicit address Ray sends none.
         os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # the mode was read when Ray was imported
+        _raylet.Config.initialize("")  # the mode was read when Ray was imported
     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself tries for minutes."""
+    """Fail at once if nothing listens there: Ray itself retries for minutes."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     if parts.hostname and parts.port:
-        socket.create_connection((parts.hostname, parts.port), PATIENCE).close()
+        socket.create_connection((parts.hostname, parts.port), CONNECT_TIMEOUT).close()
 
 
 @cache
-def _own_token() -> str:
-    # One for all clusters this process starts: Ray reads it once.
+def _process_token() -> str:
+    # The same for all clusters that this process starts: Ray reads it once.
     return secrets.token_hex(32)
 
 
@@ -155,11 +168,11 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def slices_here(experiment: Experiment) -> Slices:
-    """What a run takes: the bundles of the trial it is in, else a share of the whole cluster.
+def slices_for_run(experiment: Experiment) -> Slices:
+    """Return the slices of a run: the bundles of its trial, or a share of the whole cluster.
 
     Raises:
-        InputError: the slices asked for are not to be had.
+        InputError: The requested resources are not available.
     """
     group = ray.util.get_current_placement_group()
     if group is not None:
@@ -167,18 +180,18 @@ def slices_here(experiment: Experiment) -> Slices:
     return plan_slices(experiment, ray.available_resources(), ray.cluster_resources())
 
 
-def room_for(slices: Slices) -> bool:
-    """Whether one of the slices can be had at once; a trial's own bundles are there for it."""
+def fits_now(slices: Slices) -> bool:
+    """Return whether one slice is free now; the bundles of a trial are reserved for it."""
     free = ray.available_resources()
     return ray.util.get_current_placement_group() is not None or (
         free.get("CPU", 0.0) >= slices.cpus and free.get("GPU", 0.0) >= slices.gpus
     )
 
 
-def beside_driver() -> NodeAffinitySchedulingStrategy | None:
-    """Keeps an actor on this node, where a local folder of runs is; None inside a trial.
+def driver_node_affinity() -> NodeAffinitySchedulingStrategy | None:
+    """Return a strategy that keeps an actor on this node, next to a local folder of runs.
 
-    A trial's actors belong into its bundles, and its storage is seen by every node.
+    None inside a trial: its actors belong into its bundles, and every node sees its storage.
     """
     if ray.util.get_current_placement_group() is not None:
         return None

@@ -1,7 +1,7 @@
-"""What a run asks of a cluster, in one declared request.
+"""The resources a run requests: how many client actors, and what each one holds.
 
-A run on its own checks the request against the cluster; a Ray Tune trial turns the same request
-into the bundles of its ``PlacementGroupFactory``::
+A single run checks the request against the cluster. A Ray Tune trial turns the same request into
+the bundles of its ``PlacementGroupFactory``::
 
     tune.with_resources(trial, tune.PlacementGroupFactory([{}, *slices.bundles()]))
 
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slices:
-    """``actors`` client actors, each with ``cpus`` and ``gpus`` (fractions allowed)."""
+    """``actors`` client actors, each with ``cpus`` CPUs and ``gpus`` GPUs (fractions allowed)."""
 
     actors: int
     cpus: float
     gpus: float
 
     def bundles(self) -> list[dict[str, float]]:
-        """One bundle per client actor; the coordinator needs no resources of its own."""
+        """Return one bundle per client actor; the coordinator needs no resources."""
         bundle = {"CPU": self.cpus, "GPU": self.gpus}
         return [{k: v for k, v in bundle.items() if v > 0} for _ in range(self.actors)]
 
     def __str__(self) -> str:
-        """As a person would say it."""
         gpus = f", {self.gpus:g} GPU" if self.gpus else ""
         return f"{self.actors} x ({self.cpus:g} CPU{gpus})"
 
@@ -43,104 +42,91 @@ def plan_slices(
     free: Mapping[str, float],
     total: Mapping[str, float] | None = None,
 ) -> Slices:
-    """How many actors a run starts and what each holds.
+    """Plan how many actors a run starts and what each one holds.
 
-    With ``clients_per_actor=1`` there is one actor per registered client; its CPU share shrinks
-    if it must. With ``auto`` there are as many actors as slices are free now, at most one per
-    client of a cohort and at least one, which waits for its turn on a busy cluster. None of it
-    can change a bit of the result.
+    With ``clients_per_actor=1`` every registered client has its own actor, whose CPU share shrinks
+    if necessary. With ``auto`` there are as many actors as slices are free now, at most one per
+    client of a cohort and at least one, which waits if the cluster is busy. The plan never changes
+    a run's numbers.
 
     Args:
-        experiment: the run.
-        free: what nobody holds now, e.g. ``{"CPU": 8, "GPU": 1}``.
-        total: what the cluster has; by default no more than ``free``.
+        experiment: The run.
+        free: Unallocated resources, e.g. ``{"CPU": 8, "GPU": 1}``.
+        total: All resources of the cluster; defaults to ``free``.
 
     Raises:
-        InputError: the slices asked for can never be had here.
+        InputError: The cluster is too small for the requested resources.
     """
     total = free if total is None else total
-    wanted, fed = experiment.resources, experiment.federation
+    resources, federation = experiment.resources, experiment.federation
     cpus_total, gpus_total = total.get("CPU", 0.0), total.get("GPU", 0.0)
-    # By the total: which device a client trains on must not depend on who else is here.
-    use_gpu = wanted.device == "cuda" or (wanted.device == "auto" and gpus_total > 0)
-    gpus = wanted.gpus_per_actor if use_gpu else 0.0
-    shrinks = wanted.cpus_per_actor == "auto"
-    cpus = float(wanted.threads) if shrinks else float(wanted.cpus_per_actor)
-    if isinstance(wanted.actors, int):
-        actors = wanted.actors
-    elif isinstance(fed.clients_per_actor, int):
-        actors = -(-fed.clients // fed.clients_per_actor)
+    # Depends on the total: other users of the cluster must not change a client's device.
+    use_gpu = resources.device == "cuda" or (resources.device == "auto" and gpus_total > 0)
+    gpus = resources.gpus_per_actor if use_gpu else 0.0
+    shrinks = resources.cpus_per_actor == "auto"
+    cpus = float(resources.threads) if shrinks else float(resources.cpus_per_actor)
+    if isinstance(resources.actors, int):
+        actors = resources.actors
+    elif isinstance(federation.clients_per_actor, int):
+        actors = -(-federation.clients // federation.clients_per_actor)
     else:
-        slots = [fed.clients_per_round, int(free.get("CPU", 0.0) / cpus)]
+        slots = [federation.clients_per_round, int(free.get("CPU", 0.0) / cpus)]
         if gpus > 0:
             slots.append(int(free.get("GPU", 0.0) / gpus))
         actors = max(1, min(slots))
     if actors * cpus > cpus_total and shrinks:
-        # A hundredth of a CPU is the finest share that survives Ray's rounding sensibly.
+        # A hundredth of a CPU is the finest share that survives Ray's rounding.
         cpus = int(100 * cpus_total / actors) / 100
     if actors * cpus > cpus_total or cpus <= 0 or actors * gpus > gpus_total:
         raise InputError(
             f"resources: {actors} actors x (resources.cpus_per_actor={cpus:g}, "
-            f"resources.gpus_per_actor={gpus:g}) exceed what is here: "
-            f"{cpus_total:g} CPU, {gpus_total:g} GPU"
+            f"resources.gpus_per_actor={gpus:g}) exceed the cluster's {cpus_total:g} CPU, "
+            f"{gpus_total:g} GPU"
         )
     return Slices(actors, cpus, gpus)
 
 
-def usable_cores() -> int:
-    """The cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def crowding(processes: int, threads: int, cores: float) -> str | None:
-    """One line where a run asks for more threads than there are cores; None where it does not.
-
-    Args:
-        processes: how many compute at the same time (client actors; 1 inline).
-        threads: ``resources.threads``, of each.
-        cores: what they share.
-    """
-    if processes * threads <= cores:
-        return None
-    actors = f"{processes} actors x " if processes > 1 else ""
-    return (
-        f"{actors}resources.threads={threads} asks for {processes * threads} threads on "
-        f"{cores:g} cores: they take turns, so rounds take longer; the numbers stay the same"
-    )
-
-
 def slices_of_bundles(experiment: "Experiment", bundles: Sequence[Mapping[str, float]]) -> Slices:
-    """The slices that a placement group's bundles hold, whoever made it.
+    """Return the slices that fit into the bundles of a placement group.
 
-    Bundles made by :meth:`Slices.bundles` give back those slices. In any other group (a trial
-    that declared less, or with a bundle of its own in front) each actor takes the experiment's
-    slice, and there are as many as the bundles hold.
+    Bundles made by :meth:`Slices.bundles` give those slices back. In any other group (a trial that
+    declared less, or that has a bundle of its own in front) each actor takes the experiment's
+    slice, and there are as many actors as fit into the bundles.
 
     Raises:
-        InputError: no bundle holds one slice.
+        InputError: No bundle can hold one slice.
     """
     filled = [dict(bundle) for bundle in bundles if any(bundle.values())]
     first = filled[0] if filled else {}
     if filled and all(bundle == first for bundle in filled) and first.get("CPU", 0.0) > 0:
         return Slices(len(filled), first["CPU"], first.get("GPU", 0.0))
-    best = max(filled, key=lambda b: (b.get("GPU", 0.0), b.get("CPU", 0.0)), default={})
-    one = plan_slices(
-        experiment.model_copy(
-            update={
-                "resources": experiment.resources.model_copy(update={"actors": 1}),
-                "federation": experiment.federation.model_copy(
-                    update={"clients_per_actor": "auto"}
-                ),
-            }
-        ),
-        best,
+    largest = max(filled, key=lambda b: (b.get("GPU", 0.0), b.get("CPU", 0.0)), default={})
+    resources = experiment.resources.model_copy(update={"actors": 1})
+    federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
+    single = experiment.model_copy(update={"resources": resources, "federation": federation})
+    one = plan_slices(single, largest)
+    actors = sum(_slices_in(bundle, one) for bundle in filled)
+    return Slices(min(actors, experiment.federation.clients_per_round), one.cpus, one.gpus)
+
+
+def _slices_in(bundle: Mapping[str, float], one: Slices) -> int:
+    # Rounded down: an actor cannot span two bundles.
+    count = int(bundle.get("CPU", 0.0) / one.cpus + 1e-9)
+    return min(count, int(bundle.get("GPU", 0.0) / one.gpus + 1e-9)) if one.gpus else count
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def oversubscription_warning(processes: int, threads: int, cores: float) -> str | None:
+    """Return a one-line warning if processes of ``threads`` each share fewer cores, else None."""
+    if processes * threads <= cores:
+        return None
+    actors = f"{processes} actors x " if processes > 1 else ""
+    return (
+        f"{actors}resources.threads={threads} uses {processes * threads} threads on {cores:g} "
+        "cores: rounds take longer; the results stay the same"
     )
-    held = sum(_times(bundle, one) for bundle in filled)
-    return Slices(min(held, experiment.federation.clients_per_round), one.cpus, one.gpus)
-
-
-def _times(bundle: Mapping[str, float], one: Slices) -> int:
-    """How often a slice goes into a bundle: an actor cannot straddle two."""
-    times = int(bundle.get("CPU", 0.0) / one.cpus + 1e-9)
-    return min(times, int(bundle.get("GPU", 0.0) / one.gpus + 1e-9)) if one.gpus else times
