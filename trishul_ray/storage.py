@@ -18,7 +18,7 @@ import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.tracking.store import redact
+from trishul_ray.redaction import redact
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment

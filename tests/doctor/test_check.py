@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
-from trishul_ray.doctor import diagnose, exit_code, render
-from trishul_ray.doctor.check import Check
+from trishul_ray.doctor import diagnose
+from trishul_ray.doctor.check import Check, exit_code, render
 
 
 def test_diagnose_makes_every_check_and_leaves_nothing(tmp_path, monkeypatch):

@@ -6,13 +6,7 @@ import pytest
 from trishul_ray.errors import InputError
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import (
-    LEVELS,
-    PROFILES,
-    build_workbench,
-    capacity,
-    new_run,
-)
+from trishul_ray.federation.workbench import LEVELS, PROFILES, build_workbench, capacity, new_run
 from trishul_ray.loading import load_experiment
 from trishul_ray.run.runner import central_twin
 

@@ -15,12 +15,7 @@ from trishul_ray.errors import CorruptFileError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
-from trishul_ray.models.shared_weights import (
-    ALIGNMENT,
-    KEPT_SECONDS,
-    weights_file,
-    write_aligned,
-)
+from trishul_ray.models.shared_weights import ALIGNMENT, KEPT_SECONDS, weights_file, write_aligned
 from trishul_ray.pretrain.objectives import new_backbone
 from trishul_ray.storage import Places
 

@@ -1,11 +1,10 @@
 import pytest
 
 from trishul_ray.errors import InputError
+from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.tracking.store import (
     get_or_create_experiment,
-    is_secret_name,
     open_client,
-    redact,
     sqlite_file,
     store_lock,
     tracking_uri,

@@ -14,7 +14,8 @@ def doctor(
     runs: Annotated[str, typer.Option(help="Folder or URI where runs would be stored.")] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
-    from trishul_ray.doctor import diagnose, exit_code, render
+    from trishul_ray.doctor import diagnose
+    from trishul_ray.doctor.check import exit_code, render
 
     checks = diagnose(runs=runs, start_ray=start_ray)
     render(checks, out)

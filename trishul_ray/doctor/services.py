@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from trishul_ray.doctor.check import Check, Status
 from trishul_ray.errors import InputError, RunError
+from trishul_ray.redaction import redact
 from trishul_ray.storage import Store
-from trishul_ray.tracking.store import redact, sqlite_file, tracking_uri
+from trishul_ray.tracking.store import sqlite_file, tracking_uri
 
 #: Seconds that a check may wait for something outside this process.
 TIMEOUT = 2.0

@@ -179,7 +179,6 @@ BERT_TINY = Builtin(
     },
 )
 
-
 T5_TINY = Builtin(
     name="t5-tiny",
     description="T5 on bytes: 128 wide, 2 + 2 blocks, pretrained to restore removed spans",
@@ -198,7 +197,6 @@ T5_TINY = Builtin(
         "decoder_start_token_id": PAD,
     },
 )
-
 
 LLAMA_TINY = Builtin(
     name="llama-tiny",
@@ -219,7 +217,6 @@ LLAMA_TINY = Builtin(
         "eos_token_id": EOS,
     },
 )
-
 
 #: The built-in backbones by name.
 BUILTINS: dict[str, Builtin] = {

@@ -38,6 +38,7 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.lookup import local_folder
 from trishul_ray.models.shared_weights import folder_source
 from trishul_ray.pretrain.training import ensure_pretrained
+from trishul_ray.redaction import redact
 from trishul_ray.run.artifacts import write_artifacts
 from trishul_ray.run.results import (
     TABLES,
@@ -53,7 +54,7 @@ from trishul_ray.run.results import (
 from trishul_ray.storage import Store, reason
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tracking.store import redact, tracking_uri, ui_command
+from trishul_ray.tracking.store import tracking_uri, ui_command
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
-"""The MLflow store: its address, safe concurrent opening, and masking of secrets.
+"""The MLflow store: its address and safe concurrent opening.
 
 MLflow creates the schema of a SQLite store on first use and cannot do so concurrently: of four
 processes that open a new file together, three fail. A lock file beside the database prevents it.
 """
 
 import contextlib
-import itertools
 import logging
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,44 +16,14 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError
+from trishul_ray.redaction import redact
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 
-MASK = "***"
 #: Seconds to wait for another process that is creating or migrating a store.
 LOCK_SECONDS = 120.0
-
-# Words in the name of a secret field; "tokens" and "tokenizer" are not secret.
-_SECRET_WORDS = frozenset(
-    {"token", "secret", "password", "passwd", "pwd", "credential", "credentials", "apikey"}
-)
-_SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
-_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
-_QUERY = re.compile(
-    r"(?P<name>[?&;][\w.-]*(?:token|secret|password|signature|credential|api_?key|access_key|sig)"
-    r"[\w.-]*=)[^&;\s]+",
-    re.IGNORECASE,
-)
-_KNOWN_TOKENS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
-    r"|sk-[A-Za-z0-9_-]{20,}|dapi[0-9a-f]{32})\b"
-)
-
-
-def is_secret_name(key: str) -> bool:
-    """Return whether a field's name contains a word such as ``token`` or ``api_key``."""
-    words = [word for word in re.split(r"[^a-z0-9]+", key.lower()) if word]
-    pairs = {f"{a}_{b}" for a, b in itertools.pairwise(words)}
-    return not _SECRET_WORDS.isdisjoint(words) or not _SECRET_PAIRS.isdisjoint(pairs)
-
-
-def redact(text: str) -> str:
-    """Mask credentials in URIs, secret query values and well-known tokens in a text."""
-    text = _USERINFO.sub(rf"\g<scheme>{MASK}@", text)
-    text = _QUERY.sub(rf"\g<name>{MASK}", text)
-    return _KNOWN_TOKENS.sub(MASK, text)
 
 
 def tracking_uri(uri: str | None, runs: str) -> str:

@@ -44,7 +44,6 @@ GROUPS = (
     "talk.religion.misc",
 )
 
-
 #: Path of a post in the archive: split, group and post number.
 _MEMBER = re.compile(r"20news-bydate-(train|test)/([^/]+)/(\d+)")
 

@@ -1,0 +1,38 @@
+"""Secrets in texts and field names: find them and mask them."""
+
+import itertools
+import re
+
+MASK = "***"
+# Words in the name of a secret field; "tokens" and "tokenizer" are not secret.
+_SECRET_WORDS = frozenset(
+    {"token", "secret", "password", "passwd", "pwd", "credential", "credentials", "apikey"}
+)
+
+_SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
+_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+
+_QUERY = re.compile(
+    r"(?P<name>[?&;][\w.-]*(?:token|secret|password|signature|credential|api_?key|access_key|sig)"
+    r"[\w.-]*=)[^&;\s]+",
+    re.IGNORECASE,
+)
+
+_KNOWN_TOKENS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|sk-[A-Za-z0-9_-]{20,}|dapi[0-9a-f]{32})\b"
+)
+
+
+def is_secret_name(key: str) -> bool:
+    """Return whether a field's name contains a word such as ``token`` or ``api_key``."""
+    words = [word for word in re.split(r"[^a-z0-9]+", key.lower()) if word]
+    pairs = {f"{a}_{b}" for a, b in itertools.pairwise(words)}
+    return not _SECRET_WORDS.isdisjoint(words) or not _SECRET_PAIRS.isdisjoint(pairs)
+
+
+def redact(text: str) -> str:
+    """Mask credentials in URIs, secret query values and well-known tokens in a text."""
+    text = _USERINFO.sub(rf"\g<scheme>{MASK}@", text)
+    text = _QUERY.sub(rf"\g<name>{MASK}", text)
+    return _KNOWN_TOKENS.sub(MASK, text)
