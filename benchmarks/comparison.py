@@ -370,7 +370,7 @@ def _row(name: str, lr: float, runs: list[Run]) -> list[str]:
         mean([run.last("effective_rank") for run in runs], ".2f"),
         mean([run.last("aggregation_variance") for run in runs], ".3g"),
         mean([run.last("svt_zeroed") for run in runs], ".1%"),
-        f"{statistics.fmean(n for n, _ in live):g} of {live[0][1]}" if live else "",
+        f"{statistics.fmean(n for n, _ in live):.1f} of {live[0][1]}" if live else "",
     ]
 
 
