@@ -334,7 +334,9 @@ def _place(partition: str, compute: str) -> str:
 
 
 def _named(options: argparse.Namespace, partition: str) -> str:
-    return f"Dirichlet({options.alpha:g})" if partition == "dirichlet" else "IID"
+    if partition == "iid":
+        return "IID"
+    return f"Dirichlet({options.alpha:g})" + (" per label" if options.weighting == "size" else "")
 
 
 def _mean_curve(runs: list[Run]) -> list[float]:
