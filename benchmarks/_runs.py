@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import safetensors.torch
 from _results import RESULTS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.run.runner import FinishedRun, run_experiment
+from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
 
+#: Methods whose clients train parts of different rank of one LoRA pair.
+OF_RANKS = ("hetlora", "flexlora")
 #: Options of :func:`add_places`, which change no number and stay out of a report.
 PLACES = ("hub", "cache", "runs", "out")
 
@@ -45,16 +49,25 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: the content of result.json, and its metrics round by round."""
+    """A finished run.
+
+    Attributes:
+        summary: the content of result.json.
+        metrics: round by round.
+        live: components of the global model that can still train, and all; None but for
+            ``OF_RANKS``.
+    """
 
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
+    live: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, outcome: FinishedRun) -> "Run":
         """Read what a run left."""
         table = pq.read_table(io.BytesIO(outcome.home.read("metrics.parquet")))
-        return cls(outcome.summary, table.to_pylist())
+        ranks = outcome.summary["config"]["method"]["name"] in OF_RANKS
+        return cls(outcome.summary, table.to_pylist(), _live(outcome.home) if ranks else None)
 
     @property
     def final(self) -> float:
@@ -128,6 +141,21 @@ def run_all(cells: Mapping[str, Experiment], processes: int, console: Console) -
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return {label: found[label] for label in cells}
+
+
+def _live(home: Store) -> tuple[int, int]:
+    """Components whose row of A and column of B are not both zero, and all, over all layers.
+
+    Where both are zero both gradients are: such a component never trains again.
+    """
+    found = safetensors.torch.load(home.read("adapter/adapter_model.safetensors"))
+    live = total = 0
+    for name, a in found.items():
+        if ".lora_A." in name:
+            b = found[name.replace(".lora_A.", ".lora_B.")]
+            live += int(((a != 0).any(dim=1) | (b != 0).any(dim=0)).sum())
+            total += len(a)
+    return live, total
 
 
 def _run(label: str, fields: dict[str, Any]) -> Run:

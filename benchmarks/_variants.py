@@ -23,6 +23,7 @@ class Variant:
 
 
 _FROZEN = ("model.train_head=false",)
+_BF16 = ("model.precision=bf16",)
 
 #: By the name they have on the command line, in the order of the table.
 VARIANTS = {
@@ -47,6 +48,13 @@ VARIANTS = {
     "fedit-frozen": Variant("FedIT, frozen head", "fedit", _FROZEN, asked=True),
     "scaffold-frozen": Variant("SCAFFOLD+LoRA, frozen head", "scaffold", _FROZEN, asked=True),
     "trishul-frozen": Variant("TRISHUL λ=0.01, frozen head", "trishul", _FROZEN, asked=True),
+    # HetLoRA by the letter of its formula, where a component that nobody sent becomes zero.
+    "hetlora-zero": Variant(
+        "HetLoRA, unsent zero", "hetlora", ("method.unsent=zero",), False, asked=True
+    ),
+    # Whether what FedEx folds into the frozen weight outlives bf16.
+    "fedit-bf16": Variant("FedIT, bf16", "fedit", _BF16, False, asked=True),
+    "fedex-bf16": Variant("FedEx-LoRA, bf16", "fedex", _BF16, False, asked=True),
 }
 
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_console
+from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     add("--local-steps", type=int, default=5)
     add("--blocks", type=int, default=2, help="blocks of ViT-B/16 in the timed step")
     add("--batch", type=int, default=2, help="images in the timed step")
-    add("--steps", type=int, default=5, help="timed steps")
+    add("--steps", type=int, default=15, help="timed steps")
     add("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(ALL):
@@ -111,6 +111,7 @@ def kept(options: argparse.Namespace) -> Section:
             "fedex": after,
             "fedex_fp32": wide,
         }
+    scored = len(prepare_run(load_experiment(None, ["dataset=digits"])).dataset.test)
     worst = max(found["error_two_terms"] for found in data.values())
     return Section(
         f"FedEx-LoRA's folded update on digits, bf16, {options.rounds} rounds of 3 clients x "
@@ -123,7 +124,7 @@ def kept(options: argparse.Namespace) -> Section:
         [
             "wrong: ‖what the weight moved by − what was folded‖ / ‖what was folded‖, Frobenius, "
             "mean over layers, after the last round",
-            "FedIT and FedEx: test loss and accuracy, one seed; 360 test images",
+            f"FedIT and FedEx: test loss and accuracy, one seed; {scored} test images",
             "FedEx, rounded once: only the rounding of the weight is as it was; the order in which "
             "outputs are summed is today's",
         ],
@@ -189,14 +190,17 @@ def cost(options: argparse.Namespace) -> Section:
         plain, folded = Times.of(found[False]), Times.of(found[True])
         ratio = folded.median / plain.median
         rows.append(
-            [label, plain.show(1e3, 0), folded.show(1e3, 0), f"{ratio:.3f}"],
+            [
+                *(label, plain.show(1e3, 0), folded.show(1e3, 0), f"{ratio:.3f}"),
+                paired(folded, plain).show(digits=3),
+            ]
         )
         data[label] = {"plain": found[False], "folded": found[True]}
         goals.append(Goal(f"step with a folded update / without, {label}", ratio, 1.05))
     return Section(
         f"A LoRA step (rank 32 on q and v) of {options.blocks} blocks of ViT-B/16, "
         f"{options.batch} images",
-        ["arithmetic", "without ms", "with a folded update ms", "ratio"],
+        ["arithmetic", "without ms", "with a folded update ms", "ratio", "of neighbours"],
         rows,
         [
             "CPU time of the one thread, medians (min-max), by turns; forward and backward, no "
