@@ -63,10 +63,8 @@ class ImageClassification(Classification):
             )
         self.mean = tuple(float(value) for value in mean)
         self.std = tuple(float(value) for value in std)
-        self.image_size = image_size
-        self.channels = channels
-        self.num_classes = num_classes
-        self.groups = tuple(groups)
+        self.image_size, self.channels = image_size, channels
+        self.num_classes, self.groups = num_classes, tuple(groups)
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype

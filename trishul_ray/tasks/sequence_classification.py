@@ -55,12 +55,9 @@ class SequenceClassification(Classification):
                 f"task.kind='classification' takes one or two fields of text, not {len(fields)} "
                 f"({', '.join(fields)})"
             )
-        self.tokens = tokens
-        self.fields = tuple(fields)
-        self.num_classes = num_classes
-        self.max_length = max_length
-        self.groups = tuple(groups)
-        self.decoder = decoder
+        self.tokens, self.fields = tokens, tuple(fields)
+        self.num_classes, self.max_length = num_classes, max_length
+        self.groups, self.decoder = tuple(groups), decoder
 
     @property
     def encoder(self) -> "Encoder":

@@ -61,8 +61,7 @@ class Verbalizer(Classification):
     ) -> None:
         self.tokens, self.template = tokens, template
         self.common_prefix, self.answer_ids = answer_tokens(tokens, template, verbalizers)
-        self.max_length = max_length
-        self.groups = tuple(groups)
+        self.max_length, self.groups = max_length, tuple(groups)
 
     @property
     def encoder(self) -> "Encoder":
