@@ -12,13 +12,7 @@ from typing import IO
 from trishul_ray.errors import CorruptFileError, InputError
 
 #: What the standard library raises on damaged compressed files.
-DAMAGED_FILE_ERRORS = (
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-    gzip.BadGzipFile,
-    EOFError,
-)
+DAMAGED_FILE_ERRORS = (tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, EOFError)
 
 
 def find_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...] | None:
@@ -40,17 +34,13 @@ def find_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...] | None:
 def tar_members(
     file: Path, is_wanted: Callable[[str], bool], limit: int
 ) -> Iterator[tuple[str, bytes, float]]:
-    """Yield name, content and the fraction of the file read so far, in the order of the file.
+    """Yield name, content and the fraction read so far of each wanted member of a ``.tar.gz`` file.
 
-    Args:
-        file: a ``.tar.gz`` file.
-        is_wanted: takes a member's name, without a leading ``./``; only members for which it
-            returns True are read.
-        limit: maximum size of a member in bytes.
+    ``is_wanted`` gets a member's name, without a leading ``./``.
 
     Raises:
         CorruptFileError: the file is damaged, or a wanted member is not a plain file, occurs twice
-            or is larger than ``limit``.
+            or is larger than ``limit`` bytes.
     """
     seen = set()
     size = max(1, file.stat().st_size)

@@ -22,6 +22,7 @@ from trishul_ray.data.prepared import Column, DatasetInfo, Kind
 from trishul_ray.data.public import Columns
 from trishul_ray.data.tables import (
     get_column,
+    is_text,
     join,
     length,
     number_values,
@@ -59,12 +60,7 @@ NamedTables = Sequence[tuple[str, pa.Table]]
 
 @dataclass(frozen=True)
 class ColumnMapping:
-    """Which column of the data is which.
-
-    Attributes:
-        kind: what the rows are.
-        columns: the platform's column name to that of the data.
-    """
+    """What the rows are, and the platform's column names with those of the data."""
 
     kind: Kind
     columns: Mapping[str, str]
@@ -72,10 +68,6 @@ class ColumnMapping:
     @classmethod
     def resolve(cls, configured: Mapping[str, str], existing: Sequence[str]) -> "ColumnMapping":
         """Combine ``data.columns`` with the columns that the data have.
-
-        Args:
-            configured: ``data.columns``.
-            existing: names of the data's columns.
 
         Raises:
             InputError: a key or a column is unknown, or columns to train on are missing.
@@ -111,7 +103,7 @@ def build_dataset(
     image_folder: Path | None,
     progress: Callable[[str, float], None],
 ) -> tuple[DatasetInfo, dict[str, Columns]]:
-    """Make a dataset of tables.
+    """Return the description of a dataset of tables, and the columns of ``train`` and ``test``.
 
     Args:
         name: name of the dataset.
@@ -121,9 +113,6 @@ def build_dataset(
         test_share: share of the train rows to set aside if there is no ``test`` split.
         image_folder: folder that image paths are relative to; None if images cannot be paths.
         progress: called with the stage and the fraction done.
-
-    Returns:
-        the description, and the columns [N, ...] of ``train`` and ``test``.
 
     Raises:
         InputError: the columns do not make a dataset.
@@ -139,15 +128,11 @@ def build_dataset(
     splits: dict[str, Columns] = {}
     classes = class_names(first_table, mapping.columns.get("label", ""))
     for split, parts in tables.items():
-        splits[split] = join(
-            [_read_columns(mapping, table, where, classes) for where, table in parts]
-        )
+        splits[split] = join([_read_columns(mapping, t, where, classes) for where, t in parts])
         report(split, 1.0)
     if mapping.kind == "image":
         column = mapping.columns["image"]
-        images = {
-            split: _list_images(parts, column, image_folder) for split, parts in tables.items()
-        }
+        images = {s: _list_images(parts, column, image_folder) for s, parts in tables.items()}
         pixels, note = decode_and_resize(images, report)
         source += note
         for split, array in pixels.items():
@@ -201,8 +186,7 @@ def _list_images(tables: NamedTables, column: str, folder: Path | None) -> list[
         values = get_column(table, column, where)
         kind = values.type
         is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
-        is_path = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        is_path = is_path and folder is not None
+        is_path = folder is not None and is_text(kind)
         if not (is_struct or is_path or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
             raise CorruptFileError(
                 f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
@@ -218,17 +202,10 @@ def _list_images(tables: NamedTables, column: str, folder: Path | None) -> list[
 
 
 def split_off_test(columns: Columns, share: float) -> dict[str, Columns]:
-    """Split rows into ``train`` and ``test``, each with at least one row.
+    """Split rows into ``train`` and a ``share`` for ``test``, each with at least one row.
 
     A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
-    Rows keep their order.
-
-    Args:
-        columns: columns [N, ...] of all rows.
-        share: share of the rows that become ``test``.
-
-    Raises:
-        InputError: there are fewer than two rows.
+    Rows keep their order. With fewer than two rows, an InputError is raised.
     """
     total = length(columns)
     if total < 2:
@@ -249,14 +226,7 @@ def _take_rows(column: Column, rows: np.ndarray) -> Column:
 def make_info(
     name: str, kind: Kind, source: str, splits: Mapping[str, Columns], fields: Mapping[str, Any]
 ) -> DatasetInfo:
-    """Return the description of finished columns.
-
-    Args:
-        name: name of the dataset.
-        kind: what its rows are.
-        source: where the rows are from.
-        splits: the columns of every split.
-        fields: ``classes`` and ``groups`` of the description.
+    """Return the description of finished columns, with ``classes`` and ``groups`` of ``fields``.
 
     Raises:
         InputError: a split has no rows, or there is only one class.

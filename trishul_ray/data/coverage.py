@@ -31,12 +31,7 @@ class RowCounts:
 class Coverage:
     """The rows behind a run's scores.
 
-    Attributes:
-        dataset: name of the dataset.
-        source: origin of the rows.
-        revision: commit of the hub's repository; None if unknown or not from the hub.
-        train: rows that the clients train on.
-        test: rows that are scored.
+    ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
     """
 
     dataset: str
@@ -78,10 +73,5 @@ def measure_coverage(
         used = held if limit is None else min(limit, held)
         return RowCounts(used, held, official.get(split, held))
 
-    return Coverage(
-        dataset=info.name,
-        source=info.source,
-        revision=revision or None,
-        train=count("train", train_limit),
-        test=count("test", test_limit),
-    )
+    train, test = count("train", train_limit), count("test", test_limit)
+    return Coverage(info.name, info.source, revision or None, train, test)

@@ -22,7 +22,7 @@ from trishul_ray.data.column_mapping import (
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import NamedImage, decode_and_resize
 from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
-from trishul_ray.data.public import Columns
+from trishul_ray.data.public import Columns, Splits
 from trishul_ray.data.tables import SUFFIXES, file_signature, read_files
 from trishul_ray.errors import InputError
 
@@ -32,13 +32,7 @@ IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".we
 
 @dataclass(frozen=True)
 class CustomDataset:
-    """Base of the three kinds of your own data.
-
-    Attributes:
-        path: ``data.path``.
-        columns: ``data.columns``.
-        test_share: ``data.test_share``.
-    """
+    """Base of the three kinds of your own data, with the settings of the section ``data``."""
 
     path: str | None
     columns: Mapping[str, str]
@@ -77,13 +71,9 @@ class LocalImages(CustomDataset):
     def key(self, hub: Path | None) -> str:
         """Return what the rows depend on: the files and the test share."""
         files = self._find_files()
-        return self._files_key(
-            {split: [file for file, _ in labelled] for split, labelled in files.items()}
-        )
+        return self._files_key({s: [file for file, _ in labelled] for s, labelled in files.items()})
 
-    def read(
-        self, hub: Path | None, progress: ProgressCallback
-    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
 
         Raises:
@@ -95,11 +85,7 @@ class LocalImages(CustomDataset):
         images: dict[str, list[NamedImage]] = {
             split: [(file, str(file)) for file, _ in labelled] for split, labelled in files.items()
         }
-
-        def report(split: str, fraction: float) -> None:
-            progress(f"images {split}", fraction)
-
-        pixels, note = decode_and_resize(images, report)
+        pixels, note = decode_and_resize(images, lambda s, done: progress(f"images {s}", done))
         splits: dict[str, Columns] = {
             split: {
                 "pixels": pixels[split],
@@ -127,11 +113,8 @@ def _class_files(root: Path) -> list[tuple[Path, str]]:
     """Return pairs of file and class of the class folders in ``root``, sorted."""
     pairs = []
     for folder in _subfolders(root):
-        files = sorted(
-            file
-            for file in folder.iterdir()
-            if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()
-        )
+        found = (f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())
+        files = sorted(found)
         if not files:
             raise InputError(f"class folder {folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
         pairs += [(file, folder.name) for file in files]
@@ -160,9 +143,7 @@ class LocalTable(CustomDataset):
         """Return what the rows depend on: the files, the columns and the test share."""
         return self._files_key(self._find_files())
 
-    def read(
-        self, hub: Path | None, progress: ProgressCallback
-    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] by split.
 
         Image paths in a table are relative to the folder of its first file.
@@ -230,9 +211,7 @@ class CustomHubDataset(CustomDataset):
         files = self._find_in_mirror(repo, hub)
         return self._key(repo.key) if files is None else self._files_key(files)
 
-    def read(
-        self, hub: Path | None, progress: ProgressCallback
-    ) -> tuple[DatasetInfo, Mapping[str, Columns]]:
+    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] by split.
 
         Raises:

@@ -43,11 +43,7 @@ class HubRepo:
         return f"hub:{self.repo}/{self.config or ''}{at}"
 
     def mirror_files(self, hub: Path | None, splits: Sequence[str]) -> dict[str, list[Path]] | None:
-        """Return the files of every split in the mirror, or None if it has none of the splits.
-
-        Args:
-            hub: folder of the mirror; None if there is no mirror.
-            splits: names of the splits on the hub.
+        """Return the files of every split in the mirror ``hub``, or None if it has none of them.
 
         Raises:
             InputError: the mirror has some of the splits, but not all.
@@ -86,11 +82,7 @@ class HubRepo:
     def download(self, split: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Return a split from the hub, or from the offline cache of the ``datasets`` library.
 
-        Images stay encoded.
-
-        Args:
-            split: name of the split on the hub.
-            columns: columns to read, by default all; columns that the data lack are left out.
+        Images stay encoded; ``columns`` that the data lack are left out.
 
         Raises:
             InputError: the download failed; the message is the reason alone.

@@ -40,18 +40,10 @@ def decode_images(
     where: str,
     progress: Callable[[float], None],
 ) -> np.ndarray:
-    """Decode ``table[column]``, structs {bytes, path} as the hub stores images.
+    """Return the images of ``table[column]``, structs {bytes, path}, as uint8 [N, C, H, W].
 
-    Args:
-        table: rows as read from the file.
-        column: name of the image column.
-        mode: Pillow mode that every image must have, ``"RGB"`` or ``"L"``.
-        size: (height, width) that every image must have.
-        where: the file, for messages.
-        progress: called with the fraction done.
-
-    Returns:
-        uint8 [N, C, H, W].
+    Every image must have the Pillow mode ``mode``, ``"RGB"`` or ``"L"``, and the (height, width)
+    ``size``. ``where`` names the file in messages; ``progress`` gets the fraction done.
 
     Raises:
         CorruptFileError: the column does not hold images, or an image cannot be decoded or has
@@ -91,11 +83,7 @@ def _decode(encoded: bytes | None, mode: str, size: tuple[int, int], where: str)
 def decode_and_resize(
     splits: Mapping[str, Sequence[NamedImage]], progress: Callable[[str, float], None]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Decode images of any size and mode, and convert them to one size and mode.
-
-    Args:
-        splits: the images of every split; at least one image in all.
-        progress: called with the split and the fraction done.
+    """Decode images of any size and mode, at least one, and convert them to one size and mode.
 
     Returns:
         the pixels of every split, uint8 [N, C, H, W], and a note for ``info.source`` on how many
@@ -128,9 +116,8 @@ def decode_and_resize(
                 progress(split, row / len(images))
         pixels[split] = stored
         progress(split, 1.0)
-    total = sum(sizes.values())
-    resized = total - sizes[height, width]
-    note = f", {resized} of {total} images resized to {width}x{height}"
+    resized = sizes.total() - sizes[height, width]
+    note = f", {resized} of {sizes.total()} images resized to {width}x{height}"
     return pixels, note if resized else ""
 
 

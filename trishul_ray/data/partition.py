@@ -52,11 +52,7 @@ class Partition:
         return np.diff(self.offsets)
 
     def shard(self, client: int) -> np.ndarray:
-        """Return the rows of ``client``, a read-only ascending view [n_c].
-
-        Raises:
-            IndexError: there is no such client.
-        """
+        """Return the rows of ``client``, read-only and ascending [n_c], or raise an IndexError."""
         if not 0 <= client < self.clients:
             raise IndexError(f"client {client} is not in 0..{self.clients - 1}")
         return self.permutation[self.offsets[client] : self.offsets[client + 1]]
@@ -78,8 +74,7 @@ def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label"
 def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     """Return the labels by which :func:`partition` distributes the rows of ``split``, integers [n].
 
-    These are classes or sub-datasets for a Dirichlet partition, natural clients for a natural
-    partition, and zeros for an IID partition, which does not use them.
+    An IID partition does not use them: they are zeros.
 
     Raises:
         InputError: the dataset does not have the column that the partition needs.
@@ -126,11 +121,8 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
     client: they are assigned in order of size, the largest first, each to the client with the
     fewest rows so far (ties go to the lower number).
 
-    Args:
-        labels: integers [n]: classes, sub-datasets or natural clients (:func:`partition_column`).
-        config: kind, alpha, variant, min_size.
-        clients: C.
-        seed: the experiment's seed.
+    ``labels`` are integers [n]: classes, sub-datasets or natural clients
+    (:func:`partition_column`).
 
     Raises:
         InputError: there are fewer than ``clients * min_size`` rows or fewer natural clients than
@@ -204,14 +196,7 @@ def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
 def _draw_per_client(
     pools: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw how many rows of each class each client gets, int64 [C, K].
-
-    Args:
-        pools: number of rows of each class [K].
-        clients: C.
-        alpha: parameter of the Dirichlet distribution over the classes.
-        rng: the generator.
-    """
+    """Draw how many rows of each class each client gets, int64 [C, K], of the pools [K]."""
     left = pools.astype(np.int64)
     counts = np.zeros((clients, len(pools)), dtype=np.int64)
     sizes = _even_sizes(int(pools.sum()), clients)

@@ -130,23 +130,16 @@ def _find_source(data: "DataConfig | str") -> Source:
 
 
 def _read_or_write(
-    cache: Path,
-    name: str,
-    key: str,
-    splits: tuple[str, ...],
-    read_contents: Callable[[], _Contents],
+    cache: Path, name: str, key: str, splits: tuple[str, ...], contents: Callable[[], _Contents]
 ) -> PreparedDataset:
-    """Return the prepared files of ``name`` and ``key``, written first if missing or damaged.
-
-    ``read_contents`` is called only if files have to be written.
-    """
+    """Return the prepared files; write ``contents()`` first if they are missing or damaged."""
     digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
     folder = cache / "data" / f"{name.replace('/', '-')}-{digest}"
     make_cache_folder(folder)
     prepared = PreparedDataset(folder, splits)
     with FileLock(folder / "lock"):
         if not _is_intact(prepared):
-            info, columns = read_contents()
+            info, columns = contents()
             for split in splits:
                 write_split(folder / f"{split}.arrow", columns[split], info)
             prepared = PreparedDataset(folder, splits)  # without the splits opened above
@@ -154,11 +147,7 @@ def _read_or_write(
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Create ``folder`` and its parents.
-
-    Raises:
-        InputError: the folder cannot be created.
-    """
+    """Create ``folder`` and its parents, or raise an InputError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -211,21 +211,13 @@ class Split:
         return views
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of numbers as a read-only view [N, ...] of the mapped file.
-
-        Raises:
-            InputError: there is no such column of numbers.
-        """
+        """Return a column of numbers as a read-only view [N, ...], or raise an InputError."""
         if name not in self._views:
             raise self._no_column(name, self._views)
         return self._views[name]
 
     def texts(self, name: str) -> pa.LargeStringArray:
-        """Return a column of texts [N], backed by the mapped file.
-
-        Raises:
-            InputError: there is no such column of texts.
-        """
+        """Return a column of texts [N], backed by the mapped file, or raise an InputError."""
         if name not in self._texts:
             raise self._no_column(name, self._texts)
         return self._texts[name]
@@ -250,9 +242,7 @@ class Split:
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """Return a copy of the rows at ``indices`` (integers [b], each in 0..N-1), in that order.
 
-        Returns:
-            every column of numbers as a tensor of the same dtype: for images ``pixels`` uint8
-            [b, C, H, W] and ``label`` int64 [b].
+        Every column of numbers becomes a tensor [b, ...] of the same dtype.
 
         Raises:
             IndexError: an index is out of range.
@@ -263,22 +253,16 @@ class Split:
         return {name: torch.from_numpy(view[rows]) for name, view in self._views.items()}
 
     def verify(self) -> None:
-        """Compare all rows with the recorded fingerprint.
-
-        Raises:
-            CorruptFileError: the rows have changed since they were written.
-        """
+        """Raise a CorruptFileError if the rows differ from the recorded fingerprint."""
         if fingerprint({**self._views, **self._texts}) != self.fingerprint:
             raise CorruptFileError(f"prepared data {self.path}: its bytes have changed")
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """A folder of prepared splits. A pickle holds paths alone; files are mapped on first use.
+    """A folder with ``<split>.arrow`` for every split, e.g. ``("pretrain", "train", "test")``.
 
-    Attributes:
-        folder: folder with ``<split>.arrow`` for every split.
-        split_names: names of the splits, e.g. ``("pretrain", "train", "test")``.
+    A pickle holds paths alone; files are mapped on first use.
     """
 
     folder: Path
@@ -293,11 +277,7 @@ class PreparedDataset:
         return {name: Split(self.folder / f"{name}.arrow") for name in self.split_names}
 
     def split(self, name: str) -> Split:
-        """Return the split ``name``.
-
-        Raises:
-            InputError: the dataset has no such split.
-        """
+        """Return the split ``name``, or raise an InputError if there is none."""
         if name not in self._splits:
             known = ", ".join(self.split_names)
             raise InputError(f"dataset in {self.folder} has no split {name!r}; it has {known}")

@@ -30,23 +30,16 @@ _WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})$"
 
 
 def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of a file.
+    """Return the rows of a file with one of :data:`SUFFIXES`.
 
-    Args:
-        file: a file with one of :data:`SUFFIXES`.
-        columns: columns to read, by default all. Columns that the file does not have are left
-            out. If it has none of them, all columns are read, so that an error message can list
-            them.
+    ``columns`` that the file does not have are left out. If it has none of them, all are read, so
+    that an error message can list them.
 
     Raises:
         CorruptFileError: the file cannot be read in the format of its suffix.
     """
-    readers = {
-        ".parquet": _read_parquet,
-        ".jsonl": _read_json_lines,
-        ".csv": _read_csv,
-        ".tsv": _read_csv,
-    }
+    readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines}
+    readers |= dict.fromkeys((".csv", ".tsv"), _read_csv)
     return readers[file.suffix.lower()](file, columns)
 
 
@@ -103,8 +96,7 @@ def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 
 def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
-    reason = str(error).splitlines()[0]
-    return CorruptFileError(f"{file}: not a readable {kind} file ({reason})")
+    return CorruptFileError(f"{file}: not a readable {kind} file ({str(error).splitlines()[0]})")
 
 
 def read_files(
@@ -116,10 +108,6 @@ def read_files(
 
 def json_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line number (from 1) and object of each line that is not blank.
-
-    Args:
-        lines: the lines of a file.
-        where: the file, for messages.
 
     Raises:
         CorruptFileError: a line is not one JSON object in UTF-8.
@@ -165,7 +153,7 @@ def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
         CorruptFileError: the column is missing, holds a null, or is not text in UTF-8.
     """
     values = get_column(table, column, where)
-    if not _is_text(values.type):
+    if not is_text(values.type):
         raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not text")
     texts = values.cast(pa.large_string()).combine_chunks()
     try:
@@ -206,7 +194,7 @@ def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArra
     values = get_column(table, column, where)
     kind = values.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not (_is_text(kind) or (is_list and _is_text(kind.value_type))):
+    if not (is_text(kind) or (is_list and is_text(kind.value_type))):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not a list of texts")
     rows = []
     for row, value in enumerate(values.to_pylist()):
@@ -226,11 +214,7 @@ def _parse_answers(text: str) -> list[str]:
 
 
 def dump_answers(answers: Any, where: str, column: str = "answers") -> str:
-    """Return ``answers`` as JSON.
-
-    Raises:
-        CorruptFileError: ``answers`` is not a list of at least one text.
-    """
+    """Return ``answers`` as JSON; raise CorruptFileError if they are no list of texts, or empty."""
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise CorruptFileError(f"{where}: {column} is not a list of texts")
     if not answers:
@@ -248,10 +232,10 @@ def read_raw(table: pa.Table, column: str, where: str) -> pa.Array:
     values = get_column(table, column, where)
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
-    if _is_text(values.type):
+    if is_text(values.type):
         return values.cast(pa.large_string()).combine_chunks()
-    if not (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)):
-        kind = values.type
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not text or integer")
     numbers = values.cast(pa.int64()).combine_chunks()
     row = pc.index(pc.less(numbers, 0), True).as_py()
@@ -284,7 +268,7 @@ def number_values(
         kinds = ", ".join(f"{split}: {column.type}" for split, column in raw.items())
         raise CorruptFileError(f"column {what!r} has different types in the splits ({kinds})")
     values = pa.chunked_array(list(raw.values()))
-    if _is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
+    if is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
         values = values.cast(pa.int64())
         raw = {split: column.cast(pa.int64()) for split, column in raw.items()}
     distinct = pc.unique(values).sort().to_pylist()
@@ -314,5 +298,6 @@ def length(columns: Mapping[str, Column]) -> int:
     return len(next(iter(columns.values())))
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds texts."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -57,11 +57,9 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean loss of a batch, a differentiable scalar in float32 or wider.
+        """Return the mean loss of a prepared batch, a differentiable scalar in float32 or wider.
 
-        Args:
-            outputs: The model's logits, or its output object with an attribute ``logits``.
-            batch: Result of :meth:`prepare_batch`.
+        ``outputs`` are the model's logits, or its output object with an attribute ``logits``.
         """
 
     @abstractmethod
@@ -73,15 +71,13 @@ class Task(ABC):
         """Return the metrics from the sums of all batches, for every name with at least one row.
 
         The coordinator calls it, in a process without a model.
+
+        Raises:
+            ValueError: There are no rows.
         """
 
     def predict(self, model: "AdaptedModel", batch: Mapping[str, Tensor]) -> Any:
-        """Return what :meth:`evaluate` scores: the model's outputs, or the text it generates.
-
-        Args:
-            model: The model with its adapters bound.
-            batch: Result of :meth:`prepare_batch`.
-        """
+        """Return what :meth:`evaluate` scores: the model's outputs, or the text it generates."""
         return model.forward(**self.inputs(batch))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -108,10 +104,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def group_column(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the stored ``group`` column [b], if any, as part of a prepared batch.
-
-    It is not moved to the device.
-    """
+    """Return the stored ``group`` column [b], if any, as part of a batch; it stays on the CPU."""
     return {"group": batch["group"]} if "group" in batch else {}
 
 
@@ -124,11 +117,7 @@ def sum_rows(
         scores: Scores [b] by name.
         batch: A prepared batch, with ``group`` int64 [b] if the rows are in groups.
         groups: Names of the groups.
-        by: The score that is also summed by group.
-
-    Returns:
-        The sum of each score, ``count``, and for each group ``<by>/<group>`` and
-        ``count/<group>``.
+        by: The score that is also summed by group, as ``<by>/<group>`` and ``count/<group>``.
     """
     rows = {name: values.detach().to("cpu", torch.float64) for name, values in scores.items()}
     sums = {name: float(values.sum()) for name, values in rows.items()}
@@ -142,11 +131,7 @@ def sum_rows(
 
 
 def count_rows(sums: Sequence[Mapping[str, float]]) -> float:
-    """Return the number of rows behind all sums.
-
-    Raises:
-        ValueError: There are no rows.
-    """
+    """Return the number of rows behind all sums, or raise a ValueError if there are none."""
     count = exact_sum(sums, "count")
     if count == 0:
         raise ValueError("no rows were evaluated")
@@ -158,11 +143,7 @@ def group_means(
 ) -> dict[str, float]:
     """Return the mean of score ``by`` over each group with at least one row, by metric name.
 
-    Args:
-        sums: Results of :func:`sum_rows`.
-        groups: Names of the groups.
-        by: The score that was summed by group.
-        headline: Name of the metric that it stands for.
+    ``sums`` are results of :func:`sum_rows`; ``headline`` names the metric that ``by`` stands for.
     """
     counts = {group: exact_sum(sums, f"count/{group}") for group in groups}
     return {
@@ -183,12 +164,9 @@ def class_sums(
     A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
     NaN.
 
-    Args:
-        logits: Logits of any float dtype; the loss is computed in float32.
-        batch: A prepared batch.
-        groups: See :func:`sum_rows`.
-        class_columns: If K is a vocabulary, the column of each class, int64 [classes]. The loss is
-            over all K columns, the prediction among these alone. None: column k is class k.
+    The loss is computed in float32, from logits of any float dtype. If K is a vocabulary,
+    ``class_columns`` int64 [classes] holds the column of each class: the loss is over all K
+    columns, the prediction among these alone. Without it, column k is class k.
     """
     logits, labels = logits.float(), batch["labels"]
     choices = logits if class_columns is None else logits[:, class_columns]
@@ -198,19 +176,24 @@ def class_sums(
     return sum_rows({"loss_sum": losses, "correct": correct}, batch, groups, by="correct")
 
 
-def class_metrics(sums: Sequence[Mapping[str, float]], groups: Sequence[str]) -> dict[str, float]:
-    """Return ``loss`` and ``accuracy`` over all rows, and the accuracy of each group.
+class Classification(Task):
+    """Base of the tasks that predict one of K classes from logits [b, K]."""
 
-    Args:
-        sums: Results of :func:`class_sums`.
-        groups: Names of the groups.
+    targets = ("labels", "group")
 
-    Raises:
-        ValueError: There are no rows.
-    """
-    count = count_rows(sums)
-    return {
-        "loss": exact_sum(sums, "loss_sum") / count,
-        "accuracy": exact_sum(sums, "correct") / count,
-        **group_means(sums, groups, "correct", "accuracy"),
-    }
+    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean cross-entropy of logits [b, K], in float32."""
+        return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
+
+    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
+        return class_sums(logits_of(outputs), batch, self.groups)
+
+    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return ``loss`` and ``accuracy`` over all rows, and the accuracy of each group."""
+        count = count_rows(sums)
+        return {
+            "loss": exact_sum(sums, "loss_sum") / count,
+            "accuracy": exact_sum(sums, "correct") / count,
+            **group_means(sums, self.groups, "correct", "accuracy"),
+        }

@@ -42,11 +42,6 @@ _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-rober
 def build_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> Task:
     """Build the task of an experiment. Reads configurations and tokenizers, but no weights.
 
-    Args:
-        experiment: Gives the settings of the task.
-        info: Description of the dataset.
-        backbone: The experiment's backbone.
-
     Raises:
         InputError: The backbone's family does not support the dataset or the kind of task, or the
             settings do not fit the dataset. The message says what is supported.
@@ -99,10 +94,8 @@ def build_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) 
 def _choose_kind(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> str:
     """Return the kind of task, or raise an InputError that says what is supported."""
     kind, family = experiment.task.kind, backbone.family
-    described = (
-        f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
-        f"{_FAMILY_NAMES[family]}"
-    )
+    described = f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
+    described += _FAMILY_NAMES[family]
     if info.kind == "image":
         if kind not in ("auto", "classification"):
             raise InputError(
@@ -151,10 +144,7 @@ def _check_length(experiment: "Experiment", backbone: Backbone) -> None:
 
 
 def _check_padding(backbone: Backbone, tokens: TokenizerRef) -> None:
-    """Check that model and tokenizer pad alike.
-
-    The head of a decoder reads the last token of a row, which it finds by the padding after it.
-    """
+    """Check that they pad alike: the head of a decoder finds a row's last token by the padding."""
     pad_id = backbone.architecture.pad_token_id
     if pad_id not in (None, tokens.pad_id):
         raise InputError(

@@ -4,14 +4,14 @@ Shapes: b images, C channels, H x W stored pixels, S the side of the model's ima
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, class_metrics, class_sums, group_column, logits_of
+from trishul_ray.tasks.base import Classification, group_column
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepared import DatasetInfo
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 _LUMA = (0.299, 0.587, 0.114)
 
 
-class ImageClassification(Task):
+class ImageClassification(Classification):
     """Classify images of any stored size, with 1 or 3 channels.
 
     Args:
         mean: Mean of each model channel, of pixels / 255.
         std: Standard deviation of each model channel; positive.
-        image_size: Side S of the model's images. Images of another size are resized (bilinear,
-            antialiased).
+        image_size: Side S; images of another size are resized (bilinear, antialiased).
         channels: Channels of the model, 1 or 3. Gray images are repeated, color becomes luma.
         num_classes: K.
         groups: Names of groups of test rows, in the order of their ``group`` column.
@@ -38,7 +37,6 @@ class ImageClassification(Task):
     """
 
     model_kind = "image-classification"
-    targets = ("labels", "group")
 
     def __init__(
         self,
@@ -65,10 +63,8 @@ class ImageClassification(Task):
             )
         self.mean = tuple(float(value) for value in mean)
         self.std = tuple(float(value) for value in std)
-        self.image_size = image_size
-        self.channels = channels
-        self.num_classes = num_classes
-        self.groups = tuple(groups)
+        self.image_size, self.channels = image_size, channels
+        self.num_classes, self.groups = num_classes, tuple(groups)
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
@@ -109,33 +105,13 @@ class ImageClassification(Task):
             f"images have {channels} channels; only 1 and 3 can be converted to {self.channels}"
         )
 
-    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy of logits [b, K], in float32."""
-        return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
-
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
-        return class_sums(logits_of(outputs), batch, self.groups)
-
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return ``loss`` and ``accuracy`` over all batches, and the accuracy of each group.
-
-        Raises:
-            ValueError: There are no rows.
-        """
-        return class_metrics(sums, self.groups)
-
 
 def image_task(expected: "Preprocessing", info: "DatasetInfo") -> ImageClassification:
-    """Return the task of a dataset for a expected.
+    """Return the task of a dataset for a backbone that expects this preprocessing.
 
     The dataset determines what the backbone does not declare. If the backbone declares no
     normalization, the dataset's is used: repeated for gray images in a color model, averaged over
     channels for color images in a gray model.
-
-    Args:
-        expected: Image size, channels, mean and std that the backbone was trained with.
-        info: Description of the dataset.
 
     Raises:
         InputError: Sizes, channels or statistics are inconsistent.

@@ -41,20 +41,16 @@ class QuestionAnswering(Text2Text):
         from torchmetrics.functional.text import squad
 
         scores = np.zeros((2, len(texts)))
-        target: dict[str, Any]
         for row, (text, packed) in enumerate(zip(texts, batch["references"], strict=True)):
-            target = {"answers": {"text": unpack_answers(packed.numpy())}, "id": "0"}
+            answers = {"text": unpack_answers(packed.numpy())}
+            target: dict[str, Any] = {"answers": answers, "id": "0"}
             result = squad({"prediction_text": text, "id": "0"}, target)
             scores[:, row] = float(result["f1"]) / 100, float(result["exact_match"]) / 100
         return {"f1": torch.from_numpy(scores[0]), "exact_match": torch.from_numpy(scores[1])}
 
 
 class AnswerEncoder(Text2TextEncoder):
-    """Encode inputs, with the first answer of each row as its target.
-
-    Args:
-        task: The task whose settings are used.
-    """
+    """Encode inputs, with the first answer of each row as its target."""
 
     def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return the inputs, ``target_ids`` int32 [N, T], ``target_length`` and ``references``.
@@ -62,9 +58,6 @@ class AnswerEncoder(Text2TextEncoder):
         An answer that is too long is cut and still ends with the end token. ``target_length`` is
         int32 [N]. ``references`` uint8 [N, R] are all answers as JSON in UTF-8, padded with zeros.
         Training rows, which are many and never scored, have no references.
-
-        Raises:
-            CorruptFileError: A row's answers are not a list of at least one text.
         """
         task, tokens = self.task, self.task.tokens
 
@@ -84,11 +77,7 @@ class AnswerEncoder(Text2TextEncoder):
 
 
 def read_answers(split: "Split", start: int, stop: int) -> list[list[str]]:
-    """Return all answers of rows ``start`` up to ``stop``.
-
-    Raises:
-        CorruptFileError: A row's answers are not a list of at least one text.
-    """
+    """Return all answers of rows ``start`` up to ``stop``; raise CorruptFileError on other rows."""
     rows = []
     for row, text in enumerate(read_texts(split, "answers", start, stop), start):
         try:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, class_metrics, class_sums, group_column, logits_of
+from trishul_ray.tasks.base import Classification, group_column
 from trishul_ray.tasks.text import TokenizerRef, read_texts, to_device, trim_padding
 
 if TYPE_CHECKING:
@@ -23,15 +22,14 @@ if TYPE_CHECKING:
     from trishul_ray.data.prepared import Split
 
 
-class SequenceClassification(Task):
+class SequenceClassification(Classification):
     """Map one or two fields of text to logits of K classes.
 
     Args:
         tokens: The backbone's tokenizer.
         fields: One or two columns of text.
         num_classes: K.
-        max_length: Maximum tokens of a row, including special tokens. In a pair, the longer text
-            is cut first.
+        max_length: Maximum tokens of a row with special tokens. The longer text is cut first.
         groups: Names of groups of test rows.
         decoder: Whether the backbone is a decoder. Its head reads the last token of a row that is
             not ``config.pad_token_id``, which must equal that of the tokenizer.
@@ -41,7 +39,6 @@ class SequenceClassification(Task):
     """
 
     model_kind = "sequence-classification"
-    targets = ("labels", "group")
 
     def __init__(
         self,
@@ -58,12 +55,9 @@ class SequenceClassification(Task):
                 f"task.kind='classification' takes one or two fields of text, not {len(fields)} "
                 f"({', '.join(fields)})"
             )
-        self.tokens = tokens
-        self.fields = tuple(fields)
-        self.num_classes = num_classes
-        self.max_length = max_length
-        self.groups = tuple(groups)
-        self.decoder = decoder
+        self.tokens, self.fields = tokens, tuple(fields)
+        self.num_classes, self.max_length = num_classes, max_length
+        self.groups, self.decoder = tuple(groups), decoder
 
     @property
     def encoder(self) -> "Encoder":
@@ -91,31 +85,9 @@ class SequenceClassification(Task):
         """Return ids and mask; a decoder runs without a key-value cache."""
         return super().inputs(batch) | ({"use_cache": False} if self.decoder else {})
 
-    def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy of logits [b, K], in float32."""
-        return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
-
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
-        return class_sums(logits_of(outputs), batch, self.groups)
-
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return ``loss``, ``accuracy``, and the accuracy of each group.
-
-        Raises:
-            ValueError: There are no rows.
-        """
-        return class_metrics(sums, self.groups)
-
 
 class PairEncoder:
-    """Encode one or two columns of text, joined by the tokenizer.
-
-    Args:
-        tokens: The tokenizer.
-        fields: One or two columns.
-        max_length: Maximum tokens of a row.
-    """
+    """Encode one or two columns of text, joined by the tokenizer, in at most ``max_length``."""
 
     def __init__(self, tokens: TokenizerRef, fields: Sequence[str], max_length: int) -> None:
         self._tokens, self._fields, self._max_length = tokens, tuple(fields), max_length

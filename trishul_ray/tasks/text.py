@@ -41,11 +41,7 @@ class TokenizerRef:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer itself.
-
-        Raises:
-            InputError: The model cannot be found, or has no tokenizer.
-        """
+        """The tokenizer; an InputError if the model cannot be found or has none."""
         return self.backbone.tokenizer
 
     @property
@@ -60,11 +56,7 @@ class TokenizerRef:
 
     @property
     def eos_id(self) -> int:
-        """Id of the token that ends a text.
-
-        Raises:
-            InputError: The tokenizer has none.
-        """
+        """Id of the token that ends a text; an InputError if there is none."""
         if self.tokenizer.eos_token_id is None:
             raise InputError(
                 f"model.name={self.backbone.name!r}: its tokenizer has no end token, which "
@@ -166,17 +158,15 @@ class Template:
         try:
             parts = list(Formatter().parse(text))
         except ValueError as error:
-            raise InputError(
-                f"task.template={text!r}: {error} (a literal brace is doubled)"
-            ) from error
+            message = f"task.template={text!r}: {error} (a literal brace is doubled)"
+            raise InputError(message) from error
         used = []
         for _, name, spec, conversion in parts:
             if name is None:
                 continue
             if name not in fields or spec or conversion:
-                placeholder = (
-                    name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-                )
+                placeholder = name + (f"!{conversion}" if conversion else "")
+                placeholder += f":{spec}" if spec else ""
                 raise InputError(
                     f"task.template: {{{placeholder}}} is no field of dataset {dataset!r}; it has "
                     f"{known}"
@@ -196,11 +186,7 @@ class Template:
 class PromptTokenizer:
     """Fills a template with rows and tokenizes it, cutting fields so that prompts fit a limit.
 
-    Args:
-        tokens: The tokenizer.
-        template: The prompt.
-        limit: Maximum tokens of a prompt.
-        add_special_tokens: Whether the tokenizer adds its begin and end tokens.
+    ``add_special_tokens`` tells whether the tokenizer adds its begin and end tokens.
 
     Raises:
         InputError: The template alone leaves no token for its fields.
@@ -220,11 +206,7 @@ class PromptTokenizer:
             )
 
     def ids(self, rows: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Return the token ids of each row's prompt.
-
-        Args:
-            rows: Values of the template's fields.
-        """
+        """Return the token ids of the prompts with these values of the template's fields."""
         filled = [list(row) for row in rows]
         # Cut what is far too long before tokenizing whole prompts. The estimate, field by field,
         # may be wrong by some tokens, so what is near the limit is left to the exact count.
@@ -247,10 +229,8 @@ class PromptTokenizer:
     def _cut(self, rows: Sequence[list[str]], excesses: Sequence[int | None]) -> None:
         """Shorten the fields of rows in place, by at least one character.
 
-        Args:
-            rows: Values of the template's fields.
-            excesses: Tokens to remove from each row. None estimates them, and leaves a row alone
-                that may be within the limit.
+        ``excesses`` are the tokens to remove from each row. None estimates them, and leaves a row
+        alone that may be within the limit.
         """
         width = len(self._template.fields)
         encodings = self._tokens.encode_with_offsets([text for row in rows for text in row])
@@ -299,18 +279,13 @@ def read_texts(split: "Split", name: str, start: int, stop: int) -> list[str]:
 
 
 def trim_padding(ids: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut stored rows to the longest row of the batch.
-
-    Args:
-        ids: Integers [b, L].
-        length: Integers [b], each at least 1.
+    """Cut stored rows, integers [b, L], to the longest of their lengths [b], each at least 1.
 
     Returns:
         Ids int64 [b, W], and a mask int64 [b, W] that is one on tokens.
     """
-    width = int(length.max())
-    positions = torch.arange(width)
-    return ids[:, :width].long(), (positions < length.long()[:, None]).long()
+    positions = torch.arange(int(length.max()))
+    return ids[:, : len(positions)].long(), (positions < length.long()[:, None]).long()
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:

@@ -48,12 +48,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Generated:
-    """Output that is scored: the logits of the target, and the generated text.
-
-    Attributes:
-        logits: Teacher-forced logits [b, T, V].
-        texts: The generated text of each row.
-    """
+    """Output that is scored: teacher-forced logits [b, T, V], and the text of each row."""
 
     logits: Tensor
     texts: Sequence[str]
@@ -88,8 +83,7 @@ class Text2Text(Task):
     ) -> None:
         self.tokens, self.template = tokens, template
         self.max_length, self.target_length = max_length, target_length
-        self.start_id = start_id
-        self.groups = tuple(groups)
+        self.start_id, self.groups = start_id, tuple(groups)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -177,11 +171,7 @@ class Text2Text(Task):
         """Return each of :attr:`row_metrics` for every generated text, [b] in [0, 1]."""
 
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the mean ``loss`` over tokens, the row metrics, and the headline by group.
-
-        Raises:
-            ValueError: There are no rows.
-        """
+        """Return the mean ``loss`` over tokens, the row metrics, and the headline by group."""
         count = count_rows(sums)
         return {
             "loss": exact_sum(sums, "loss_sum") / exact_sum(sums, "tokens"),
@@ -191,12 +181,7 @@ class Text2Text(Task):
 
 
 class TextToClass(Text2Text):
-    """Classify by generating the text of a class.
-
-    Args:
-        tokens: The backbone's tokenizer.
-        class_texts: The text of each class, in order.
-        **rest: Further arguments of :class:`Text2Text`.
+    """Classify by generating the text of a class, one of ``class_texts``, in order.
 
     Raises:
         InputError: A class has no text, or the same as another apart from case and white space.
@@ -238,9 +223,6 @@ class Text2TextEncoder:
     """Encode the inputs of a text-to-text task; subclasses add the targets.
 
     The names of these classes are part of their keys, and so of the cached columns.
-
-    Args:
-        task: The task whose settings are used.
     """
 
     def __init__(self, task: Text2Text) -> None:
@@ -256,23 +238,18 @@ class Text2TextEncoder:
     def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return ``input_ids`` int32 [N, W] and ``length`` int32 [N]."""
         task = self.task
-        prompts = PromptTokenizer(
-            task.tokens, task.template, task.max_length, add_special_tokens=True
-        )
+        tokens, template, limit = task.tokens, task.template, task.max_length
+        prompts = PromptTokenizer(tokens, template, limit, add_special_tokens=True)
 
         def rows(start: int, stop: int) -> list[list[int]]:
-            return prompts.ids(field_rows(split, task.template, start, stop))
+            return prompts.ids(field_rows(split, template, start, stop))
 
-        ids, length = task.tokens.padded_columns(len(split), task.max_length, rows, progress)
+        ids, length = tokens.padded_columns(len(split), limit, rows, progress)
         return {"input_ids": ids, "length": length}
 
 
 class ClassTextEncoder(Text2TextEncoder):
-    """Encode inputs, with the text of each row's class as its target.
-
-    Args:
-        task: The task whose settings are used.
-    """
+    """Encode inputs, with the text of each row's class as its target."""
 
     task: TextToClass
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Task, class_metrics, class_sums, group_column, logits_of
+from trishul_ray.tasks.base import Classification, class_sums, group_column, logits_of
 from trishul_ray.tasks.text import PromptTokenizer, Template, TokenizerRef, field_rows, to_device
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trishul_ray.data.prepared import Split
 
 
-class Verbalizer(Task):
+class Verbalizer(Classification):
     """Classify by the token that a decoder predicts after a prompt.
 
     Args:
@@ -49,7 +49,6 @@ class Verbalizer(Task):
     """
 
     model_kind = "causal-lm"
-    targets = ("labels", "group")
 
     def __init__(
         self,
@@ -62,8 +61,7 @@ class Verbalizer(Task):
     ) -> None:
         self.tokens, self.template = tokens, template
         self.common_prefix, self.answer_ids = answer_tokens(tokens, template, verbalizers)
-        self.max_length = max_length
-        self.groups = tuple(groups)
+        self.max_length, self.groups = max_length, tuple(groups)
 
     @property
     def encoder(self) -> "Encoder":
@@ -103,14 +101,6 @@ class Verbalizer(Task):
         logits = self._answer_logits(outputs)
         return class_sums(logits, batch, self.groups, self._answer_columns(logits))
 
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return ``loss``, ``accuracy``, and the accuracy of each group.
-
-        Raises:
-            ValueError: There are no rows.
-        """
-        return class_metrics(sums, self.groups)
-
     def _answer_columns(self, logits: Tensor) -> Tensor:
         return torch.tensor(self.answer_ids, device=logits.device)
 
@@ -125,11 +115,6 @@ def answer_tokens(
     tokens: TokenizerRef, template: Template, verbalizers: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that all verbalizers begin with, and the id by which each is scored.
-
-    Args:
-        tokens: The backbone's tokenizer.
-        template: The prompt.
-        verbalizers: A word or phrase for each class.
 
     Raises:
         InputError: See :class:`Verbalizer`.
@@ -163,11 +148,7 @@ def answer_tokens(
 class PromptEncoder:
     """Encode rows as prompts that end where the answer begins.
 
-    Args:
-        tokens: The tokenizer.
-        template: The prompt.
-        suffix: Ids that follow the prompt.
-        max_length: Maximum tokens of a row; fields are cut to fit.
+    The ids ``suffix`` follow the prompt; fields are cut to fit ``max_length`` tokens in all.
     """
 
     def __init__(

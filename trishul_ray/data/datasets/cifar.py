@@ -14,7 +14,7 @@ planes of 32x32 pixels.
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ import numpy as np
 
 from trishul_ray.data.archives import find_files, tar_members
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, ImageRows, PublicDataset
+from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.data.public import ClassNames, Columns, ImageRows, PublicDataset, Splits
 from trishul_ray.data.tables import join
 from trishul_ray.errors import CorruptFileError
 
@@ -65,13 +66,8 @@ class CifarArchive:
         """Return the archive's path in ``folder``, or None if it is not there."""
         return find_files(folder, (self.file,))
 
-    def read(
-        self, files: Sequence[Path], progress: Callable[[str, float], None]
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """Read all splits.
-
-        Returns:
-            ``pixels`` uint8 [N, 3, 32, 32] and ``label`` int64 [N] by split, and the class names.
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
+        """Return ``pixels`` uint8 [N, 3, 32, 32] and ``label`` int64 [N] by split, and class names.
 
         Raises:
             CorruptFileError: a member is missing or malformed; the message names file and member.
@@ -79,7 +75,7 @@ class CifarArchive:
         file = files[0]
         wanted = {f"{self.folder}/{name}" for name in (*self.members, self.meta)}
         members: dict[str, Columns] = {}
-        class_names: tuple[str, ...] | None = None
+        class_names: ClassNames = None
         for path, data, fraction in tar_members(file, wanted.__contains__, _MEMBER_LIMIT):
             where, name = f"{file}: member {path}", path.rpartition("/")[2]
             content = _unpickle(data, where)
@@ -111,10 +107,7 @@ class CifarArchive:
                 raise CorruptFileError(
                     f"{where}, row {row}: label is {label!r}, outside 0..{self.classes - 1}"
                 )
-        return {
-            "pixels": data.reshape(-1, 3, 32, 32),
-            "label": np.array(labels, dtype=np.int64),
-        }
+        return {"pixels": data.reshape(-1, 3, 32, 32), "label": np.array(labels, dtype=np.int64)}
 
     def _class_names(self, content: Mapping[Any, Any], where: str) -> tuple[str, ...]:
         names = content.get(self.meta_names)
@@ -152,10 +145,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         """Return the callable a pickle refers to if it belongs to an array; refuse all others."""
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
-        if name == "_reconstruct" and module in (
-            "numpy.core.multiarray",
-            "numpy._core.multiarray",
-        ):
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return _empty_array
         if (module, name) == ("_codecs", "encode"):
             return _encode_latin1  # how Python 3 pickles bytes for Python 2

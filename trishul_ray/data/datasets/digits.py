@@ -4,13 +4,13 @@ Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
 Repository (its test part), as shipped by ``sklearn.datasets.load_digits``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from trishul_ray.data.images import pixel_statistics
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
 from trishul_ray.rng import numpy_rng
 
 #: Rows of each split. The splits are disjoint and hold all 1797 rows; ``pretrain`` is for the
@@ -31,15 +31,12 @@ class Digits:
         return "sklearn-digits-split-1"
 
     def read(
-        self, hub: Path | None, progress: Callable[[str, float], None]
+        self, hub: Path | None, progress: ProgressCallback
     ) -> tuple[DatasetInfo, Mapping[str, Mapping[str, np.ndarray]]]:
-        """Return the dataset's description and the columns of every split.
+        """Return the description, and ``pixels`` uint8 [N, 1, 8, 8] and ``label`` int64 [N].
 
         The splits are consecutive parts, of :data:`SPLIT_SIZES`, of one permutation of the rows
         drawn from ``numpy_rng(0, "digits-split")``. It is the same for every experiment.
-
-        Returns:
-            the description, and ``pixels`` uint8 [N, 1, 8, 8] and ``label`` int64 [N] by split.
         """
         from sklearn.datasets import load_digits  # imports scipy, which is slow
 

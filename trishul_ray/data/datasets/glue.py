@@ -9,7 +9,7 @@ and ``dev.tsv``.
 Source: A. Wang et al., "GLUE", ICLR 2019, https://gluebenchmark.com/tasks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ import pyarrow as pa
 
 from trishul_ray.data.archives import find_files, zip_member
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, PublicDataset, TextRows
+from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.data.public import ClassNames, Columns, PublicDataset, Splits, TextRows
 from trishul_ray.errors import CorruptFileError
 
 #: Maximum bytes of a member, above the largest, MNLI's training rows.
@@ -64,14 +65,8 @@ class GlueArchive:
                 return (folder / name,)
         return find_files(folder, tuple(f"{self.folder}/{name}" for _, name in self.members))
 
-    def read(
-        self, files: Sequence[Path], progress: Callable[[str, float], None]
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """Read all splits.
-
-        Returns:
-            the text columns and ``label`` int64 [N] by split. None for the class names, which the
-            dataset's definition holds.
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
+        """Return the text columns and ``label`` int64 [N] by split; no class names.
 
         Raises:
             CorruptFileError: a file is malformed; the message names file, member and line.

@@ -9,7 +9,7 @@ Source: A. Fisch et al., "MRQA 2019 Shared Task", https://github.com/mrqa/MRQA-S
 """
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from trishul_ray.data.archives import DAMAGED_FILE_ERRORS, find_files
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, PublicDataset, QuestionRows
+from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.data.public import ClassNames, Columns, PublicDataset, QuestionRows, Splits
 from trishul_ray.data.tables import dump_answers, json_lines
 from trishul_ray.errors import CorruptFileError
 
@@ -38,14 +39,10 @@ class MrqaArchive:
         """Return the paths of all files below ``folder``, or None if none is there."""
         return find_files(folder, self.names)
 
-    def read(
-        self, files: Sequence[Path], progress: Callable[[str, float], None]
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """Read both splits, one row for each question.
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
+        """Return both splits, one row for each question, as text columns [N]; no class names.
 
-        Returns:
-            ``question``, ``context``, ``answers`` (JSON lists) and ``group`` (the sub-dataset's
-            name) by split, all text columns [N]. None for the class names: there are no classes.
+        These are ``question``, ``context``, ``answers`` (JSON lists) and ``group`` (names).
 
         Raises:
             CorruptFileError: a file is malformed; the message names file and line.

@@ -9,7 +9,7 @@ Source: K. Lang, collected by J. Rennie, http://qwone.com/~jason/20Newsgroups/.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from trishul_ray.data.archives import find_files, tar_members
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, PublicDataset, TextRows
+from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.data.public import ClassNames, PublicDataset, Splits, TextRows
 from trishul_ray.errors import CorruptFileError
 
 #: Class names: the newsgroups, in the order of their labels.
@@ -60,14 +61,8 @@ class NewsgroupsArchive:
         """Return the archive's path in ``folder``, or None if it is not there."""
         return find_files(folder, (self.title,))
 
-    def read(
-        self, files: Sequence[Path], progress: Callable[[str, float], None]
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """Read both splits.
-
-        Returns:
-            ``text`` and ``label`` int64 [N] by split. None for the class names, which are
-            :data:`GROUPS`.
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
+        """Return ``text`` and ``label`` int64 [N] by split; no class names.
 
         Raises:
             CorruptFileError: the archive is damaged or has an unknown group; the message names

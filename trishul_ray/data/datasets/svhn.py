@@ -12,7 +12,7 @@ Source: Y. Netzer et al., "Reading Digits in Natural Images with Unsupervised Fe
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import numpy as np
 
 from trishul_ray.data.archives import find_files
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import Columns, ImageRows, PublicDataset
+from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.data.public import ClassNames, Columns, ImageRows, PublicDataset, Splits
 from trishul_ray.errors import CorruptFileError
 
 _FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
@@ -28,11 +29,7 @@ _FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
 
 @dataclass(frozen=True)
 class SvhnArchive:
-    """The two original files.
-
-    Attributes:
-        md5: hexadecimal MD5 sums of the train and the test file.
-    """
+    """The two original files, with the MD5 sums of the train and the test file."""
 
     md5: tuple[str, str] = ("e26dedcc434d2e4c54c9b2d4a06d8373", "eb5a983be6a315427106f1b164d9cef3")
     title = " and ".join(_FILES.values())
@@ -41,14 +38,8 @@ class SvhnArchive:
         """Return the paths of both files in ``folder``, or None if neither is there."""
         return find_files(folder, tuple(_FILES.values()))
 
-    def read(
-        self, files: Sequence[Path], progress: Callable[[str, float], None]
-    ) -> tuple[Mapping[str, Columns], tuple[str, ...] | None]:
-        """Read both splits.
-
-        Returns:
-            ``pixels`` uint8 [N, 3, 32, 32] and ``label`` int64 [N] (the digit) by split. None for
-            the class names, which the files do not hold.
+    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
+        """Return ``pixels`` uint8 [N, 3, 32, 32] and the digits ``label`` int64 [N] by split.
 
         Raises:
             CorruptFileError: a file is not the official one or malformed; the message names it.
@@ -85,10 +76,7 @@ def _read_columns(file: Path) -> Columns:
     if len(wrong):
         row = int(wrong[0])
         raise CorruptFileError(f"{file}, row {row}: label is {labels[row]}, outside 1..10")
-    return {
-        "pixels": np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)),
-        "label": labels % 10,
-    }
+    return {"pixels": np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), "label": labels % 10}
 
 
 SVHN = PublicDataset(
