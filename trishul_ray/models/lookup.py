@@ -138,7 +138,7 @@ def local_folder(name: str) -> Path | None:
 
 
 def packaged_folder(name: str) -> Path | None:
-    """Return the folder of a model of :data:`PACKAGED`, without import; None if not installed."""
+    """Return the folder of a model of :data:`PACKAGED`, unimported; None if not installed."""
     spec = importlib.util.find_spec(PACKAGED[name][0])
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
