@@ -123,17 +123,11 @@ def state_digest(state: Arrays) -> str:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in its ``checkpoints`` folder; the newest ``keep`` are kept.
-
-    Attributes:
-        skipped: one line for each file that :meth:`newest` could not use.
-    """
+    """The checkpoints of one run, in its ``checkpoints`` folder; the newest ``keep`` are kept."""
 
     def __init__(self, store: Store, experiment_id: str, keep: int = 2) -> None:
-        self.store = store
-        self.experiment_id = experiment_id
-        self.keep = keep
-        self.skipped: list[str] = []
+        self.store, self.experiment_id, self.keep = store, experiment_id, keep
+        self.skipped: list[str] = []  # one line for each file that newest() could not use
 
     def _files(self) -> list[str]:
         return sorted(name for name in self.store.names() if _NAME.fullmatch(name))

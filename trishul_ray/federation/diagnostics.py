@@ -11,22 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import Arrays, TrainReport, Upload, as_tensors
+from trishul_ray.federation.messages import Arrays, Blueprint, TrainReport, Upload, as_tensors
 from trishul_ray.federation.reduce import Reducer
 from trishul_ray.methods.adapters import lora_pairs, lora_scale
 from trishul_ray.methods.base import BASE
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
-
-if TYPE_CHECKING:
-    from trishul_ray.federation.messages import Blueprint
 
 #: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
 MOST_CLIENTS = 20
@@ -56,7 +52,7 @@ class Diagnostics:
 def upload_diagnostics(
     uploads: list[Upload],
     broadcast: Arrays,
-    blueprint: "Blueprint",
+    blueprint: Blueprint,
     experiment: Experiment,
     reports: list[TrainReport],
 ) -> Diagnostics:
@@ -87,9 +83,8 @@ def upload_diagnostics(
     matrices: Arrays = {}
     for prefix, vectors in (("", sent), ("delta_", sent - received)):
         # The matrices of the updates, which come last, are kept.
-        values, matrices = _over_ranks(
-            vectors, weights, active, blueprint, experiment.evaluation.top_k
-        )
+        top_k = experiment.evaluation.top_k
+        values, matrices = _over_ranks(vectors, weights, active, blueprint, top_k)
         metrics |= {prefix + name: value for name, value in values.items()}
     one = _uploaded_spectrum(sent[:1], None if active is None else active[:1], blueprint)
     if matrices:
@@ -98,16 +93,10 @@ def upload_diagnostics(
 
 
 def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
-    """Append the matrices of one round to those of earlier rounds.
+    """Return ``matrices``, the rounds so far, with those of one more round.
 
-    Args:
-        matrices: ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first.
-        number: The number of the round.
-        new: :attr:`Diagnostics.matrices` of the round; if empty, ``matrices`` is returned.
-
-    Returns:
-        The same with R + 1 rounds. If rounds differ in their number of clients, ``clients`` is
-        padded with -1 and matrices with NaN.
+    They are ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first round. If
+    rounds differ in their number of clients, ``clients`` is padded with -1 and the rest with NaN.
     """
     if not new:
         return matrices
@@ -126,7 +115,7 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
     return {key: np.concatenate([padded(key, matrices[key]), padded(key, new[key])]) for key in new}
 
 
-def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: "Blueprint") -> Arrays:
+def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: Blueprint) -> Arrays:
     """Return ``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
     spectra = []
     for cores, mask in _banks(vector, active, blueprint):
@@ -136,7 +125,7 @@ def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: "Bluepr
 
 
 def _banks(
-    vectors: Tensor, active: Tensor | None, blueprint: "Blueprint"
+    vectors: Tensor, active: Tensor | None, blueprint: Blueprint
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Iterate over the cores of one rank in [m, W] vectors, as [m, n, r, r].
 
@@ -156,7 +145,7 @@ def _banks(
 
 
 def _over_ranks(
-    vectors: Tensor, weights: Tensor, active: Tensor | None, blueprint: "Blueprint", top_k: int
+    vectors: Tensor, weights: Tensor, active: Tensor | None, blueprint: Blueprint, top_k: int
 ) -> tuple[dict[str, float], Arrays]:
     """Return metrics and matrices of all cores in [m, W]: means over ranks by number of heads."""
     sums: dict[str, float] = defaultdict(float)
@@ -188,11 +177,8 @@ def aggregation_error(
     shared bases, B with a frozen A), the trained vectors themselves are compared; for orthonormal
     bases this is the same number.
 
-    Args:
-        uploads: The valid uploads of all clients of the round, without inactive core heads.
-        reducer: Holds the method, its layout and the weighting.
-        before: The broadcast that the clients started from.
-        after: The next broadcast.
+    The uploads are those of all clients of the round, valid and without inactive core heads;
+    ``before`` is the broadcast that they started from, ``after`` the next one.
     """
     weights = np.array([reducer.configured_weight(upload) for upload in uploads])
     weights /= weights.sum()

@@ -72,19 +72,12 @@ Job = TrainJob | EvalJob | SurveyJob
 
 @dataclass(frozen=True)
 class Upload:
-    """What one client uploads.
-
-    Attributes:
-        client: number of the client.
-        rows: size of the client's shard, n_c.
-        arrays: arrays of the method; ``"shared"`` is [W] float32.
-        active: [U] bool, units that the client trained; None means all.
-    """
+    """What one client uploads."""
 
     client: int
-    rows: int
-    arrays: Arrays
-    active: np.ndarray | None = None
+    rows: int  # size of the client's shard, n_c
+    arrays: Arrays  # of the method; "shared" is [W] float32
+    active: np.ndarray | None = None  # [U] bool, units that the client trained; None means all
 
 
 @dataclass(frozen=True)
@@ -147,16 +140,12 @@ class Blueprint:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-_SOURCE_TITLES = {
-    "rows": "data",
-    "tokens": "tokens of the data",
-    "backbone": "weights of the backbone",
-}
-
-
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return the sources known in both that differ, as text for a message; empty if none do."""
-    changed = [s for s in _SOURCE_TITLES if s in before and s in now and before[s] != now[s]]
+    titles = {
+        "rows": "data", "tokens": "tokens of the data", "backbone": "weights of the backbone",
+    }  # fmt: skip
+    changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
     if "rows" in changed and "tokens" in changed:
         changed.remove("tokens")  # new rows imply new tokens
-    return " and ".join(_SOURCE_TITLES[source] for source in changed)
+    return " and ".join(titles[source] for source in changed)

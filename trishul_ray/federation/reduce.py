@@ -43,12 +43,7 @@ class Reducer:
         return self.method.weight(as_tensors(upload.arrays), self.layout, weight)
 
     def unit_weight(self, upload: Upload, weight: float) -> np.ndarray | float:
-        """Return w_c m_cu of the units of an upload, [U] float64, or one number if all are equal.
-
-        Args:
-            upload: A valid upload.
-            weight: w_c, from :meth:`weight`.
-        """
+        """Return w_c m_cu of an upload's units, [U] float64, or one number if all are equal."""
         if self.method.weighs_classifier:
             return weight if upload.active is None else weight * upload.active
         units = self.layout.units(self.method.wire(self.layout))

@@ -109,12 +109,9 @@ class Server:
     def __init__(
         self, experiment: Experiment, executor: Executor, checkpoints: CheckpointStore, attempt: str
     ) -> None:
-        self.experiment = experiment
-        self.executor = executor
-        self.checkpoints = checkpoints
+        self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
-        self.attempt = attempt
-        self.round = 0
+        self.attempt, self.round = attempt, 0
         self.state: Arrays = {}
         self.survey: Arrays = {}
         self.client_states: dict[int, Arrays] = {}

@@ -1,7 +1,4 @@
-"""What a worker keeps resident: a backbone with adapters, the data, the task and the method.
-
-Legend of shapes: P trainables of a client.
-"""
+"""What a worker keeps resident: a backbone with adapters, the data, the task and the method."""
 
 import socket
 from collections.abc import Sequence
@@ -47,7 +44,7 @@ class Workbench:
 
     settings: Experiment
     model: AdaptedModel
-    initial: Tensor  # [P] float32, the untrained vector
+    initial: Tensor  # float32 [P], P trainables of a client: the untrained vector
     method: Method
     task: Task
     train: Split
@@ -80,7 +77,10 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
                 f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
                 "storage.hub and model folders must have the same content on every node"
             )
-    device = _pick_device(experiment)
+    name = experiment.resources.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
     ensure_pretrained(backbone, on_ray=False)
     module, weights_source = backbone.load_resident(
         task.model_kind, task.num_classes, seed=experiment.seed
@@ -114,13 +114,6 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
     )
 
 
-def _pick_device(experiment: Experiment) -> torch.device:
-    name = experiment.resources.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def _attach(
     module: torch.nn.Module,
     experiment: Experiment,
@@ -129,14 +122,9 @@ def _attach(
     device: torch.device,
 ) -> AdaptedModel:
     return AdaptedModel(
-        module,
-        method.adapters(site),
-        seed=experiment.seed,
-        train_head=experiment.model.train_head,
-        train_all=method.train_all,
-        path=experiment.adapter.path,
-        device=device,
-    )
+        module, method.adapters(site), seed=experiment.seed, path=experiment.adapter.path,
+        train_head=experiment.model.train_head, train_all=method.train_all, device=device,
+    )  # fmt: skip
 
 
 def adapt_to(bench: Workbench, survey: Arrays) -> None:
@@ -156,11 +144,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     layout, method, model = bench.model.layout, bench.method, bench.model
     wire = method.wire(layout)
     counts = count_parameters(model.adapters, model.specs)
-    heads = {
-        spec.block: getattr(model.adapters[spec.name], "heads", 0)
-        for spec in model.specs
-        if hasattr(model.adapters[spec.name], "heads")
-    }
+    adapters = [(spec.block, model.adapters[spec.name]) for spec in model.specs]
     return Blueprint(
         layout=layout,
         wire=wire,
@@ -173,7 +157,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             "scalars": counts.scalars,
             "head": model.classifier_size,
         },
-        heads=heads,
+        heads={block: int(a.heads) for block, a in adapters if hasattr(a, "heads")},
         block_norms={
             block: sum(bench.site.squared_norms[layer.name] for layer in layers)
             for block, layers in bench.site.blocks().items()
@@ -194,9 +178,8 @@ def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | Non
 
 def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int | None) -> LocalRun:
     """Return the local run of a client before its start; None is the global model, to evaluate."""
-    settings, device = bench.settings, bench.device
+    settings, fed = bench.settings, bench.settings.federation
     seed, vector = settings.seed, torch.empty_like(bench.initial)
-    fed = settings.federation
     share: float = 1.0
     rates: tuple[float, ...] = ()
     if client is not None:
@@ -206,23 +189,20 @@ def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int 
         layout=bench.model.layout,
         vector=vector,
         grad=torch.empty(0) if client is None else torch.zeros_like(vector),
-        broadcast={k: v.to(device) for k, v in to_tensors(broadcast).items()},
+        broadcast={k: v.to(bench.device) for k, v in to_tensors(broadcast).items()},
         client_state={},
         optimizer=settings.optimizer,
         rates=rates,
         generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
         common=torch_rng(seed, "common", round_number),
-        steps=settings.federation.local_steps,
+        steps=fed.local_steps,
         training=client is not None,
         capacity=share,
     )
 
 
 def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return a broadcast's changes of the frozen part by layer, ``base`` and ``constants``.
-
-    See :class:`~trishul_ray.adapters.model.Trained`.
-    """
+    """Return a broadcast's changes of the frozen part, as in ``Trained``: base and constants."""
     base = {k.removeprefix(BASE): v for k, v in broadcast.items() if k.startswith(BASE)}
     constants: dict[str, dict[str, Tensor]] = {}
     for key, value in broadcast.items():

@@ -30,11 +30,7 @@ class Backbone:
     """A frozen backbone, resolved once from its configuration and the places of this machine.
 
     Everything is read at its first use and kept. A backbone pickles as its configuration and
-    places alone, so that another process reads its own copy.
-
-    Args:
-        config: Section ``model`` of the experiment.
-        places: Cache of the built-in backbones and of the shared weights, and the local mirror.
+    places (cache and local mirror) alone, so that another process reads its own copy.
     """
 
     def __init__(self, config: "ModelConfig", places: "Places") -> None:
@@ -52,7 +48,7 @@ class Backbone:
 
     @property
     def name(self) -> str:
-        """The configured name: ``model.name``."""
+        """``model.name``."""
         return self.config.name
 
     @cached_property
@@ -144,16 +140,12 @@ class Backbone:
             if len(set(size)) != 1:
                 raise InputError(f"model.name={self.name!r} takes images of {size}: not square")
             size = size[0]
+        channels = getattr(self.architecture, "num_channels", None)
         try:
             mean, std = read_normalization(self.location)
         except OSError as error:
             raise self.load_error(error) from error
-        return Preprocessing(
-            image_size=self.config.image_size or size,
-            channels=getattr(self.architecture, "num_channels", None),
-            mean=mean,
-            std=std,
-        )
+        return Preprocessing(self.config.image_size or size, channels, mean, std)
 
     def model_config(self, kind: "ModelKind", num_classes: int | None) -> "PretrainedConfig":
         """Return a new configuration to build a run's model from.
@@ -161,10 +153,6 @@ class Backbone:
         It is the architecture for random weights, and otherwise the checkpoint's ``config.json``.
         A decoder that classifies finds the end of a row by its padding token. Where the checkpoint
         names none, the tokenizer's is set, because that one fills the rows.
-
-        Args:
-            kind: Which auto class of transformers builds the model.
-            num_classes: Outputs of the classification head; None for a model without one.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
@@ -187,9 +175,7 @@ class Backbone:
     ) -> "nn.Module":
         """Return the modules on the meta device: shapes and counts, no weights.
 
-        Args:
-            kind: Which auto class of transformers builds the model; default :attr:`family`.
-            num_classes: Outputs of the classification head.
+        The default ``kind`` is :attr:`family`.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
@@ -207,31 +193,22 @@ class Backbone:
     def load(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> "nn.Module":
         """Return the model with its weights: float32, on the CPU, in eval mode, not shared.
 
-        Args:
-            kind: Which auto class of transformers builds the model.
-            num_classes: Outputs of the classification head. A head of this size in the checkpoint
-                is kept. Otherwise a head is drawn: weights N(0, 0.02^2), biases zero, and BERT's
-                pooler likewise where the checkpoint has none.
-            seed: Seed of everything that is drawn.
+        A head of ``num_classes`` outputs in the checkpoint is kept. Otherwise one is drawn from the
+        seed: weights N(0, 0.02^2), biases zero, and BERT's pooler likewise where there is none.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
             CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
         """
-        from trishul_ray.models.weights import (
-            build_module,
-            draw_head,
-            draw_weights,
-            load_checkpoint,
-        )
+        from trishul_ray.models import weights
 
         config = self.model_config(kind, num_classes)
         if self.config.init == "random":
-            model = build_module(self, config, kind)
-            draw_weights(model, seed)
+            model = weights.build_module(self, config, kind)
+            weights.draw_weights(model, seed)
         else:
-            model, drawn = load_checkpoint(self, config, kind)
-            draw_head(model, drawn, seed)
+            model, drawn = weights.load_checkpoint(self, config, kind)
+            weights.draw_head(model, drawn, seed)
         return model.eval()
 
     def load_resident(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> "Resident":
@@ -239,11 +216,6 @@ class Backbone:
 
         It is on the CPU, in the run's precision and in eval mode. The weights have the same bits
         as those of :meth:`load` after a cast.
-
-        Args:
-            kind: Which auto class of transformers builds the model.
-            num_classes: Outputs of the classification head; see :meth:`load`.
-            seed: Seed of everything that is drawn.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
@@ -254,11 +226,7 @@ class Backbone:
         return load_resident(self, kind, num_classes, seed=seed)
 
     def load_error(self, error: Exception) -> InputError:
-        """Return the one-line error for files that did not load, saying where they were searched.
-
-        Args:
-            error: What transformers or the hub's client raised.
-        """
+        """Return the one-line error for files that did not load; it says where they were sought."""
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(self.location, Path):
             return CorruptFileError(

@@ -37,11 +37,8 @@ _SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>")
 #: Id of byte 0.
 FIRST_BYTE = len(_SPECIAL_TOKENS)
 
-#: Number of sentinels, which mark removed spans as in T5; their ids ascend.
-SENTINELS = 16
-
-#: Id of the first sentinel.
-FIRST_SENTINEL = FIRST_BYTE + 256
+#: Number of sentinels, which mark removed spans as in T5, and the id of the first; ids ascend.
+SENTINELS, FIRST_SENTINEL = 16, FIRST_BYTE + 256
 
 #: Size of the vocabulary.
 VOCABULARY = FIRST_SENTINEL + SENTINELS
@@ -130,35 +127,21 @@ class Builtin:
         return dataclasses.replace(self, recipe=recipe)
 
 
+def _text_recipe(objective: Objective, lr: float = 2e-3) -> TextRecipe:
+    return TextRecipe("20newsgroups", "train", epochs=12, batch_size=16, lr=lr, objective=objective)
+
+
+# fmt: off
 VIT_DIGITS = Builtin(
     name="vit-digits",
     description="ViT for 8x8 digits: 64 wide, 4 blocks, pretrained on 300 digits held by no client",
     recipe=Recipe(dataset="digits", split="pretrain", epochs=24, batch_size=30, lr=1e-3),
     architecture={
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "image_size": 8,
-        "patch_size": 2,
-        "num_channels": 1,
-        "num_labels": 10,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 128, "image_size": 8, "patch_size": 2, "num_channels": 1,
+        "num_labels": 10, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     },
 )
-
-
-def _text_recipe(objective: Objective, lr: float = 2e-3) -> TextRecipe:
-    return TextRecipe(
-        dataset="20newsgroups",
-        split="train",
-        epochs=12,
-        batch_size=16,
-        lr=lr,
-        objective=objective,
-    )
-
 
 BERT_TINY = Builtin(
     name="bert-tiny",
@@ -167,15 +150,9 @@ BERT_TINY = Builtin(
     recipe=_text_recipe("masked", lr=1e-3),
     model_type="bert",
     architecture={
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-        "max_position_embeddings": 1024,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pad_token_id": PAD,
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 512, "max_position_embeddings": 1024,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": PAD,
     },
 )
 
@@ -185,16 +162,9 @@ T5_TINY = Builtin(
     recipe=_text_recipe("denoise"),
     model_type="t5",
     architecture={
-        "vocab_size": VOCABULARY,
-        "d_model": 128,
-        "d_kv": 32,
-        "num_heads": 4,
-        "num_layers": 2,
-        "d_ff": 512,
-        "dropout_rate": 0.0,
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "decoder_start_token_id": PAD,
+        "vocab_size": VOCABULARY, "d_model": 128, "d_kv": 32, "num_heads": 4, "num_layers": 2,
+        "d_ff": 512, "dropout_rate": 0.0,
+        "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD,
     },
 )
 
@@ -204,24 +174,16 @@ LLAMA_TINY = Builtin(
     recipe=_text_recipe("causal"),
     model_type="llama",
     architecture={
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 512,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "pad_token_id": PAD,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512,
+        "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
     },
 )
+# fmt: on
 
 #: The built-in backbones by name.
-BUILTINS: dict[str, Builtin] = {
-    builtin.name: builtin for builtin in (VIT_DIGITS, BERT_TINY, T5_TINY, LLAMA_TINY)
-}
+BUILTINS = {b.name: b for b in (VIT_DIGITS, BERT_TINY, T5_TINY, LLAMA_TINY)}
 
 
 def _byte_characters() -> list[str]:
@@ -236,21 +198,15 @@ def _byte_characters() -> list[str]:
 
 
 def byte_tokenizer(model_type: str) -> "PreTrainedTokenizerBase":
-    """Return the byte-level tokenizer with the special tokens that a model type puts around texts.
-
-    Args:
-        model_type: ``bert``, ``t5`` or ``llama``.
-    """
+    """Return the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
     sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
     pieces = [*_SPECIAL_TOKENS, *_byte_characters(), *sentinels]
     fast = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = ByteLevelDecoder()
     single, pair = _TEMPLATES[model_type]
-    special_tokens = [(token, i) for i, token in enumerate(_SPECIAL_TOKENS)]
-    fast.post_processor = TemplateProcessing(
-        single=single, pair=pair, special_tokens=special_tokens
-    )
+    special = [(token, i) for i, token in enumerate(_SPECIAL_TOKENS)]
+    fast.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
         pad_token=_SPECIAL_TOKENS[PAD],

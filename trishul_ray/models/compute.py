@@ -54,8 +54,7 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
     """
     untyped: Any = model
     if getattr(untyped.config, "use_cache", False):
-        # Training has no use for cached keys and values. Generation has its own setting, in
-        # generation_config.
+        # Training needs no cached keys and values; generation has a setting of its own.
         untyped.config.use_cache = False
     if config.precision == "bf16" and untyped.config._attn_implementation == "sdpa":
         untyped.set_attn_implementation(FLOAT32_ATTENTION)
@@ -78,34 +77,19 @@ def float32_attention(
     ones at up to 128 tokens (measured with torch 2.13 on AVX512-BF16), which doubled the step time
     of a small BERT. On other devices and dtypes this is plain SDPA.
 
-    Args:
-        module: The attention module.
-        query: [b, attention heads, n, d].
-        key: [b, key heads, m, d].
-        value: [b, key heads, m, d].
-        attention_mask: Broadcasts to [b, attention heads, n, m]; bool, or added to the scores.
-        position_bias: Broadcasts to the same shape, added to the scores (T5).
-        options: Passed on to transformers.
-
-    Returns:
-        The output [b, n, attention heads, d] in the query's dtype, and None for the weights.
+    ``query`` is [b, attention heads, n, d], ``key`` and ``value`` [b, key heads, m, d]. The mask
+    (bool, or added to the scores) and ``position_bias`` (added; T5) broadcast to [b, attention
+    heads, n, m]. Returns the output [b, n, attention heads, d] in the query's dtype, and None for
+    the weights.
     """
     dtype = query.dtype
-    if dtype != torch.bfloat16 or query.device.type != "cpu":
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, position_bias=position_bias, **options
-        )
-        return output, None
-    if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask.float()
+    if dtype == torch.bfloat16 and query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.float()
+        position_bias = None if position_bias is None else position_bias.float()
     output, _ = sdpa_attention_forward(
-        module,
-        query.float(),
-        key.float(),
-        value.float(),
-        attention_mask,
-        position_bias=None if position_bias is None else position_bias.float(),
-        **options,
+        module, query, key, value, attention_mask, position_bias=position_bias, **options
     )
     return output.to(dtype), None
 
@@ -119,11 +103,7 @@ def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
 
     The switch of transformers works in training mode only, which also turns dropout on; a backbone
     without dropout stays in eval mode. The input of a block need not require a gradient (frozen
-    embeddings).
-
-    Args:
-        model: A model of transformers.
-        dropout: Whether dropout may be on; a repeated forward pass then restores the random state.
+    embeddings). With ``dropout``, a repeated forward pass restores the random state.
 
     Raises:
         InputError: The model's blocks do not support it.
@@ -152,11 +132,5 @@ class _CheckpointedForward:
         if kwargs.get("past_key_values") is not None:
             # A repeated forward pass would append to the cache twice.
             kwargs["past_key_values"] = None
-        return checkpoint(
-            forward,
-            self.block,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=self.dropout,
-            **kwargs,
-        )
+        kwargs |= {"use_reentrant": False, "preserve_rng_state": self.dropout}
+        return checkpoint(forward, self.block, *args, **kwargs)

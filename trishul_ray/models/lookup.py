@@ -42,90 +42,38 @@ if TYPE_CHECKING:
     from trishul_ray.models.backbone import ModelKind
     from trishul_ray.storage import Places
 
-
-def _vit_base() -> PretrainedConfig:
-    return ViTConfig(
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        intermediate_size=3072,
-        image_size=224,
-        patch_size=16,
-        num_channels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-
-
-def _t5_base() -> PretrainedConfig:
-    return T5Config(
-        vocab_size=32128,
-        d_model=768,
-        d_kv=64,
-        d_ff=3072,
-        num_layers=12,
-        num_heads=12,
-        relative_attention_num_buckets=32,
-    )
-
-
-def _llama_1b() -> PretrainedConfig:
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=128000,
-        eos_token_id=128001,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    )
-
-
-def _roberta_base() -> PretrainedConfig:
-    return RobertaConfig(
-        vocab_size=50265,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        intermediate_size=3072,
-        max_position_embeddings=514,
-        type_vocab_size=1,
-        layer_norm_eps=1e-5,
-    )
-
-
-def _minilm() -> PretrainedConfig:
-    return BertConfig(
-        vocab_size=30522,
-        hidden_size=384,
-        num_hidden_layers=6,
-        num_attention_heads=12,
-        intermediate_size=1536,
-        max_position_embeddings=512,
-    )
-
-
-#: Function that creates the configuration of a well-known model, by hub name.
+# fmt: off
+#: What creates the configuration of a well-known model, by hub name.
 KNOWN: dict[str, Callable[[], PretrainedConfig]] = {
-    "google/vit-base-patch16-224-in21k": _vit_base,
-    "google-t5/t5-base": _t5_base,
-    "meta-llama/Llama-3.2-1B": _llama_1b,
-    "FacebookAI/roberta-base": _roberta_base,
-    "sentence-transformers/all-MiniLM-L6-v2": _minilm,
+    "google/vit-base-patch16-224-in21k": lambda: ViTConfig(
+        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+        image_size=224, patch_size=16, num_channels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    ),
+    "google-t5/t5-base": lambda: T5Config(
+        vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12,
+        relative_attention_num_buckets=32,
+    ),
+    "meta-llama/Llama-3.2-1B": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, intermediate_size=8192, rms_norm_eps=1e-5,
+        max_position_embeddings=131072, tie_word_embeddings=True,
+        bos_token_id=128000, eos_token_id=128001,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    ),
+    "FacebookAI/roberta-base": lambda: RobertaConfig(
+        vocab_size=50265, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+        intermediate_size=3072, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5,
+    ),
+    "sentence-transformers/all-MiniLM-L6-v2": lambda: BertConfig(
+        vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
+        intermediate_size=1536, max_position_embeddings=512,
+    ),
 }
+# fmt: on
 
 #: Image mean and standard deviation of the well-known models that take images.
 KNOWN_NORMALIZATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -153,10 +101,6 @@ class Preprocessing:
 
 def find_model(name: str, places: "Places") -> Path | str:
     """Return where a model's files are: a local folder, or a name on the Hugging Face hub.
-
-    Args:
-        name: Value of ``model.name``.
-        places: Cache of the built-in backbones, and the local mirror.
 
     Raises:
         InputError: The name matches nothing, or its folder has no ``config.json``.
@@ -188,19 +132,13 @@ def find_model(name: str, places: "Places") -> Path | str:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the local folder that ``name`` points to, or None.
-
-    The names of built-in and packaged models never count as folders.
-    """
+    """Return the folder ``name`` points to, or None; built-in and packaged names are no folders."""
     folder = Path(name).expanduser()
     return folder if name not in BUILTINS and name not in PACKAGED and folder.is_dir() else None
 
 
 def packaged_folder(name: str) -> Path | None:
-    """Return the folder of a model of :data:`PACKAGED`, or None if its package is not installed.
-
-    Does not import the package.
-    """
+    """Return the folder of a model of :data:`PACKAGED`, unimported; None if not installed."""
     spec = importlib.util.find_spec(PACKAGED[name][0])
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
@@ -219,15 +157,10 @@ def _packaged_model(name: str) -> Path:
 
 
 def read_architecture(location: Path | str) -> PretrainedConfig:
-    """Read ``config.json`` from a folder or the hub, without running any code found there.
-
-    Raises the errors of transformers.
-    """
+    """Read ``config.json`` without running any code found there; raise as transformers does."""
     with quiet_transformers():
-        architecture: PretrainedConfig = AutoConfig.from_pretrained(
-            location, trust_remote_code=False
-        )
-    return architecture
+        config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
+    return config
 
 
 def read_normalization(

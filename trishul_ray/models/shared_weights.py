@@ -42,15 +42,9 @@ ALIGNMENT = 64
 KEPT_SECONDS = 30 * 24 * 3600
 
 _DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class Resident(NamedTuple):
@@ -104,11 +98,7 @@ def weights_file(
 ) -> Path:
     """Return the path of the prepared weights, named by everything that determines them.
 
-    Args:
-        backbone: The backbone.
-        config: Result of :meth:`Backbone.model_config`.
-        kind: Which auto class of transformers builds the model.
-        seed: Determines random weights. A head drawn for a checkpoint is not in the file.
+    The seed determines random weights. A head drawn for a checkpoint is not in the file.
     """
     if backbone.config.init == "random":
         source: Any = ["seed", seed]
@@ -155,32 +145,23 @@ def folder_source(folder: Path) -> str:
 def write_aligned(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file whose tensors begin at multiples of 64 bytes.
 
-    A tensor whose size is no such multiple is followed by padding bytes, stored as a tensor named
-    ``pad.NAME``. The file is written under a temporary name and renamed.
-
-    Args:
-        file: Path to write to.
-        tensors: Tensors by name, on the CPU.
-        metadata: Metadata of the file.
+    A tensor (on the CPU) whose size is no such multiple is followed by padding bytes, stored as a
+    tensor named ``pad.NAME``. The file is written under a temporary name and renamed.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
+
+    def add(name: str, dtype: str, shape: list[int], size: int) -> None:
+        nonlocal offset
+        end = offset + size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        dtype = _DTYPES[tensor.dtype]
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
+        add(name, _DTYPES[tensor.dtype], list(tensor.shape), size)
         if padding := -offset % ALIGNMENT:
-            header[f"pad.{name}"] = {
-                "dtype": "U8",
-                "shape": [padding],
-                "data_offsets": [offset, offset + padding],
-            }
-            offset += padding
+            add(f"pad.{name}", "U8", [padding], padding)
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
@@ -197,7 +178,7 @@ def write_aligned(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer once, under its first name, with non-persistent buffers."""
+    """Yield every parameter and buffer, also non-persistent ones, once, under its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(backbone: "Backbone") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a backbone; see :attr:`Backbone.tokenizer`.
-
-    Raises:
-        InputError: The model cannot be found, takes no text, or has no tokenizer files.
-        CorruptFileError: A tokenizer file of a local folder is not readable.
-    """
+    """Load the tokenizer of a backbone; see :attr:`Backbone.tokenizer`, also for the errors."""
     name = backbone.name
     if name in BUILTINS:
         model_type = BUILTINS[name].model_type

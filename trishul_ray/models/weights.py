@@ -50,11 +50,7 @@ _ABILITIES: "dict[ModelKind, str]" = {
 
 
 def check_kind(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind") -> None:
-    """Check that transformers has a model of this kind for the architecture.
-
-    Raises:
-        InputError: It has none.
-    """
+    """Raise InputError unless transformers has a model of this kind for the architecture."""
     if type(config) not in _AUTO_CLASSES[kind]._model_mapping:
         raise InputError(
             f"model.name={backbone.name!r} is a {config.model_type} model, which does not "
@@ -64,11 +60,6 @@ def check_kind(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind"
 
 def build_module(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind") -> nn.Module:
     """Build the modules on the current default device, in float32, with arbitrary weights.
-
-    Args:
-        backbone: Gives the image size.
-        config: Result of :meth:`Backbone.model_config`, or an architecture.
-        kind: Which auto class of transformers builds the model.
 
     Raises:
         InputError: The architecture cannot be used as this kind, or its values are inconsistent.
@@ -91,11 +82,6 @@ def load_checkpoint(
     """Return the model with the checkpoint's weights, and the parameters that must be drawn.
 
     Only safetensors files are read, and no code of the checkpoint is run.
-
-    Args:
-        backbone: Gives the location and the image size.
-        config: Result of :meth:`Backbone.model_config`.
-        kind: Which auto class of transformers builds the model.
 
     Returns:
         The model in float32, and the names of the head's parameters if the checkpoint has no head
@@ -129,9 +115,8 @@ def load_checkpoint(
             f"its architecture, or has them in another shape; the first is {lost[0]}"
         )
     for name, tensor in model.state_dict().items():
-        if name in missing or not tensor.is_floating_point():
-            continue
-        if not torch.isfinite(tensor).all():
+        floating = name not in missing and tensor.is_floating_point()
+        if floating and not torch.isfinite(tensor).all():
             raise CorruptFileError(
                 f"model.name={backbone.name!r}: tensor {name} of checkpoint {checkpoint} holds NaN "
                 "or infinity"
@@ -142,15 +127,10 @@ def load_checkpoint(
 
 
 def head_to_draw(model: nn.Module, missing: Collection[str]) -> list[str]:
-    """Return the parameters to draw when a checkpoint lacks some of them: the whole head.
+    """Return the parameters to draw when a checkpoint lacks those in ``missing``: the whole head.
 
-    Args:
-        model: A model of transformers.
-        missing: Names of the parameters that the checkpoint lacks.
-
-    Returns:
-        Nothing if none is missing. Otherwise all parameters outside the base model, and those
-        missing inside it (a pooler), in the model's order.
+    Nothing if none is missing. Otherwise all parameters outside the base model, and those missing
+    inside it (a pooler), in the model's order.
     """
     untyped: Any = model
     base = f"{untyped.base_model_prefix}."

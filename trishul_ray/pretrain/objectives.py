@@ -66,10 +66,8 @@ _IGNORED_LABEL = -100
 class PretrainingTask(ABC):
     """Batches of a pretraining and their loss."""
 
-    #: Batches of an epoch.
     batches_per_epoch: int
-    #: Maximum norm of the gradient; None for no limit.
-    max_grad_norm: float | None = None
+    max_grad_norm: float | None = None  # None for no limit
 
     @abstractmethod
     def batches(self, epoch: int) -> Iterator[Mapping[str, Tensor]]:
@@ -195,8 +193,7 @@ def causal_batch(rows: np.ndarray, rng: np.random.Generator) -> dict[str, np.nda
 
     Labels equal the inputs, because the model's loss shifts them.
     """
-    first = np.full((len(rows), 1), BOS)
-    tokens = np.concatenate([first, rows], axis=1)
+    tokens = np.concatenate([np.full((len(rows), 1), BOS), rows], axis=1)
     return {"input_ids": tokens, "labels": tokens.copy()}
 
 
@@ -215,11 +212,10 @@ def masked_batch(rows: np.ndarray, rng: np.random.Generator) -> dict[str, np.nda
     inputs = np.where(chosen & (draw >= 0.9), random_bytes, inputs)
     first, last = (np.full((len(rows), 1), token) for token in (CLS, SEP))
     ignored = np.full((len(rows), 1), _IGNORED_LABEL)
+    labels = np.where(chosen, rows, _IGNORED_LABEL)
     return {
         "input_ids": np.concatenate([first, inputs, last], axis=1),
-        "labels": np.concatenate(
-            [ignored, np.where(chosen, rows, _IGNORED_LABEL), ignored], axis=1
-        ),
+        "labels": np.concatenate([ignored, labels, ignored], axis=1),
     }
 
 

@@ -40,15 +40,10 @@ if TYPE_CHECKING:
 def train_backbone(
     builtin: Builtin, split: Split, *, on_epoch: Callable[[int, float], None] | None = None
 ) -> nn.Module:
-    """Train a built-in on a split in this process, on one CPU thread.
+    """Return a built-in trained on a split in this process, on one CPU thread, in eval mode.
 
-    Args:
-        builtin: Architecture and recipe.
-        split: Rows to train on.
-        on_epoch: Called after each epoch with the number of epochs done and the mean loss.
-
-    Returns:
-        The trained model in eval mode, with the same bytes on every call.
+    It has the same bytes on every call. ``on_epoch`` is called after each epoch with the number of
+    epochs done and the mean loss.
     """
     recipe, task, model = builtin.recipe, pretraining_task(builtin, split), new_backbone(builtin)
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
@@ -85,13 +80,8 @@ def train_backbone(
 def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path) -> None:
     """Write a trained built-in with its tokenizer or preprocessor, which ``model=FOLDER`` can use.
 
-    The files are written to a temporary folder, which is then renamed.
-
-    Args:
-        model: The trained model.
-        builtin: The built-in that it is.
-        split: The rows it was trained on; their statistics normalize images.
-        folder: Folder to create.
+    The statistics of the split it was trained on normalize images. The files are written to a
+    temporary folder, which is then renamed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -104,14 +94,10 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
             task = classification_task(builtin, split)
             processor = {
                 "image_processor_type": "ViTImageProcessor",
-                "do_resize": True,
-                "size": {"height": task.image_size, "width": task.image_size},
-                "do_rescale": True,
-                "rescale_factor": 1 / 255,
-                "do_normalize": True,
-                "image_mean": list(task.mean),
-                "image_std": list(task.std),
-            }
+                "do_resize": True, "size": {"height": task.image_size, "width": task.image_size},
+                "do_rescale": True, "rescale_factor": 1 / 255,
+                "do_normalize": True, "image_mean": list(task.mean), "image_std": list(task.std),
+            }  # fmt: skip
             text = json.dumps(processor, indent=2) + "\n"
             (temporary / "preprocessor_config.json").write_text(text, encoding="utf-8")
         os.chmod(temporary, 0o755)  # mkdtemp makes it private, but others may read a shared cache
@@ -148,12 +134,7 @@ def pretrain(
     Two processes that call this at the same time train once. The caller must have initialized Ray.
     With ``on_ray=False`` the same loop runs in this process and writes the same bytes. Inline runs
     use this, and so do actors on another node, which must not request resources of their own.
-
-    Args:
-        builtin: Result of :func:`get_builtin`.
-        places: Cache for prepared data and backbones, and the local mirror for the texts.
-        progress: Called with the stage and the fraction done.
-        on_ray: Whether to train in a Ray Train worker.
+    ``progress`` is called with the stage and the fraction done.
 
     Raises:
         InputError: The dataset is not available.
@@ -177,12 +158,7 @@ def pretrain(
 def ensure_pretrained(
     backbone: "Backbone", progress: ProgressCallback | None = None, *, on_ray: bool = True
 ) -> None:
-    """Pretrain a backbone if it is a built-in that is needed pretrained and is not in the cache.
-
-    Args:
-        backbone: Any backbone.
-        progress: Called with the stage and the fraction done.
-        on_ray: See :func:`pretrain`.
+    """:func:`pretrain` a backbone if it is a built-in that is needed pretrained.
 
     Raises:
         InputError: The texts to pretrain on are not available; the message says what to do instead.
@@ -213,8 +189,7 @@ def _on_epoch(
     """Adapt ``progress`` to the callback of :func:`train_backbone`."""
     if progress is None:
         return None
-    report = progress
-    return lambda epoch, loss: report(_stage(builtin, loss), epoch / builtin.recipe.epochs)
+    return lambda epoch, loss: progress(_stage(builtin, loss), epoch / builtin.recipe.epochs)
 
 
 def _stage(builtin: Builtin, loss: float) -> str:
@@ -226,17 +201,17 @@ def _train_loop(settings: dict[str, Any]) -> dict[str, np.ndarray]:
     import ray.train
 
     builtin: Builtin = settings["builtin"]
-    recipe = builtin.recipe
+    epochs = builtin.recipe.epochs
     split = _training_split(builtin, settings["places"])
     losses: list[float] = []
 
     def on_epoch(epoch: int, loss: float) -> None:
         losses.append(loss)
-        settings["queue"].put((epoch / recipe.epochs, loss))
+        settings["queue"].put((epoch / epochs, loss))
 
     model = train_backbone(builtin, split, on_epoch=on_epoch)
     # Report once: the controller polls for reports, which takes seconds each.
-    ray.train.report({"epochs": recipe.epochs, "loss": losses[-1]})
+    ray.train.report({"epochs": epochs, "loss": losses[-1]})
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 

@@ -51,16 +51,11 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2:
         return
-    canvas = figure.canvas
+    canvas, size = figure.canvas, 10 if len(labels) <= 9 else 8
     assert isinstance(canvas, FigureCanvasAgg)
     for columns in range(len(labels), 0, -1):
         legend = figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            fontsize=10 if len(labels) <= 9 else 8,
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=size
         )
         renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]  # matplotlib's
         width = legend.get_window_extent(renderer).width
@@ -92,13 +87,9 @@ def metric_curve(
 ) -> Path:
     """Draw a metric over rounds, one line for each series, and return ``path``.
 
-    Args:
-        rounds: round numbers, shared by all series.
-        series: label to values; in [0, 1] unless a loss; NaN if a round was not evaluated.
-        path: the PNG file to write.
-        references: label to a value drawn as a horizontal line, such as the untouched backbone.
-        metric: name of the metric; ``loss`` is drawn as it is, any other in percent.
-        note: text above the figure.
+    ``series`` are values by label, in [0, 1] unless a loss, NaN if a round was not evaluated;
+    ``references`` are values drawn as horizontal lines, such as that of the untouched backbone. The
+    metric ``loss`` is drawn as it is, any other in percent. The note stands above the figure.
 
     Raises:
         InputError: ``series`` is empty, or the length of one differs from ``rounds``.
@@ -114,25 +105,15 @@ def metric_curve(
             raise InputError(f"metric_curve: {label!r} has {y.size} values for {x.size} rounds")
         evaluated = np.isfinite(y)
         axes.plot(
-            x[evaluated],
-            y[evaluated],
-            label=label,
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=_DASHES[(index // len(COLOURS)) % len(_DASHES)],
-            marker=_MARKERS[index % len(_MARKERS)],
+            x[evaluated], y[evaluated], label=label, color=COLOURS[index % len(COLOURS)],
+            linestyle=_DASHES[(index // len(COLOURS)) % len(_DASHES)], linewidth=1.6,
+            marker=_MARKERS[index % len(_MARKERS)], markersize=4,
             markevery=max(1, int(evaluated.sum()) // 12),
-            markersize=4,
-            linewidth=1.6,
-        )
+        )  # fmt: skip
     for index, (label, level) in enumerate((references or {}).items()):
-        axes.axhline(
-            level,
-            color=GREY,
-            linestyle=_DASHES[1:][index % 3],
-            linewidth=1.1,
-            label=f"{label} ({level:.3g})" if is_loss else f"{label} ({level:.1%})",
-            zorder=1,
-        )
+        title = f"{label} ({level:.3g})" if is_loss else f"{label} ({level:.1%})"
+        dash = _DASHES[1:][index % 3]
+        axes.axhline(level, color=GREY, linestyle=dash, linewidth=1.1, label=title, zorder=1)
     axes.set_xlabel("communication round")
     axes.set_ylabel(metric if is_loss else f"test {metric.replace('_', ' ')}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -154,12 +135,8 @@ def heads_per_layer(
 ) -> Path:
     """Draw the number of core heads allocated to each block, and return ``path``.
 
-    Args:
-        blocks: names from input to output; shared parts at either end are not shown.
-        heads: number of heads of each block.
-        path: the PNG file to write.
-        norms: ``||W||_F^2`` of each block's adapted matrices, for a second axis.
-        note: text above the figure.
+    Blocks are named from input to output; shared parts at either end of the names are not shown.
+    ``norms``, ``||W||_F^2`` of each block's adapted matrices, are drawn on a second axis.
 
     Raises:
         InputError: ``blocks`` is empty, or the lengths differ.
@@ -223,15 +200,9 @@ def label_distribution(
 ) -> Path:
     """Draw the share of every class in each client's rows, and return ``path``.
 
-    Up to :data:`MAX_COLUMNS` clients have a column each. More are sorted by their most common
-    class and shown in groups: mean shares, and mean, smallest and largest number of rows.
-
-    Args:
-        counts: rows per client and class, [C, K].
-        path: the PNG file to write.
-        classes: names of the K classes.
-        what: what a class is called, for the axis.
-        note: text above the figure.
+    ``counts`` are rows per client and class, [C, K]; ``what`` is what a class is called. Up to
+    :data:`MAX_COLUMNS` clients have a column each. More are sorted by their most common class and
+    shown in groups: mean shares, and mean, smallest and largest number of rows.
 
     Raises:
         InputError: ``counts`` is not [C, K], is empty or negative, or ``classes`` does not have K
@@ -249,15 +220,12 @@ def label_distribution(
     shares = rows / np.maximum(sizes, 1.0)[:, None]  # [C, K]
     groups = _group_clients(shares)
     shown = np.stack([shares[group].mean(axis=0) for group in groups])  # [G, K]
-    mean = np.array([sizes[group].mean() for group in groups])
-    low = np.array([sizes[group].min() for group in groups])
-    high = np.array([sizes[group].max() for group in groups])
+    rows_of = [sizes[group] for group in groups]
+    mean, low, high = (np.array([f(part) for part in rows_of]) for f in (np.mean, np.min, np.max))
 
     grouped = clients > MAX_COLUMNS
-    figure = new_figure(
-        min(10.0, max(6.0, 2.5 + 0.13 * len(groups))),
-        min(6.5, max(4.0, 2.4 + 0.2 * min(kinds, 20))),
-    )
+    width = min(10.0, max(6.0, 2.5 + 0.13 * len(groups)))
+    figure = new_figure(width, min(6.5, max(4.0, 2.4 + 0.2 * min(kinds, 20))))
     size_axes, axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3.2])
     x = np.arange(len(groups))
     if grouped:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
-from torch import nn
 
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig
@@ -44,10 +43,7 @@ def datasets_table() -> Table:
 
 
 def models_table() -> Table:
-    """List the known backbones: parameters, adapted matrices, source of the weights.
-
-    Needs no network and no weights.
-    """
+    """List the known backbones, without network: parameters, adapted matrices, weights' source."""
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
     # Names are copied from the terminal: wrap the other columns instead.
     table = Table(Column("name", no_wrap=True), "parameters", "adapted by default", "weights")
@@ -55,10 +51,10 @@ def models_table() -> Table:
         alias = f"\n{short[name]}" if name in short else ""
         table.add_row(name + alias, *_size(name), "mirror or hub")
     for name, (_, package, extra) in PACKAGED.items():
-        installed = packaged_folder(name) is not None
-        size = _size(name) if installed else ("", "")
-        source = f"package {package}" + ("" if installed else f", extra {extra}")
-        table.add_row(name, *size, source)
+        if packaged_folder(name) is not None:
+            table.add_row(name, *_size(name), f"package {package}")
+        else:
+            table.add_row(name, "", "", f"package {package}, extra {extra}")
     for name, builtin in BUILTINS.items():
         weights = f"built in: {builtin.description.partition(': ')[0]}, `trishul pretrain`"
         table.add_row(name, *_size(name), weights)
@@ -69,16 +65,11 @@ def _size(name: str) -> tuple[str, str]:
     """Return the number of parameters without the task's classification head, and matrices."""
     # These architectures need neither cache nor mirror.
     model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
-    return format_count(sum(p.numel() for p in model.parameters())), _adapted(model)
-
-
-def _adapted(model: nn.Module) -> str:
     shapes = Counter(
-        (spec.name.rpartition(".")[2], spec.d_out, spec.d_in) for spec in find_layers(model)
+        f"{spec.name.rpartition('.')[2]} {spec.d_out}x{spec.d_in}" for spec in find_layers(model)
     )
-    return "\n".join(
-        f"{times} x {name} {rows}x{columns}" for (name, rows, columns), times in shapes.items()
-    )
+    adapted = "\n".join(f"{times} x {shape}" for shape, times in shapes.items())
+    return format_count(sum(p.numel() for p in model.parameters())), adapted
 
 
 def describe(experiment: Experiment) -> str:
@@ -94,10 +85,9 @@ def describe(experiment: Experiment) -> str:
 
 
 def _coverage(summary: dict[str, Any]) -> str:
-    data = summary.get("data")
-    if data is None:  # a result of an older version
+    if summary.get("data") is None:  # a result of an older version
         return "unknown"
-    return "part" if data["part"] else ""
+    return "part" if summary["data"]["part"] else ""
 
 
 def data_sentence(summary: dict[str, Any]) -> str:
@@ -109,11 +99,7 @@ def data_sentence(summary: dict[str, Any]) -> str:
 
 
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Compare the final metrics and the cost of runs with the untouched backbone.
-
-    Args:
-        results: label and content of result.json of each run.
-    """
+    """Compare final metrics and cost of runs (label, result.json) with the untouched backbone."""
     headline = results[0][1]["headline"]
     coverage = [_coverage(summary) for _, summary in results]
     column = ("data",) if any(coverage) else ()
@@ -139,17 +125,11 @@ def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """The number of rows of each class, or sub-dataset, at each client.
+    """The number of rows of each class, or sub-dataset, at each client."""
 
-    Attributes:
-        counts: rows, [clients, classes].
-        names: names of the classes.
-        what: what a class is called, e.g. ``class`` or ``sub-dataset``.
-    """
-
-    counts: np.ndarray
-    names: tuple[str, ...]
-    what: str
+    counts: np.ndarray  # [clients, classes]
+    names: tuple[str, ...]  # of the classes
+    what: str  # what a class is called: ``class``, ``sub-dataset``
 
 
 def describe_partition(labels: LabelCounts, experiment: Experiment) -> str:

@@ -35,20 +35,12 @@ _BLUE, _ORANGE = COLOURS[:2]
 
 
 def spectra(
-    before: ArrayLike,
-    after: ArrayLike,
-    threshold: float,
-    path: Path | str,
-    note: str | None = None,
+    before: ArrayLike, after: ArrayLike, threshold: float, path: Path | str, note: str | None = None
 ) -> Path:
     """Draw the singular values of the cores before and after the prox, and return ``path``.
 
-    Args:
-        before: singular values before the prox, [n, r], descending; NaN beyond the rank of a core.
-        after: singular values of the same cores after it, [n, r].
-        threshold: λ η, which the prox subtracts; drawn as a horizontal line.
-        path: the PNG file to write.
-        note: text above the figure.
+    Both are [n, r], descending, NaN beyond the rank of a core. The threshold λ η, which the prox
+    subtracts, is a horizontal line; the note stands above the figure.
 
     Raises:
         InputError: the shapes differ, are not [n, r], or are empty.
@@ -66,11 +58,8 @@ def spectra(
     axes.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
     _finish_spectrum(axes, first.shape[1])
     zeroed = float((second[np.isfinite(second)] <= 0).mean())
-    axes.set_title(
-        f"{_plural(len(first), 'core')} of rank {first.shape[1]}; {zeroed:.1%} of singular values "
-        "zero after the prox",
-        fontsize=10,
-    )
+    title = f"{_plural(len(first), 'core')} of rank {first.shape[1]}; {zeroed:.1%} of singular"
+    axes.set_title(f"{title} values zero after the prox", fontsize=10)
     axes.legend(loc="upper right", frameon=False)
     return save_figure(figure, path, note)
 
@@ -78,10 +67,7 @@ def spectra(
 def uploaded_spectrum(values: ArrayLike, path: Path | str, note: str | None = None) -> Path:
     """Draw the singular values of the cores that one client uploads, and return ``path``.
 
-    Args:
-        values: [n, r], descending; NaN beyond the rank of a core.
-        path: the PNG file to write.
-        note: text above the figure.
+    They are [n, r], descending, NaN beyond the rank of a core.
 
     Raises:
         InputError: ``values`` is not [n, r] or is empty.
@@ -126,12 +112,8 @@ def diagnostics_curves(
 ) -> Path:
     """Draw each metric of :data:`PANELS` over rounds, and return ``path``.
 
-    Args:
-        rounds: R round numbers.
-        uploads: [R] of each metric, of the uploaded cores; NaN if it was not measured.
-        updates: the same metrics of the updates (uploads minus broadcast).
-        path: the PNG file to write.
-        note: text above the figure.
+    ``uploads`` has [R] of each metric, of the uploaded cores, NaN if it was not measured;
+    ``updates`` the same of the updates (uploads minus broadcast).
 
     Raises:
         InputError: the length of a series differs from ``rounds``.
@@ -150,16 +132,9 @@ def diagnostics_curves(
                 raise InputError(f"diagnostics_curves: {name} has {y.size} values, {x.size} rounds")
             measured = np.isfinite(y)
             axes.plot(
-                x[measured],
-                y[measured],
-                color=colour,
-                linestyle=dash,
-                marker=marker,
-                markevery=max(1, int(measured.sum()) // 10),
-                markersize=3.5,
-                linewidth=1.5,
-                label=label,
-            )
+                x[measured], y[measured], label=label, color=colour, linestyle=dash, linewidth=1.5,
+                marker=marker, markersize=3.5, markevery=max(1, int(measured.sum()) // 10),
+            )  # fmt: skip
         axes.set_title(title, fontsize=10)
         share = name.endswith(("similarity", "index"))
         axes.set_ylim(0, 1.02 if share else 1.05 * axes.get_ylim()[1])
@@ -180,12 +155,8 @@ def client_matrices(
 ) -> Path:
     """Draw covariance and similarity of the clients' updates, mean over rounds; return ``path``.
 
-    Args:
-        clients: the cohort of each round, [R, m]; -1 if a round had fewer clients.
-        covariance: covariance of the updates, [R, m, m].
-        similarity: principal-angle similarity of the updates, [R, m, m].
-        path: the PNG file to write.
-        note: text above the figure.
+    ``clients`` is the cohort of each round, [R, m], -1 if a round had fewer clients; ``covariance``
+    and ``similarity`` (of principal angles) are [R, m, m].
 
     Raises:
         InputError: there are no rounds, or the shapes disagree.
@@ -201,14 +172,10 @@ def client_matrices(
     _, similarities = mean_over_rounds(cohorts, second)
     limit = float(np.nanmax(np.abs(covariances))) or 1.0
     figure = new_figure(10.0, 4.6)
-    for axes, values, title, colours, low, high in zip(
-        figure.subplots(1, 2),
-        (covariances, similarities),
-        ("covariance of updates", "principal-angle similarity of updates"),
-        ("RdBu_r", "viridis"),
-        (-limit, 0.0),
-        (limit, 1.0),
-        strict=True,
+    left, right = figure.subplots(1, 2)
+    for axes, values, title, colours, low, high in (
+        (left, covariances, "covariance of updates", "RdBu_r", -limit, limit),
+        (right, similarities, "principal-angle similarity of updates", "viridis", 0.0, 1.0),
     ):
         axes.set_facecolor("#dddddd")  # pairs that were never in one round
         image = axes.imshow(
@@ -228,11 +195,9 @@ def client_matrices(
 def mean_over_rounds(
     clients: ArrayLike, matrices: ArrayLike
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Average matrices of changing cohorts by pair of clients.
+    """Average matrices [R, m, m] of changing cohorts [R, m] by pair of clients.
 
-    Args:
-        clients: the cohort of each round, [R, m]; -1 if a round had fewer clients.
-        matrices: [R, m, m]; NaN if there is no value.
+    A round with fewer clients has -1 for the others; NaN stands for no value.
 
     Returns:
         The C clients that took part, ascending, and the means [C, C] over the rounds with both

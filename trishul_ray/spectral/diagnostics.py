@@ -54,11 +54,7 @@ def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:
 def spectral_entropy(values: Tensor) -> Tensor:
     """Return ``-sum_j p_j log p_j``, ``p = sigma / sum sigma`` (TRISHUL, eq. spectral_entropy).
 
-    Args:
-        values: [..., r] singular values, in any order.
-
-    Returns:
-        [...] float64 in [0, log r]; 0 where all values are 0.
+    For singular values [..., r] in any order it is float64 [...] in [0, log r]; 0 where all are 0.
     """
     values = values.double()
     total = values.sum(dim=-1, keepdim=True)
@@ -80,13 +76,10 @@ def significant(values: Tensor) -> Tensor:
 
 
 def left_spectrum(cores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the left singular vectors and singular values of every core, in descending order.
+    """Return left singular vectors and values of cores [..., r, r], in descending order.
 
     They come from the float64 Gram matrix ``X X^T``, at half the cost of an SVD. Values below about
     1e-8 of the largest, which float32 cores cannot resolve anyway, are noise of that size.
-
-    Args:
-        cores: [..., r, r], finite.
 
     Returns:
         ``(vectors, values)``: float64 [..., r, r] with vectors in columns, and [..., r].
@@ -165,11 +158,7 @@ def client_matrices(
 ) -> dict[str, Tensor]:
     """Compare every pair of clients of one round.
 
-    Args:
-        uploads: [m, n, r, r], finite; cores of heads a client did not train are ignored.
-        top_k: directions in the principal-angle similarity, >= 1.
-        active: [m, n] bool, which heads each client trained; None means all.
-        spectrum: :func:`left_spectrum` of the uploads, zero where not active; None computes it.
+    Arguments are those of :func:`diagnose`.
 
     Returns:
         Float64 [m, m] each: ``covariance`` and ``inner_products`` (:func:`client_covariance`,
@@ -255,7 +244,7 @@ def diagnose(
         weights: [m] aggregation weights, at least 0, with any sum.
         top_k: directions in the principal-angle similarity, >= 1.
         active: [m, n] bool, which heads each client trained; None means all.
-        spectrum: as in :func:`client_matrices`.
+        spectrum: :func:`left_spectrum` of the uploads, zero where not active; None computes it.
 
     Returns:
         ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (share of

@@ -31,14 +31,10 @@ from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, gro
 
 def cause_of(error: Exception) -> str:
     """Return the one line of an actor's failure that matters, without the remote traceback."""
-    if isinstance(error, RayActorError):
-        return _cause_of_death(error)
-    inner = error.cause if isinstance(error, RayTaskError) and error.cause else error
-    lines = [line for line in str(inner).strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(inner).__name__
-
-
-def _cause_of_death(error: RayActorError) -> str:
+    if not isinstance(error, RayActorError):
+        inner = error.cause if isinstance(error, RayTaskError) and error.cause else error
+        lines = [line for line in str(inner).strip().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else type(inner).__name__
     text = str(error)
     if error.actor_init_failed:  # a traceback, whose last line names the error
         return text.strip().splitlines()[-1].strip()
@@ -119,21 +115,21 @@ class ActorPool:
             return actor.evaluate.remote(reference, job)
 
         results = self._run_each(len(jobs), submit, lambda index: _describe_job(jobs[index]))
+        events, self._events = self._events, []
         order = range(len(jobs))
         return Outcome(
             uploads=[uploads[i] for i in order if i in uploads],
             reports=[results[i] for i in order if i in uploads],
             evaluations=[results[i] for i in order if isinstance(jobs[i], EvalJob)],
             surveys=[results[i] for i in order if isinstance(jobs[i], SurveyJob)],
-            events=self._drain_events(),
+            events=events,
         )
 
     def _run_each(
         self, count: int, submit: Callable[[Any, int], Any], describe: Callable[[int], str]
     ) -> list[Any]:
         """Return the results of ``submit(actor, index)`` for every index, on any idle actor."""
-        waiting: deque[int] = deque(range(count))
-        idle: deque[Any] = deque(self.actors)
+        waiting, idle = deque(range(count)), deque(self.actors)
         running: dict[Any, tuple[int, Any]] = {}  # reference -> (index, actor)
         results: dict[int, Any] = {}
         while waiting or running:
@@ -172,14 +168,9 @@ class ActorPool:
 
     def _drop(self, actor: Any, error: RayActorError) -> None:
         self.actors.remove(actor)
-        # It may only be unreachable: free its resources in any case.
-        ray.kill(actor)
+        ray.kill(actor)  # it may only be unreachable: free its resources in any case
         pid = self._pids.pop(actor)
         self._events.append(f"client actor {pid} is gone for good ({cause_of(error)})")
-
-    def _drain_events(self) -> list[str]:
-        events, self._events = self._events, []
-        return events
 
     def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
         """Sum in groups of ``FAN_IN``: here if there is one group, otherwise on the actors."""

@@ -34,16 +34,13 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
     """Join the cluster at ``RAY_ADDRESS``, use the current runtime, or start a local one.
 
     At the end a runtime that existed before is left as it was. One started here is shut down with
-    all its processes, even if this process is killed. A local cluster listens on localhost only,
-    requires a token that only this process and its children know, writes nothing to the home
-    directory, and has no dashboard.
+    all its processes, even if this process is killed. A local cluster has ``cpus`` CPUs (None: all
+    of the machine), listens on localhost only, requires a token that only this process and its
+    children know, writes nothing to the home directory, and has no dashboard.
 
     If this machine has a token (``RAY_AUTH_TOKEN``, ``~/.ray/auth_token``), an existing cluster
     receives it, as from Ray's own commands; set ``RAY_AUTH_MODE=disabled`` to join a cluster that
     requires none.
-
-    Args:
-        cpus: CPUs of a local cluster; defaults to those of the machine.
 
     Yields:
         The free resources: ``{"CPU": ..., "GPU": ...}``.
@@ -130,12 +127,9 @@ def _start(cpus: int | None) -> None:
     default, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+            address="local", num_cpus=cpus, include_dashboard=False,
+            logging_level=logging.ERROR, log_to_driver=False,
+        )  # fmt: skip
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = default
 

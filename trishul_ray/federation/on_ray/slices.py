@@ -38,21 +38,14 @@ class Slices:
 
 
 def plan_slices(
-    experiment: "Experiment",
-    free: Mapping[str, float],
-    total: Mapping[str, float] | None = None,
+    experiment: "Experiment", free: Mapping[str, float], total: Mapping[str, float] | None = None
 ) -> Slices:
     """Plan how many actors a run starts and what each one holds.
 
     With ``clients_per_actor=1`` every registered client has its own actor, whose CPU share shrinks
     if necessary. With ``auto`` there are as many actors as slices are free now, at most one per
     client of a cohort and at least one, which waits if the cluster is busy. The plan never changes
-    a run's numbers.
-
-    Args:
-        experiment: The run.
-        free: Unallocated resources, e.g. ``{"CPU": 8, "GPU": 1}``.
-        total: All resources of the cluster; defaults to ``free``.
+    a run's numbers. ``total``, all resources of the cluster, defaults to the free ones.
 
     Raises:
         InputError: The cluster is too small for the requested resources.
