@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 
-from trishul_ray import cli
+from trishul_ray.cli import output
 
 WORDS = [
     "data.train_limit=300",
@@ -38,7 +38,7 @@ def notes():
 
 @pytest.mark.slow
 def test_a_part_is_marked_everywhere(called, small_words, cache, tmp_path, monkeypatch, notes):
-    monkeypatch.setattr(cli.out, "_width", 120)
+    monkeypatch.setattr(output.out, "_width", 120)
     runs = tmp_path / "runs"
     places = [f"storage.cache={cache}", f"storage.runs={runs}"]
     words = ["run", *(w for w in small_words if "mlflow" not in w), *places, *WORDS]
