@@ -15,19 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tiny_run import TINY
 
 from trishul_ray import cli
-
-TINY = [
-    "model.init=random",
-    "federation.clients=3",
-    "federation.clients_per_round=2",
-    "federation.rounds=2",
-    "federation.local_steps=2",
-    "evaluation.limit=32",
-    "resources.backend=inline",
-    "tracking.mlflow=false",
-]
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_run import TINY
 
 from trishul_ray.loading import load_experiment
-
-TINY = [
-    "model.init=random",
-    "federation.clients=3",
-    "federation.clients_per_round=2",
-    "federation.rounds=2",
-    "federation.local_steps=2",
-    "evaluation.limit=32",
-    "resources.backend=inline",
-    "tracking.mlflow=false",
-]
 
 
 @pytest.fixture

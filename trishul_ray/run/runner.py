@@ -214,9 +214,10 @@ def _run(
             wall = time.perf_counter() - began
             summary = summarize(experiment, result, coverage, wall, tracker.run_id)
             summary["files"] = sorted(files)
+            content = result_json(summary)
             # The last file of all: its presence marks the run as finished.
-            home.write("result.json", result_json(summary))
-            (folder / "result.json").write_bytes(result_json(summary))
+            home.write("result.json", content)
+            (folder / "result.json").write_bytes(content)
             tracker.log_artifacts(folder)
         status = "FINISHED"
         return FinishedRun(summary, home, False, tracker.ui_command())

@@ -22,7 +22,7 @@ from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.storage import Store
 
-#: Seconds without an answer after which the user is told that clients wait for resources.
+#: Seconds to wait for an answer before reporting that clients are waiting for resources.
 WAITING_NOTICE_SECONDS = 10.0
 
 
