@@ -18,7 +18,7 @@ FOUNDATION = {"errors", "redaction", "rng", "version"}
 
 #: What else a part of the package may import. A part is a folder or a file of the package.
 MAY_IMPORT = {
-    **{part: set() for part in FOUNDATION},
+    **{part: set() for part in sorted(FOUNDATION)},
     "spectral": set(),
     # Names of basis initializations are those of the algebra.
     "config": {"spectral"},
