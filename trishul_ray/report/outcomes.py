@@ -1,0 +1,136 @@
+"""What a report is made of: the outcomes of a sweep's cells, and how they form tables and figures.
+
+A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. Labels are
+those of the paper's records where a table reproduces one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from trishul_ray.storage import Store
+
+Status = Literal["finished", "missing", "failed", "stale", "corrupt"]
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """How cells form a table.
+
+    Attributes:
+        name: Identifies the table, also as a file name.
+        title: Caption.
+        rows: Axes whose labels name a row.
+        columns: Axes whose labels name a column.
+        paper: Key of the paper's records for this table, such as ``tab:vision``, if there are any.
+        where: Labels that are shown, by axis; axes that are missing are not limited. Axes in
+            neither ``rows`` nor ``columns`` (the seed) are averaged over.
+        average: Whether a last column shows the mean over the columns.
+    """
+
+    name: str
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    paper: str | None = None
+    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    average: bool = False
+
+
+@dataclass(frozen=True)
+class FigureLayout:
+    """How cells form a figure.
+
+    Attributes:
+        name: Identifies the figure, also as a file name.
+        title: Caption.
+        kind: Name of the drawing function.
+        where: Labels that are shown, by axis.
+        options: Further arguments of the drawing function.
+    """
+
+    name: str
+    title: str
+    kind: str
+    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """The outcome of one cell.
+
+    Attributes:
+        labels: Label of each axis.
+        id: Id of the cell's experiment; cells of several tables may share it.
+        status: Whether the result can be used, and if not, why.
+        reason: One line on a cell that is not finished; empty otherwise.
+        metric: Name of the metric that the cell is read by.
+        summary: Content of ``result.json``; empty unless finished.
+        home: Folder of the run.
+    """
+
+    labels: Mapping[str, str]
+    id: str
+    status: Status
+    reason: str
+    metric: str
+    summary: Mapping[str, Any]
+    home: Store
+
+    @property
+    def value(self) -> float | None:
+        """The metric after the last round, in [0, 1] unless a loss; None if not finished."""
+        value = self.summary.get("final", {}).get(self.metric)
+        return None if value is None else float(value)
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.parquet``, one per round; a metric not measured is missing."""
+        import io
+
+        import pyarrow.parquet as pq
+
+        rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()
+        return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+    @cached_property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
+        import io
+
+        import numpy as np
+
+        if not self.home.exists("diagnostics.npz"):
+            return {}
+        with np.load(io.BytesIO(self.home.read("diagnostics.npz")), allow_pickle=False) as file:
+            return dict(file)
+
+
+@dataclass(frozen=True)
+class SweepOutcome:
+    """The outcomes of a sweep.
+
+    Attributes:
+        name: Name of the sweep.
+        title: One line.
+        profile: ``paper``, ``small``, ``smoke`` or ``custom``: what its numbers may be compared
+            with.
+        description: What it reproduces, at which cost, with which expected result.
+        axes: Labels of each axis, in order.
+        shown: How labels are displayed, by axis and label, where that differs from the label.
+        tables: Tables that the cells form.
+        figures: Figures that the cells form.
+        cells: All cells.
+    """
+
+    name: str
+    title: str
+    profile: str
+    description: str
+    axes: Mapping[str, tuple[str, ...]]
+    shown: Mapping[str, Mapping[str, str]]
+    tables: tuple[TableLayout, ...]
+    figures: tuple[FigureLayout, ...]
+    cells: tuple[CellOutcome, ...]
