@@ -30,13 +30,11 @@ from trishul_ray.federation.prepare import (
     Prepared,
     check_fits,
     coverage_of,
-    prepare_rows,
+    local_sources,
     prepare_run,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.lookup import local_folder
-from trishul_ray.models.shared_weights import folder_source
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.run.artifacts import write_artifacts
@@ -132,16 +130,10 @@ def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
 
 
 def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
-    """Raise an InputError if local data or a local backbone have changed since the run."""
-    now: dict[str, str] = {}
-    if experiment.data.path is not None:
-        try:
-            now |= prepare_rows(experiment, progress.task_progress("preparing data")).sources
-        except InputError as error:
-            progress.note(f"the data of this finished run can no longer be read: {error}")
-    folder = local_folder(experiment.model.name)
-    if folder is not None:
-        now["backbone"] = folder_source(folder)
+    """Raise an InputError if data or weights on this machine are not those of the run."""
+    now, unknown = local_sources(experiment, progress.task_progress("checking data"))
+    if unknown:
+        progress.note(f"not compared with this finished run: {unknown}")
     if changed := changed_sources(summary.get("sources", {}), now):
         raise InputError(
             f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
