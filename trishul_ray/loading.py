@@ -23,7 +23,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
 
-_SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
+#: Fields that have a short name.
+SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
 _ALL_FIELDS = "`trishul run --show` lists all fields"
 _PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
@@ -41,8 +42,20 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
     user = _read_yaml(path) if path is not None else {}
     _expand_short_fields(user)
     for text in overrides:
-        key, value = _split_override(text)
-        _set_field(user, _SHORT_FIELDS.get(key, key), value, text)
+        key, value = split_override(text)
+        _set_field(user, SHORT_FIELDS.get(key, key), value, text)
+    return resolve_experiment(user)
+
+
+def resolve_experiment(user: dict[str, Any]) -> Experiment:
+    """Put the user's fields over the preset of their dataset, and validate them.
+
+    Args:
+        user: nested fields, without the short ones.
+
+    Raises:
+        InputError: as :func:`load_experiment`.
+    """
     data = user.get("data", {})
     dataset = data.get("name", "digits") if isinstance(data, dict) else None
     experiment = build_experiment(_merge(_preset(dataset), user))
@@ -196,7 +209,8 @@ def _expand_short_fields(fields: dict[str, Any]) -> None:
             fields[key] = {"name": fields[key]}
 
 
-def _split_override(text: str) -> tuple[str, Any]:
+def split_override(text: str) -> tuple[str, Any]:
+    """Return the key and the value of ``key=value``, where the value is YAML."""
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         raise InputError(f"override {text!r} is not of the form key=value")
@@ -261,7 +275,7 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
                 model = _section_of(model, part) or model
     dotted = ".".join(path)
     if item["type"] == "extra_forbidden":
-        return _describe_unknown(dotted, _method_of(fields))
+        return describe_unknown_field(dotted, list(field_names(_method_of(fields))))
     if item["type"] == "value_error":
         text = str(item.get("ctx", {}).get("error", item["msg"]))
         return f"{dotted}: {text}" if dotted else text
@@ -270,8 +284,8 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
     return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _describe_unknown(dotted: str, method: str) -> str:
-    known = list(field_names(method))
+def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
+    """Return one line that names the fields in ``known`` that ``dotted`` resembles."""
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     if not near:
         last_parts = [name.rpartition(".")[2] for name in known]

@@ -101,7 +101,7 @@ def prepare(
         InputError: the name is unknown, or the dataset was not found; names the places searched.
         CorruptFileError: the source is malformed; names file, row and fault.
     """
-    source = _find_source(data)
+    source = find_source(data)
     if hub is not None and not hub.is_dir():
         raise InputError(f"mirror {hub} (storage.hub or TRISHUL_HUB) is not a folder")
     report = progress or (lambda stage, fraction: None)
@@ -110,7 +110,12 @@ def prepare(
     )
 
 
-def _find_source(data: "DataConfig | str") -> Source:
+def find_source(data: "DataConfig | str") -> Source:
+    """Return where the rows of a dataset come from, without reading them.
+
+    Raises:
+        InputError: the name is unknown, or the other fields of ``data`` do not fit it.
+    """
     name = data if isinstance(data, str) else data.name
     if name in CUSTOM:
         if isinstance(data, str):

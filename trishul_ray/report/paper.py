@@ -1,0 +1,52 @@
+"""The numbers that the TRISHUL paper prints, as records by table."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+#: Keys of a record that say nothing about the position of its value in the table.
+_NO_LABEL = ("metric", "value", "budget_rank")
+
+
+@cache
+def _records() -> dict[str, list[dict[str, Any]]]:
+    file = resources.files("trishul_ray") / "report" / "paper.json"
+    tables: dict[str, list[dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))["tables"]
+    return tables
+
+
+def paper_keys() -> tuple[str, ...]:
+    """Return the keys of the paper's tables, such as ``tab:vision``, in the paper's order."""
+    return tuple(_records())
+
+
+def paper_records(key: str) -> list[dict[str, Any]]:
+    """Return the records of a table: labels, ``metric`` and ``value``.
+
+    A label of None, such as the budget of full fine-tuning, stands for any.
+    """
+    return [dict(record) for record in _records()[key]]
+
+
+def paper_value(key: str, labels: Mapping[str, str]) -> float | None:
+    """Return the number that the paper prints at a position of a table.
+
+    A record matches if it has the same label for every axis that both have. The average column of
+    ``tab:glue`` has the label ``average`` on the axis ``task``.
+
+    Args:
+        key: of a table, such as ``tab:vision``.
+        labels: label of each axis, such as ``{"method": "FedIT", "clients": "20"}``.
+
+    Returns:
+        The value as printed (accuracy and F1 in percent); None if no record matches, or several.
+    """
+    found = [record["value"] for record in _records().get(key, []) if _matches(record, labels)]
+    return float(found[0]) if len(found) == 1 else None
+
+
+def _matches(record: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    shared = record.keys() & labels.keys() - set(_NO_LABEL)
+    return bool(shared) and all(record[axis] in (None, labels[axis]) for axis in shared)

@@ -1,0 +1,298 @@
+"""A sweep: a base experiment, axes, and the tables and figures that its cells form.
+
+One YAML file, such as ``sweeps/smoke/vision.yaml``::
+
+    extends: ../paper/vision.yaml    # optional; a path or a list of them
+    base: {federation.rounds: 2}     # fields of every run, as in a file of `trishul run`
+    axes:
+      method: [trishul, ravan]       # a list or range, if the axis has the name of a field
+      data:                          # or labels with their fields
+        easy: {dataset: digits, partition.kind: iid}
+        hard: {dataset: digits, partition.alpha: 0.05, shown: very skewed}
+      seed: 0..4
+    except:                          # combinations that are left out
+      - {method: ravan, data: easy}
+    tables:
+      - {name: mine, title: My table, rows: [method], columns: [data]}
+
+``metric`` in the fields of a label names the metric that its cells are read by, and ``shown`` how
+the label is displayed. A file's ``base`` is merged field by field over that of the files it extends
+and ``axes`` axis by axis (null removes one); its other sections replace theirs.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.paper import paper_keys
+from trishul_ray.tuning.cells import (
+    Axis,
+    Cell,
+    Fields,
+    expand,
+    read_axis,
+    read_fields,
+    read_overrides,
+)
+from trishul_ray.tuning.layouts import (
+    default_table,
+    read_figures,
+    read_labels,
+    read_name,
+    read_tables,
+)
+from trishul_ray.tuning.located_yaml import Node, hint, parse_located, read_located
+from trishul_ray.tuning.search import EarlyStopping, Search, read_early_stopping, read_search
+
+#: What the numbers of a sweep may be compared with.
+PROFILES = ("paper", "small", "smoke", "custom")
+_SECTIONS = (
+    *("extends", "name", "title", "profile", "base", "axes", "except", "tables", "figures"),
+    *("search", "early_stopping"),
+)
+#: Sections that are not taken from the files that a file extends.
+_OWN = ("extends", "name", "profile", "base", "axes")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, read and validated.
+
+    Attributes:
+        name: Identifies the sweep; by default the name of its file.
+        title: One line.
+        profile: ``paper``, ``small``, ``smoke`` or ``custom``.
+        file: Where it was read from; None if it was given on the command line.
+        description: The comment at the head of the file.
+        axes: Labels of each axis, in order.
+        shown: How labels are displayed, by axis and label, where that differs from the label.
+        cells: Every combination of labels that is not left out.
+        tables: Tables that the cells form.
+        figures: Figures that the cells form.
+        search: How values are found that no axis sets; None is the grid of the axes.
+        early_stopping: How runs that lag behind are stopped; None is never.
+    """
+
+    name: str
+    title: str
+    profile: str
+    file: Path | None
+    description: str
+    axes: Mapping[str, tuple[str, ...]]
+    shown: Mapping[str, Mapping[str, str]]
+    cells: tuple[Cell, ...]
+    tables: tuple[TableLayout, ...] = ()
+    figures: tuple[FigureLayout, ...] = ()
+    search: Search | None = None
+    early_stopping: EarlyStopping | None = None
+
+
+def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file and validate every cell.
+
+    Args:
+        path: the file.
+        overrides: ``key=value`` strings; they win over ``base``, and the axes win over them.
+
+    Raises:
+        InputError: one line that names file, line, fault and remedy.
+    """
+    draft = _read_draft(path, ())
+    own = draft.sections
+    name = read_name(own["name"], "name") if "name" in own else path.stem
+    folder = path.resolve().parent.name
+    profile = folder if folder in PROFILES else "custom"
+    if "profile" in own:
+        profile = own["profile"].scalar("profile")
+        if profile not in PROFILES:
+            own["profile"].fail(f"profile={profile}: must be one of {', '.join(PROFILES)}")
+    return _build(draft, name, profile, path, read_overrides(overrides))
+
+
+def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
+    """Make a sweep of ``field=value,value`` axes, as given on the command line.
+
+    Args:
+        axes: such as ``method.lam=0,0.01`` or ``seed=0..4``.
+        overrides: ``key=value`` strings for all cells.
+
+    Raises:
+        InputError: as :func:`load_sweep`.
+    """
+    read: dict[str, Axis] = {}
+    for text in axes:
+        name, equals, raw = text.partition("=")
+        name, place = name.strip(), f"--axis {text!r}"
+        if not equals or not name:
+            raise InputError(f"{place}: must be of the form field=value,value or field=0..4")
+        if name in read:
+            raise InputError(f"{place}: axis {name!r} is given twice; remove one")
+        read[name] = read_axis(name, parse_located(f"[{raw}]", place, place))
+    title = "Sweep over " + ", ".join(read) if read else "One run"
+    draft = _Draft({}, read, {}, title)
+    return _build(draft, "sweep", "custom", None, read_overrides(overrides))
+
+
+def find_sweeps(
+    names: Sequence[str], profile: str, overrides: Sequence[str] = ()
+) -> tuple[Sweep, ...]:
+    """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
+
+    Args:
+        names: their names; ``all`` stands for every sweep of the profile, in the paper's order.
+        profile: ``paper``, ``small`` or ``smoke``.
+        overrides: ``key=value`` strings for all of them.
+
+    Raises:
+        InputError: there is no such sweep, or as :func:`load_sweep`.
+    """
+    files: dict[str, Path] = {}
+    for folder in reversed(_folders()):
+        found = sorted((folder / profile).glob("*.yaml"))
+        files |= {file.stem: file for file in found if not file.stem.startswith("_")}
+    if not files:
+        raise InputError(
+            f"profile {profile!r} has no sweeps in {' or '.join(map(str, _folders()))}; "
+            f"known profiles: {', '.join(PROFILES[:-1])}"
+        )
+    wanted: dict[str, None] = {}
+    for name in names:
+        if name != "all" and name not in files:
+            near = hint(name, sorted(files))
+            raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
+        wanted |= dict.fromkeys(sorted(files) if name == "all" else [name])
+    sweeps = [load_sweep(files[name], overrides) for name in wanted]
+    return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
+
+
+def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
+    """Return the experiments of all cells by id, in order, each once."""
+    found: dict[str, Experiment] = {}
+    for sweep in sweeps:
+        for cell in sweep.cells:
+            found.setdefault(cell.experiment.id, cell.experiment)
+    return found
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """The content of a file and of those it extends, before its cells are made."""
+
+    base: Fields
+    axes: dict[str, Axis]
+    sections: dict[str, Node]
+    title: str = ""
+    description: str = ""
+    place: str = "--axis"
+
+    def over(self, older: "_Draft") -> "_Draft":
+        """Return this draft merged over ``older``."""
+        inherited = {k: node for k, node in older.sections.items() if k not in _OWN}
+        return replace(
+            self,
+            base={**older.base, **self.base},
+            axes={**older.axes, **self.axes},
+            sections={**inherited, **self.sections},
+        )
+
+
+def _position(sweep: Sweep) -> int:
+    """Return the position of a sweep's first table in the paper."""
+    keys = paper_keys()
+    return min(
+        (keys.index(table.paper) for table in sweep.tables if table.paper), default=len(keys)
+    )
+
+
+def _folders() -> tuple[Path, ...]:
+    """Return the folders of sweeps: the user's, a checkout's, the installed ones."""
+    checkout = Path(__file__).parents[2] / "sweeps"
+    return Path("sweeps"), checkout, Path(sys.prefix) / "share" / "trishul-ray" / "sweeps"
+
+
+def _read_draft(path: Path, children: tuple[Path, ...]) -> _Draft:
+    shown = os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
+    root, description = read_located(path, shown)
+    sections = root.mapping("a sweep file", _SECTIONS)
+    axes: dict[str, Axis] = {}
+    removed = []
+    for name, node in sections["axes"].mapping("axes").items() if "axes" in sections else ():
+        if node.is_scalar and node.value is None:
+            removed.append((name, node))
+        else:
+            axes[name] = read_axis(name, node)
+    base = read_fields(sections["base"].mapping("base")) if "base" in sections else {}
+    place = sections["axes"].place if "axes" in sections else root.place
+    draft = _Draft(base, axes, sections, "", description, place)
+    older: _Draft | None = None
+    for other in _extended(sections, path, (*children, path.resolve())):
+        read = _read_draft(other, (*children, path.resolve()))
+        older = read.over(older) if older else read
+    draft = draft.over(older) if older else draft
+    for name, node in removed:
+        if name not in draft.axes:
+            node.fail(f"axis {name!r} is null, but no extended file has it; give it labels")
+        del draft.axes[name]
+    return draft
+
+
+def _extended(
+    sections: Mapping[str, Node], path: Path, children: tuple[Path, ...]
+) -> Iterator[Path]:
+    """Yield the files that ``path`` extends: beside it, or in a folder of sweeps."""
+    if "extends" not in sections:
+        return
+    node = sections["extends"]
+    for item in [node] if node.is_scalar else node.items("extends"):
+        name = item.scalar("extends")
+        candidates = [folder / name for folder in (path.parent, *_folders())]
+        found = next((file for file in candidates if file.is_file()), None)
+        if found is None:
+            item.fail(f"extends: {name} does not exist; give its path from this file")
+        if found.resolve() in children:
+            item.fail(f"extends: {name} extends this file, too; remove one of the two")
+        yield found
+
+
+def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides: Fields) -> Sweep:
+    sections = draft.sections
+    axes = {axis.name: axis.labels for axis in draft.axes.values()}
+    excluded = [
+        read_labels(item, "except", axes)
+        for item in (sections["except"].items("except") if "except" in sections else ())
+    ]
+    cells = expand(draft.base, overrides, tuple(draft.axes.values()), excluded, draft.place)
+    title = sections["title"].scalar("title") if "title" in sections else draft.title or name
+    if "tables" in sections:
+        tables = read_tables(sections["tables"], axes, cells)
+    else:
+        tables = (default_table(name, title, tuple(axes)),) if axes else ()
+    search = early_stopping = None
+    if "search" in sections:
+        of_axes = {f for axis in draft.axes.values() for v in axis.values for f in v.fields}
+        search = read_search(sections["search"], cells, of_axes)
+    if "early_stopping" in sections:
+        early_stopping = read_early_stopping(sections["early_stopping"])
+        if any(table.paper for table in tables):
+            sections["early_stopping"].fail(
+                "early_stopping: a table with `paper` shows finished runs only; remove one of them"
+            )
+    return Sweep(
+        name=name,
+        title=title,
+        profile=profile,
+        file=file,
+        description=draft.description,
+        axes=axes,
+        shown={axis.name: axis.shown for axis in draft.axes.values()},
+        cells=cells,
+        tables=tables,
+        figures=read_figures(sections["figures"], axes, cells) if "figures" in sections else (),
+        search=search,
+        early_stopping=early_stopping,
+    )
