@@ -38,7 +38,9 @@ def write_mirror(hub, source):
 
 
 def schema(split):
-    numbers = ("label", "group")
+    def kind(name):
+        return split.column(name).dtype if name in ("label", "group") else split.texts(name).type
+
     return {
         n: split.column(n).dtype if n in numbers else split.texts(n).type for n in split.columns
     }
