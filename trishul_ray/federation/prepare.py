@@ -119,15 +119,23 @@ def check_fits(experiment: Experiment) -> None:
             )
 
 
-def build_site(model: torch.nn.Module, experiment: Experiment) -> Site:
-    """Return the layers of a backbone that can be adapted; on the meta device, norms are zero."""
+def build_site(
+    model: torch.nn.Module, experiment: Experiment, known: dict[str, float] | None = None
+) -> Site:
+    """Return the layers of a backbone that can be adapted; on the meta device, norms are zero.
+
+    ``known`` has squared norms of the model's weights by layer; those computed here are added.
+    """
+    known = {} if known is None else known
     layers = tuple(find_layers(model, experiment.adapter.targets))
     scores = build_method(experiment.method).block_scores
     scored = tuple(scored_layers(model, layers, scores))
     norms = {}
     for layer in dict.fromkeys((*layers, *scored)):
-        weight = model.get_submodule(layer.name).weight
-        assert isinstance(weight, torch.Tensor)
-        on_meta = weight.device.type == "meta"
-        norms[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
+        if layer.name not in known:
+            weight = model.get_submodule(layer.name).weight
+            assert isinstance(weight, torch.Tensor)
+            on_meta = weight.device.type == "meta"
+            known[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
+        norms[layer.name] = known[layer.name]
     return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)

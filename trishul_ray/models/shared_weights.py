@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,10 +55,12 @@ class Resident(NamedTuple):
         source: Identity of the weights, the same on every machine: the SHA-256 of a folder's
             safetensors files, or a hub name with its commit. Empty if the weights are drawn from
             the seed or the commit is unknown.
+        drawn: Parameters that the checkpoint lacks and that are drawn from the seed.
     """
 
     model: nn.Module
     source: str
+    drawn: tuple[str, ...]
 
 
 def load_resident(
@@ -206,12 +208,21 @@ def _map_model(
     for name in drawn:
         tensors[name] = torch.empty(model.get_parameter(name).shape)
     _replace_tensors(model, tensors)
-    draw_head(model, drawn, seed)
-    for name in drawn:
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.to(run_dtype(backbone.config))
+    set_head(model, drawn, seed, run_dtype(backbone.config))
     os.utime(file)
-    return Resident(model, source)
+    return Resident(model, source, tuple(drawn))
+
+
+def set_head(model: nn.Module, names: Sequence[str], seed: int, dtype: torch.dtype) -> None:
+    """Draw the parameters ``names`` of a resident model in place, for another seed."""
+    parameters = [model.get_parameter(name) for name in names]
+    devices = [parameter.device for parameter in parameters]
+    for parameter in parameters:
+        # Drawn in float32 on the CPU, so that device and precision do not change the draw.
+        parameter.data = torch.empty(parameter.shape)
+    draw_head(model, names, seed)
+    for parameter, device in zip(parameters, devices, strict=True):
+        parameter.data = parameter.data.to(device, dtype)
 
 
 def _replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

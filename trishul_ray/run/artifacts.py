@@ -39,17 +39,12 @@ from trishul_ray.storage import Store
 def write_artifacts(
     experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, note: str
 ) -> None:
-    """Write ``figures/``, ``diagnostics.npz``, and ``adapter/`` (PEFT) or ``model/`` (merged).
+    """Write ``figures/``, and ``adapter/`` (PEFT) or ``model/`` (merged), into a local folder.
 
-    ``folder`` exists and is empty; ``note`` is a line above every figure.
+    ``note`` is a line above every figure.
     """
     with deterministic(experiment):
         _draw_figures(experiment, prepared, result, folder / "figures", note)
-        if result.spectra or result.matrices:
-            # The arrays of all diagnosed rounds, and the last spectra.
-            arrays: dict[str, Any] = dict(result.matrices)
-            arrays |= {f"spectrum_{key}": value for key, value in result.spectra.items()}
-            np.savez(folder / "diagnostics.npz", **arrays)
         bench = build_workbench(experiment, prepared)
         rounds = experiment.federation.rounds
         adapter, merged = folder / "adapter", folder / "model"

@@ -1,5 +1,9 @@
-"""The files a run leaves under ``runs/<id>/``: config.yaml, result.json, metrics.parquet."""
+"""The files a run leaves under ``runs/<id>/``, except its figures and its model.
 
+They are config.yaml, metrics.parquet, diagnostics.npz and result.json.
+"""
+
+import hashlib
 import io
 import json
 import os
@@ -9,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,13 +21,16 @@ import torch
 import yaml
 
 from trishul_ray.data.coverage import Coverage
+from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.server import RunResult
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
+from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS, __version__
 
 #: Files of a finished run that need no backbone to be written.
-TABLES = ("config.yaml", "metrics.parquet")
+TABLES = ("config.yaml", "metrics.parquet", "diagnostics.npz")
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 
@@ -115,10 +123,15 @@ def metrics_parquet(records: list[dict[str, Any]]) -> bytes:
     return sink.getvalue()
 
 
-def write_tables(experiment: Experiment, records: list[dict[str, Any]], folder: Path) -> None:
-    """Write :data:`TABLES` into a local folder."""
+def write_tables(experiment: Experiment, result: RunResult | Checkpoint, folder: Path) -> None:
+    """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
     (folder / "config.yaml").write_bytes(config_yaml(experiment))
-    (folder / "metrics.parquet").write_bytes(metrics_parquet(records))
+    (folder / "metrics.parquet").write_bytes(metrics_parquet(result.records))
+    if result.spectra or result.matrices:
+        # The arrays of all diagnosed rounds, and the last spectra.
+        arrays: dict[str, Any] = dict(result.matrices)
+        arrays |= {f"spectrum_{key}": value for key, value in result.spectra.items()}
+        np.savez(folder / "diagnostics.npz", **arrays)
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -196,5 +209,36 @@ def _metrics(record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def result_json(summary: dict[str, Any]) -> bytes:
-    """Return the bytes of result.json."""
-    return (json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode()
+    """Return the bytes of result.json: a summary and its checksum."""
+    content = {**summary, "checksum": _checksum(summary)}
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_result(home: Store) -> dict[str, Any]:
+    """Return the content of a run's result.json.
+
+    Raises:
+        FileNotFoundError: The run has not finished.
+        CorruptFileError: The file is not JSON, does not match its checksum (files of older versions
+            have none), or belongs to another run.
+    """
+    place = home.place("result.json")
+    content = home.read("result.json")
+    try:
+        summary = json.loads(content)
+    except ValueError as error:
+        raise CorruptFileError(f"{place} is unreadable ({error})") from error
+    if not isinstance(summary, dict) or "id" not in summary:
+        raise CorruptFileError(f"{place} is unreadable (not the result of a run)")
+    if summary.get("checksum", _checksum(summary)) != _checksum(summary):
+        raise CorruptFileError(f"{place} is corrupt (checksum differs)")
+    if summary["id"] != home.root.rpartition("/")[2]:
+        raise CorruptFileError(f"{place} belongs to run {summary['id']}")
+    return summary
+
+
+def _checksum(summary: dict[str, Any]) -> str:
+    """Return the SHA-256 of a summary as canonical JSON, without the checksum itself."""
+    plain = json.loads(json.dumps({k: v for k, v in summary.items() if k != "checksum"}))
+    text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

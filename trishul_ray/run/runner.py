@@ -1,7 +1,8 @@
 """One run from configuration to results: the implementation of ``trishul run``.
 
 A run keeps everything under ``<runs>/<id>/``. The same call continues a stopped run and reads a
-finished one. The round loop is :func:`_train`.
+finished one. :func:`run_experiment` does it at once, :func:`run_steps` round by round; the round
+loop of both is :func:`_train`.
 """
 
 import errno
@@ -9,8 +10,8 @@ import json
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,20 @@ from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
 from trishul_ray.data.coverage import Coverage
-from trishul_ray.errors import InputError, RunError, StorageError, StorageRefusedError
+from trishul_ray.errors import (
+    CorruptFileError,
+    InputError,
+    RunError,
+    StorageError,
+    StorageRefusedError,
+)
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.prepare import (
     Prepared,
     check_fits,
@@ -46,6 +54,7 @@ from trishul_ray.run.results import (
     flat_config,
     flat_metrics,
     flatten,
+    read_result,
     result_json,
     summarize,
     versions,
@@ -55,6 +64,12 @@ from trishul_ray.storage import Store, reason
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.store import tracking_uri, ui_command
+
+#: Of the folder of a run: why a sweep gave it up.
+FAILURE = "failure.json"
+
+#: What a run does: it yields a report after each round and returns the result.
+RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
 
 @dataclass(frozen=True)
@@ -67,10 +82,61 @@ class FinishedRun:
     mlflow_command: str | None  # opens its tracking store
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of :func:`run_steps`."""
+
+    workers: Workers | None
+    extras: bool
+    tags: Mapping[str, str]
+
+
 def run_experiment(
     experiment: Experiment, progress: RunProgress, *, fresh: bool = False
 ) -> FinishedRun:
     """Run an experiment, continue it, or read its result; ``fresh`` deletes an earlier run first.
+
+    Raises:
+        InputError: The parts of the experiment do not fit together.
+        RunError: The run failed.
+    """
+    with closing(run_steps(experiment, progress, fresh=fresh)) as steps:
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                finished: FinishedRun = end.value
+                return finished
+
+
+def run_steps(
+    experiment: Experiment,
+    progress: RunProgress,
+    *,
+    fresh: bool = False,
+    workers: Workers | None = None,
+    extras: bool = True,
+    tags: Mapping[str, str] | None = None,
+) -> RunSteps:
+    """Run an experiment step by step: the same as :func:`run_experiment`, as a generator.
+
+    It yields where the run starts from (after round 0, or the newest checkpoint), then after every
+    round, and returns the result; a finished run yields nothing. Closing it early stops the run
+    between two rounds: the lock is released, the MLflow run is ``KILLED``, and the checkpoints are
+    kept, so that the same call continues it.
+
+    Args:
+        experiment: The experiment.
+        progress: Where to show the progress.
+        fresh: Whether to delete an earlier run first.
+        workers: Actors of earlier runs that this one may use, and leaves to the next one. The
+            caller has started Ray.
+        extras: Whether to draw the figures and export the model, for which this process loads a
+            backbone of its own. A later call with ``extras`` adds them to a finished run.
+        tags: Further tags of the MLflow run.
+
+    Yields:
+        The progress after each step.
 
     Raises:
         InputError: The parts of the experiment do not fit together.
@@ -86,7 +152,7 @@ def run_experiment(
         summary = None if fresh else _read_result(home, progress)
         if summary is not None:
             _check_sources(experiment, summary, progress)
-            _restore_files(experiment, summary, home, progress)
+            summary = _restore_files(experiment, summary, home, progress, extras=extras)
             return FinishedRun(summary, home, True, _mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
         # Checked before anything is removed or written: wrong input changes no files.
@@ -104,7 +170,8 @@ def run_experiment(
         except StorageRefusedError as error:
             raise InputError(f"storage.runs={shown!r}: {error}; choose another folder") from error
         try:
-            return _run(experiment, prepared, home, attempt, progress)
+            options = _Options(workers, extras, tags or {})
+            return (yield from _run(experiment, prepared, home, attempt, progress, options))
         except InputError:
             # Some wrong input is found only here; leave no files of a run that never started.
             if not existed and not home.child("checkpoints").exists():
@@ -120,15 +187,14 @@ def learning_rate_line(experiment: Experiment) -> str:
 
 
 def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
-    """Return the content of result.json; None if it is missing or unreadable."""
-    if not home.exists("result.json"):
-        return None
+    """Return the content of result.json; None if it is missing or corrupt."""
     try:
-        summary: dict[str, Any] = json.loads(home.read("result.json"))
-    except ValueError as error:
-        progress.note(f"{home.uri}/result.json is unreadable ({error}) and will be written again")
+        return read_result(home)
+    except FileNotFoundError:
         return None
-    return summary
+    except CorruptFileError as error:
+        progress.note(f"{error}; it will be written again")
+        return None
 
 
 def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
@@ -150,13 +216,24 @@ def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: Ru
 
 
 def _restore_files(
-    experiment: Experiment, summary: dict[str, Any], home: Store, progress: RunProgress
-) -> None:
-    """Write the missing files of a finished run again, from its last checkpoint."""
-    missing = [name for name in summary.get("files", TABLES) if not home.exists(name)]
-    if not missing:
-        return
+    experiment: Experiment,
+    summary: dict[str, Any],
+    home: Store,
+    progress: RunProgress,
+    *,
+    extras: bool,
+) -> dict[str, Any]:
+    """Write the missing files of a finished run from its last checkpoint; return its result.
+
+    With ``extras``, also those that a run without them left out; result.json then lists them.
+    """
+    listed = summary.get("files", list(TABLES))
+    missing = [name for name in listed if not home.exists(name)]
+    adds = extras and "files" in summary and not any(n.startswith("figures/") for n in listed)
+    if not missing and not adds:
+        return summary
     names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    names = names or "figures and model"
     try:
         checkpoint = open_checkpoints(experiment).newest()
         last = experiment.federation.rounds
@@ -164,26 +241,42 @@ def _restore_files(
             raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            write_tables(experiment, checkpoint.records, folder)
-            if not set(missing) <= set(TABLES):
+            write_tables(experiment, checkpoint, folder)
+            if adds or not set(missing) <= set(TABLES):
                 report = progress.task_progress
                 prepared = prepare_run(experiment, report("preparing data"))
                 ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
                 note = coverage_of(experiment, prepared.dataset).sentence
                 write_artifacts(experiment, prepared, result, folder, note)
+            if adds:
+                missing += [name for name in _files_in(folder) if name not in listed]
             for name in missing:
                 parent, _, file = name.rpartition("/")
                 (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
+            if adds:
+                summary = {**summary, "files": sorted({*listed, *missing})}
+                home.write("result.json", result_json(summary))
     except (InputError, RunError, FileNotFoundError) as error:
         progress.note(f"missing in {home.uri} and cannot be restored: {names} ({error})")
     else:
         progress.note(f"missing in {home.uri}, restored from the last checkpoint: {names}")
+    return summary
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the files below a folder, by their paths in it."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
 def _run(
-    experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
-) -> FinishedRun:
+    experiment: Experiment,
+    prepared: Prepared,
+    home: Store,
+    attempt: str,
+    progress: RunProgress,
+    options: _Options,
+) -> RunSteps:
     began = time.perf_counter()
     coverage = coverage_of(experiment, prepared.dataset)
     if coverage.part:
@@ -192,7 +285,7 @@ def _run(
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            tracker = _open_tracker(experiment, attempt, coverage)
+            tracker = _open_tracker(experiment, attempt, coverage, options.tags)
             _log_data(tracker, prepared, coverage)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
@@ -202,26 +295,29 @@ def _run(
                 Backbone.of(experiment), progress.task_progress("backbone"), on_ray=use_ray
             )
             progress.phase("starting clients")
-            driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))
-            result = _train(driver, tracker, progress)
+            driver = stack.enter_context(
+                open_driver(experiment, prepared, attempt, progress.note, options.workers)
+            )
+            result = yield from _train(driver, tracker, progress)
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            write_tables(experiment, result.records, folder)
-            write_artifacts(experiment, prepared, result, folder, coverage.sentence)
+            write_tables(experiment, result, folder)
+            if options.extras:
+                write_artifacts(experiment, prepared, result, folder, coverage.sentence)
             home.upload_folder(folder)
-            files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
             wall = time.perf_counter() - began
             summary = summarize(experiment, result, coverage, wall, tracker.run_id)
-            summary["files"] = sorted(files)
+            summary["files"] = _files_in(folder)
             content = result_json(summary)
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", content)
+            home.remove(FAILURE)
             (folder / "result.json").write_bytes(content)
             tracker.log_artifacts(folder)
         status = "FINISHED"
         return FinishedRun(summary, home, False, tracker.ui_command())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):
         status = "KILLED"
         raise
     finally:
@@ -229,21 +325,26 @@ def _run(
             progress.note(f"MLflow refused: {refused}")
 
 
-def _train(driver: Driver, tracker: Tracker, progress: RunProgress) -> RunResult:
+def _train(
+    driver: Driver, tracker: Tracker, progress: RunProgress
+) -> Generator[RoundReport, None, RunResult]:
     """Run the rounds that are left and return the result: the round loop of every run.
 
-    One round goes from here to a client's local training in six hops: ``RayDriver.step``
-    (on_ray/driver.py), ``Coordinator.step`` (on_ray/actors.py), ``Server.step`` (server.py),
-    ``ActorPool.run`` (on_ray/pool.py), ``ClientActor.train`` (on_ray/actors.py) and
-    ``train_client`` (local.py), all in trishul_ray/federation. Inline it is ``InlineDriver.step``,
-    ``Server.step``, ``InlineExecutor.run`` and ``train_client``.
+    It yields after every step, to :func:`run_steps`. One round goes from here to a client's local
+    training in six hops: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
+    (on_ray/actors.py), ``Server.step`` (server.py), ``ActorPool.run`` (on_ray/pool.py),
+    ``ClientActor.train`` (on_ray/actors.py) and ``train_client`` (local.py), all in
+    trishul_ray/federation. Inline it is ``InlineDriver.step``, ``Server.step``,
+    ``InlineExecutor.run`` and ``train_client``.
     """
     report = driver.begin()
     progress.phase(f"training, from round {report.round + 1}" if report.round else "training")
     _log(report, tracker, progress, shown=1)
+    yield report
     while not report.finished:
         report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
+        yield report
     return driver.final()
 
 
@@ -258,11 +359,13 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
         progress.advance(record["round"], record)
 
 
-def _open_tracker(experiment: Experiment, attempt: str, coverage: Coverage) -> Tracker:
+def _open_tracker(
+    experiment: Experiment, attempt: str, coverage: Coverage, tags: Mapping[str, str]
+) -> Tracker:
     options = experiment.tracking
     if not options.mlflow:
         return Tracker()
-    tags = {
+    own_tags = {
         "trishul.id": experiment.id,
         "trishul.data": coverage.sentence,
         "trishul.part": str(coverage.part),
@@ -274,7 +377,7 @@ def _open_tracker(experiment: Experiment, attempt: str, coverage: Coverage) -> T
         attempt,
         f"{experiment.name}-{experiment.method.name}-{experiment.id}",
         flat_config(experiment) | flatten({"rows": rows}),
-        tags=tags | {f"version.{k}": v for k, v in versions().items()},
+        tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},
         parent_run=options.parent_run,
     )
 
@@ -338,14 +441,13 @@ def _note_differences(experiment: Experiment, home: Store, progress: RunProgress
     """Name the fields in which a new run differs from the newest other run of the same name."""
     if home.exists("config.yaml") or not home.is_local:
         return
-    others: list[tuple[float, dict[str, Any]]] = []
-    for path in Path(home.root).parent.glob("*/result.json"):
-        summary = _read_result(Store.open(str(path.parent)), progress)
-        if summary is not None and summary["name"] == experiment.name:
-            others.append((path.stat().st_mtime, summary))
-    if not others:
+    files = Path(home.root).parent.glob("*/result.json")
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        newest = _read_result(Store.open(str(path.parent)), progress)
+        if newest is not None and newest["name"] == experiment.name:
+            break
+    else:
         return
-    _, newest = max(others, key=lambda other: other[0])
     before, now = flatten(newest["identity"]), flatten(experiment.identity())
     changed = [k for k in sorted(before | now) if before.get(k) != now.get(k)]
     fields = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in changed[:5])

@@ -1,0 +1,123 @@
+"""A run driven step by step: closed early, continued, without extras, and its result checked."""
+
+import io
+import json
+
+import pytest
+import yaml
+from rich.console import Console
+from tiny_run import TINY
+
+from trishul_ray.errors import CorruptFileError, RunError
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.loading import load_experiment
+from trishul_ray.run.results import read_result
+from trishul_ray.run.runner import run_experiment, run_steps
+from trishul_ray.tracking.progress import RunProgress
+
+
+@pytest.fixture
+def tiny(cache, tmp_path):
+    """``tiny("method=fedit", ..., runs="runs")`` -> an experiment of two short rounds, inline."""
+
+    def make(*overrides, runs="runs"):
+        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / runs}"]
+        return load_experiment(None, [*TINY, *places, *overrides])
+
+    return make
+
+
+def quiet():
+    return RunProgress(2, Console(file=io.StringIO()))
+
+
+def drain(steps):
+    """All reports of a run, and its result."""
+    reports = []
+    while True:
+        try:
+            reports.append(next(steps))
+        except StopIteration as end:
+            return reports, end.value
+
+
+def test_steps_are_the_rounds_and_end_with_the_result(tiny):
+    experiment, twin = tiny(), tiny(runs="twin")
+    reports, finished = drain(run_steps(experiment, quiet()))
+    assert [report.round for report in reports] == [0, 1, 2, 2]
+    assert [report.finished for report in reports] == [False, False, False, True]
+    records = [record for report in reports for record in report.records]
+    assert [record["round"] for record in records] == [0, 1, 2]
+    whole = run_experiment(twin, quiet())
+    assert finished.summary["state_sha256"] == whole.summary["state_sha256"]
+    assert set(finished.summary["files"]) == set(whole.summary["files"])
+    # A finished run has no steps.
+    reports, again = drain(run_steps(experiment, quiet()))
+    assert reports == [] and again.repeated
+
+
+def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(tiny):
+    from mlflow.tracking import MlflowClient
+
+    experiment = tiny("tracking.mlflow=true")
+    steps = run_steps(experiment, quiet(), tags={"trishul.sweep": "mine"})
+    assert [next(steps).round, next(steps).round] == [0, 1]
+    with pytest.raises(RunError, match="is being driven by another process"):
+        next(run_steps(experiment, quiet()))
+    steps.close()
+    home = run_folder(experiment)
+    assert not home.exists("result.json") and home.child("checkpoints").names()
+    client = MlflowClient(f"sqlite:///{home.root}/../mlflow.db")
+    (stopped,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert stopped.info.status == "KILLED" and stopped.data.tags["trishul.sweep"] == "mine"
+    home.write("failure.json", b"{}")
+    reports, finished = drain(run_steps(experiment, quiet()))
+    assert [report.round for report in reports] == [1, 2, 2]
+    undisturbed = run_experiment(tiny(runs="twin"), quiet())
+    assert finished.summary["state_sha256"] == undisturbed.summary["state_sha256"]
+    (run,) = client.search_runs([stopped.info.experiment_id])
+    assert run.info.run_id == stopped.info.run_id and run.info.status == "FINISHED"
+    assert not home.exists("failure.json")
+
+
+def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch):
+    experiment = tiny()
+    plain = drain(run_steps(experiment, quiet(), extras=False))[1]
+    assert plain.summary["files"] == ["config.yaml", "diagnostics.npz", "metrics.parquet"]
+    assert not plain.home.exists("figures") and not plain.home.exists("adapter")
+    again = drain(run_steps(experiment, quiet(), extras=False))[1]
+    assert again.repeated and again.summary["files"] == plain.summary["files"]
+    monkeypatch.setattr("trishul_ray.federation.server.Server.step", None)
+    full = run_experiment(experiment, quiet())
+    assert full.repeated and full.home.exists("adapter/adapter_model.safetensors")
+    recorded = read_result(full.home)
+    assert recorded["files"] == full.summary["files"]
+    timeless = {"files", "checksum"}
+    assert {k: v for k, v in recorded.items() if k not in timeless} == json.loads(
+        json.dumps({k: v for k, v in plain.summary.items() if k not in timeless})
+    )
+    monkeypatch.undo()
+    # The files of a run with extras.
+    assert run_experiment(tiny(runs="twin"), quiet()).summary["files"] == recorded["files"]
+
+
+def test_a_corrupt_result_is_named(tiny):
+    home = drain(run_steps(tiny(), quiet(), extras=False))[1].home
+    summary = read_result(home)
+    assert yaml.safe_load(home.read("config.yaml")) == summary["config"]
+    older = {key: value for key, value in summary.items() if key != "checksum"}
+    for content, message in [
+        (b"{", "result.json is unreadable"),
+        (b"[]", "result.json is unreadable"),
+        (json.dumps(summary | {"wall_seconds": -1}).encode(), r"corrupt \(checksum differs\)"),
+        (json.dumps(older | {"id": "0" * 12}).encode(), "belongs to run 000000000000"),
+    ]:
+        home.write("result.json", content)
+        with pytest.raises(CorruptFileError, match=message) as caught:
+            read_result(home)
+        assert "\n" not in str(caught.value)
+    home.write("result.json", json.dumps(older, sort_keys=True).encode())
+    assert read_result(home) == older
+    home.remove("result.json")
+    with pytest.raises(FileNotFoundError):
+        read_result(home)
