@@ -41,9 +41,7 @@ def schema(split):
     def kind(name):
         return split.column(name).dtype if name in ("label", "group") else split.texts(name).type
 
-    return {
-        n: split.column(n).dtype if n in numbers else split.texts(n).type for n in split.columns
-    }
+    return {name: kind(name) for name in split.columns}
 
 
 @pytest.mark.parametrize("name", REAL)
