@@ -363,6 +363,9 @@ class _Monitor(tune.Callback):
         self._finished: set[str] = set()
         self._attempts: dict[str, int] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune saves its callbacks, which nobody reads
+
     def on_trial_start(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
