@@ -2,8 +2,7 @@
 
 import pytest
 
-from trishul_ray.federation.on_ray.driver import RayDriver
-from trishul_ray.federation.on_ray.session import slices_for_run
+from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import build_experiment
@@ -16,14 +15,12 @@ def trial(config):
     from ray import tune
 
     experiment = build_experiment(config["fields"])
-    slices = slices_for_run(experiment)
-    driver = RayDriver(experiment, prepare_run(experiment), "trial", slices)
-    report = driver.begin()
-    while not report.finished:
-        report = driver.step()
-    digest = driver.final().digest
-    driver.close()
-    tune.report({"digest": digest, "id": experiment.id, "actors": slices.actors})
+    with open_driver(experiment, prepare_run(experiment), "trial") as driver:
+        report = driver.begin()
+        while not report.finished:
+            report = driver.step()
+        digest = driver.final().digest
+    tune.report({"digest": digest, "id": experiment.id, "actors": driver.slices.actors})
 
 
 def test_two_trials_at_once(small, inline_result, tmp_path):

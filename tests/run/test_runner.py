@@ -6,8 +6,8 @@ import json
 import pytest
 import yaml
 from rich.console import Console
+from tiny_run import TINY
 
-from tests.tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment

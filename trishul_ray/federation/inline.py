@@ -19,6 +19,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
+from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.server import RoundReport, RunResult, Server
 from trishul_ray.federation.workbench import Workbench, adapt_to, blueprint_of, build_workbench
 
@@ -26,10 +27,12 @@ from trishul_ray.federation.workbench import Workbench, adapt_to, blueprint_of, 
 class InlineExecutor:
     """Runs all jobs in this process, one after the other, on one workbench."""
 
-    def __init__(self, experiment: Experiment, prepared: Prepared) -> None:
+    def __init__(
+        self, experiment: Experiment, prepared: Prepared, residents: Residents | None = None
+    ) -> None:
         self.experiment = experiment
         with deterministic(experiment):
-            self.bench: Workbench = build_workbench(experiment, prepared)
+            self.bench: Workbench = build_workbench(experiment, prepared, residents)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench, given the survey."""
@@ -68,11 +71,20 @@ class InlineExecutor:
 
 
 class InlineDriver:
-    """Drives a run in this process; the counterpart of ``RayDriver``."""
+    """Drives a run in this process; the counterpart of ``RayDriver``.
 
-    def __init__(self, experiment: Experiment, prepared: Prepared, attempt: str) -> None:
-        executor = InlineExecutor(experiment, prepared)
-        self.server = Server(experiment, executor, open_checkpoints(experiment), attempt)
+    The backbone is one of ``residents``, if given, until :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        prepared: Prepared,
+        attempt: str,
+        residents: Residents | None = None,
+    ) -> None:
+        self._executor = InlineExecutor(experiment, prepared, residents)
+        self.server = Server(experiment, self._executor, open_checkpoints(experiment), attempt)
 
     def begin(self) -> RoundReport:
         """Return what the newest checkpoint holds."""
@@ -88,3 +100,7 @@ class InlineDriver:
     def final(self) -> RunResult:
         """Return the result of a finished run."""
         return self.server.result()
+
+    def close(self) -> None:
+        """Release the backbone."""
+        self._executor.bench.close()

@@ -17,6 +17,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensors
 from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
 from trishul_ray.federation.reduce import unit_sizes
+from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State, build_method
 from trishul_ray.models.backbone import Backbone
@@ -56,9 +57,18 @@ class Workbench:
     site: Site
     sources: dict[str, str] = field(default_factory=dict)  # see Blueprint
 
+    def close(self) -> None:
+        """Detach the adapters, so that another workbench can use the backbone."""
+        self.model.detach()
 
-def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
+
+def build_workbench(
+    experiment: Experiment, prepared: Prepared, residents: Residents | None = None
+) -> Workbench:
     """Load the backbone, attach the method's adapters and open the data.
+
+    The backbone may be one of ``residents``, if the workbench that used it before is closed. The
+    result is the same as with a backbone that is loaded now.
 
     Raises:
         InputError: backbone, budget and data do not fit together, or this node has other data
@@ -82,13 +92,12 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     ensure_pretrained(backbone, on_ray=False)
-    module, weights_source = backbone.load_resident(
-        task.model_kind, task.num_classes, seed=experiment.seed
+    loaded = (residents or Residents()).load(
+        backbone, task.model_kind, task.num_classes, seed=experiment.seed, device=device
     )
-    module = module.to(device)
     method = build_method(experiment.method, experiment.adapter)
-    site = build_site(module, experiment)
-    model = _attach(module, experiment, method, site, device)
+    site = build_site(loaded.module, experiment, loaded.norms)
+    model = _attach(loaded.module, experiment, method, site, device)
     test_rows = np.arange(len(dataset.test))
     limit = experiment.evaluation.limit
     if limit is not None and limit < len(test_rows):
@@ -110,7 +119,7 @@ def build_workbench(experiment: Experiment, prepared: Prepared) -> Workbench:
         device=device,
         dtype=run_dtype(experiment.model),
         site=site,
-        sources=prepared.sources | ({"backbone": weights_source} if weights_source else {}),
+        sources=prepared.sources | ({"backbone": loaded.source} if loaded.source else {}),
     )
 
 

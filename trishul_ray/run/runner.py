@@ -33,17 +33,16 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.prepare import (
     Prepared,
     check_fits,
     coverage_of,
-    prepare_rows,
+    local_sources,
     prepare_run,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.lookup import local_folder
-from trishul_ray.models.shared_weights import folder_source
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.run.artifacts import write_artifacts
@@ -81,6 +80,15 @@ class FinishedRun:
     mlflow_command: str | None  # opens its tracking store
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of :func:`run_steps`."""
+
+    workers: Workers | None
+    extras: bool
+    tags: Mapping[str, str]
+
+
 def run_experiment(
     experiment: Experiment, progress: RunProgress, *, fresh: bool = False
 ) -> FinishedRun:
@@ -104,6 +112,7 @@ def run_steps(
     progress: RunProgress,
     *,
     fresh: bool = False,
+    workers: Workers | None = None,
     extras: bool = True,
     tags: Mapping[str, str] | None = None,
 ) -> RunSteps:
@@ -118,6 +127,8 @@ def run_steps(
         experiment: The experiment.
         progress: Where to show the progress.
         fresh: Whether to delete an earlier run first.
+        workers: Actors of earlier runs that this one may use, and leaves to the next one. The
+            caller has started Ray.
         extras: Whether to draw the figures and export the model, for which this process loads a
             backbone of its own. A later call with ``extras`` adds them to a finished run.
         tags: Further tags of the MLflow run.
@@ -157,11 +168,8 @@ def run_steps(
         except StorageRefusedError as error:
             raise InputError(f"storage.runs={shown!r}: {error}; choose another folder") from error
         try:
-            return (
-                yield from _run(
-                    experiment, prepared, home, attempt, progress, extras=extras, tags=tags or {}
-                )
-            )
+            options = _Options(workers, extras, tags or {})
+            return (yield from _run(experiment, prepared, home, attempt, progress, options))
         except InputError:
             # Some wrong input is found only here; leave no files of a run that never started.
             if not existed and not home.child("checkpoints").exists():
@@ -188,16 +196,10 @@ def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
 
 
 def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
-    """Raise an InputError if local data or a local backbone have changed since the run."""
-    now: dict[str, str] = {}
-    if experiment.data.path is not None:
-        try:
-            now |= prepare_rows(experiment, progress.task_progress("preparing data")).sources
-        except InputError as error:
-            progress.note(f"the data of this finished run can no longer be read: {error}")
-    folder = local_folder(experiment.model.name)
-    if folder is not None:
-        now["backbone"] = folder_source(folder)
+    """Raise an InputError if data or weights on this machine are not those of the run."""
+    now, unknown = local_sources(experiment, progress.task_progress("checking data"))
+    if unknown:
+        progress.note(f"not compared with this finished run: {unknown}")
     if changed := changed_sources(summary.get("sources", {}), now):
         raise InputError(
             f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
@@ -265,9 +267,7 @@ def _run(
     home: Store,
     attempt: str,
     progress: RunProgress,
-    *,
-    extras: bool,
-    tags: Mapping[str, str],
+    options: _Options,
 ) -> RunSteps:
     began = time.perf_counter()
     coverage = coverage_of(experiment, prepared.dataset)
@@ -277,7 +277,7 @@ def _run(
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            tracker = _open_tracker(experiment, attempt, coverage, tags)
+            tracker = _open_tracker(experiment, attempt, coverage, options.tags)
             _log_data(tracker, prepared, coverage)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
@@ -287,13 +287,15 @@ def _run(
                 Backbone.of(experiment), progress.task_progress("backbone"), on_ray=use_ray
             )
             progress.phase("starting clients")
-            driver = stack.enter_context(open_driver(experiment, prepared, attempt, progress.note))
+            driver = stack.enter_context(
+                open_driver(experiment, prepared, attempt, progress.note, options.workers)
+            )
             result = yield from _train(driver, tracker, progress)
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             write_tables(experiment, result, folder)
-            if extras:
+            if options.extras:
                 write_artifacts(experiment, prepared, result, folder, coverage.sentence)
             home.upload_folder(folder)
             wall = time.perf_counter() - began

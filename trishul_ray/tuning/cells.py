@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from trishul_ray.data.prepare import find_source
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import (
@@ -262,6 +263,7 @@ def _make_cell(fields: Fields, labels: Mapping[str, str], metric: str | None, pl
     plain = {name: node.plain() for name, node in fields.items()}
     try:
         experiment = resolve_experiment(_nest(plain))
+        find_source(experiment.data)
     except InputError as error:
         cell = f" (cell {_name(labels)})" if labels else ""
         raise InputError(f"{_blame(str(error), fields) or place}: {error}{cell}") from error

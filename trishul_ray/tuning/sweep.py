@@ -29,6 +29,7 @@ from pathlib import Path
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.paper import paper_keys
 from trishul_ray.tuning.cells import (
     Axis,
     Cell,
@@ -143,7 +144,7 @@ def find_sweeps(
     """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
 
     Args:
-        names: their names; ``all`` stands for every sweep of the profile.
+        names: their names; ``all`` stands for every sweep of the profile, in the paper's order.
         profile: ``paper``, ``small`` or ``smoke``.
         overrides: ``key=value`` strings for all of them.
 
@@ -165,7 +166,8 @@ def find_sweeps(
             near = hint(name, sorted(files))
             raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
         wanted |= dict.fromkeys(sorted(files) if name == "all" else [name])
-    return tuple(load_sweep(files[name], overrides) for name in wanted)
+    sweeps = [load_sweep(files[name], overrides) for name in wanted]
+    return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
 
 
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
@@ -197,6 +199,14 @@ class _Draft:
             axes={**older.axes, **self.axes},
             sections={**inherited, **self.sections},
         )
+
+
+def _position(sweep: Sweep) -> int:
+    """Return the position of a sweep's first table in the paper."""
+    keys = paper_keys()
+    return min(
+        (keys.index(table.paper) for table in sweep.tables if table.paper), default=len(keys)
+    )
 
 
 def _folders() -> tuple[Path, ...]:

@@ -1,7 +1,9 @@
 """The two kinds of Ray actors of a run: the coordinator and its client actors.
 
-Torch, transformers and pydantic are imported inside the methods: a coordinator can request its
-clients before it imports anything heavy, so that all of them start at the same time.
+Both may outlive a run and work for the next one (see workers.py), so every call carries the
+:class:`Assignment` of the run that it is for. Torch, transformers and pydantic are imported inside
+the methods: a coordinator can request its clients before it imports anything heavy, so that all of
+them start at the same time.
 """
 
 import os
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
         Upload,
     )
     from trishul_ray.federation.on_ray.pool import ActorPool
-    from trishul_ray.federation.prepare import Prepared
     from trishul_ray.federation.reduce import Partial, Reducer
+    from trishul_ray.federation.residents import Residents
     from trishul_ray.federation.server import RoundReport, RunResult, Server
     from trishul_ray.federation.workbench import Workbench
 
@@ -62,153 +64,185 @@ def cap_device_memory(share: float) -> None:
         torch.cuda.set_per_process_memory_fraction(share)
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """The run that an actor works for.
+
+    Every call carries it, because a crashed actor is restarted with the arguments of its
+    constructor, which are older than the run: the repeated call says what to rebuild.
+
+    Attributes:
+        token: Unique for every run of every process.
+        experiment: The fields of the experiment.
+        attempt: Name of the run in the tracking server.
+        prepared: The object store reference of a
+            :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors;
+            in a list, so that an actor receives the reference and not the content.
+    """
+
+    token: str
+    experiment: dict[str, Any]
+    attempt: str
+    prepared: list[Any]
+
+
 @ray.remote
 class ClientActor:
     """Runs the rounds of any client. Every call is idempotent.
 
     Ray may restart the actor after a crash (the next call then rebuilds everything) and repeat a
-    call. Every method also returns its process id, by which the pool notices restarts.
+    call. Every method also returns its process id, by which the pool notices restarts. The first
+    call of another run replaces the workbench, but keeps the backbone if it is the same.
     """
 
-    def __init__(
-        self,
-        experiment: dict[str, Any],
-        prepared: "Prepared",
-        gpu_share: float,
-        environment: WorkerEnvironment,
-    ) -> None:
-        from trishul_ray.experiment import Experiment
-
+    def __init__(self, gpu_share: float, environment: WorkerEnvironment) -> None:
         environment.apply()
-        self.experiment = Experiment.model_validate(experiment)
-        self.prepared = prepared
-        # Entered once and never left: these settings hold for the life of the process.
-        self._determinism = ExitStack()
-        self._determinism.enter_context(deterministic(self.experiment))
         cap_device_memory(gpu_share)
         self.pid = os.getpid()
+        self._token = ""  # of the run that this actor works for
+        self._settings = ExitStack()
         self._bench: Workbench | None = None
+        self._residents: Residents | None = None
 
-    def _workbench(self, survey: "Arrays | None" = None) -> "Workbench":
-        """Return the workbench, built once, with the adapters that a survey decides.
+    def _enter(self, run: Assignment) -> None:
+        """Leave the previous run, if any, and apply the process-wide settings of this one."""
+        if self._token == run.token:
+            return
+        from trishul_ray.experiment import Experiment
+
+        if self._bench is not None:
+            self._bench.close()
+            self._bench = None
+        self._settings.close()
+        self.experiment = Experiment.model_validate(run.experiment)
+        self._settings.enter_context(deterministic(self.experiment))
+        self._token = run.token
+
+    def _workbench(self, run: Assignment, survey: "Arrays | None" = None) -> "Workbench":
+        """Return the workbench of a run, built once, with the adapters that a survey decides.
 
         Not built in the constructor: Ray turns an exception raised there into text, and an
         InputError must reach the user as it is.
         """
+        from trishul_ray.federation.residents import Residents
         from trishul_ray.federation.workbench import adapt_to, build_workbench
 
+        self._enter(run)
         if self._bench is None:
-            self._bench = build_workbench(self.experiment, self.prepared)
+            self._residents = self._residents or Residents()
+            prepared = ray.get(run.prepared[0])
+            self._bench = build_workbench(self.experiment, prepared, self._residents)
         if survey is not None:
             adapt_to(self._bench, survey)
         return self._bench
 
-    def describe(self, survey: "Arrays") -> "tuple[int, Blueprint]":
+    def describe(self, run: Assignment, survey: "Arrays") -> "tuple[int, Blueprint]":
         """Return the blueprint of the workbench."""
         from trishul_ray.federation.workbench import blueprint_of
 
-        return self.pid, blueprint_of(self._workbench(survey))
+        return self.pid, blueprint_of(self._workbench(run, survey))
 
     @ray.method(num_returns=2)
     def train(
-        self, broadcast: "Arrays", job: "TrainJob"
+        self, run: Assignment, broadcast: "Arrays", job: "TrainJob"
     ) -> "tuple[tuple[int, TrainReport], Upload]":
         """Train one client. The upload is a separate return value, so that it can stay here."""
         from trishul_ray.federation.local import train_client
         from trishul_ray.federation.messages import survey_in
 
-        upload, report = train_client(self._workbench(survey_in(broadcast)), broadcast, job)
+        bench = self._workbench(run, survey_in(broadcast))
+        upload, report = train_client(bench, broadcast, job)
         return (self.pid, report), upload
 
-    def evaluate(self, broadcast: "Arrays", job: "EvalJob") -> "tuple[int, EvalReport]":
+    def evaluate(
+        self, run: Assignment, broadcast: "Arrays", job: "EvalJob"
+    ) -> "tuple[int, EvalReport]":
         """Evaluate the broadcast on one chunk of test rows."""
         from trishul_ray.federation.local import evaluate_chunk
         from trishul_ray.federation.messages import survey_in
 
-        return self.pid, evaluate_chunk(self._workbench(survey_in(broadcast)), broadcast, job)
+        bench = self._workbench(run, survey_in(broadcast))
+        return self.pid, evaluate_chunk(bench, broadcast, job)
 
-    def survey(self, job: "SurveyJob") -> "tuple[int, Arrays]":
+    def survey(self, run: Assignment, job: "SurveyJob") -> "tuple[int, Arrays]":
         """Return one client's answer to the method's survey."""
         from trishul_ray.federation.local import survey_client
 
-        return self.pid, survey_client(self._workbench(), job)
+        return self.pid, survey_client(self._workbench(run), job)
 
-    def reduce(self, reducer: "Reducer", *uploads: "Upload") -> "tuple[int, Partial]":
+    def reduce(
+        self, run: Assignment, reducer: "Reducer", *uploads: "Upload"
+    ) -> "tuple[int, Partial]":
         """Validate and sum one group of uploads, so that they bypass the coordinator."""
         from trishul_ray.federation.reduce import partial_sum
 
+        self._enter(run)
         return self.pid, partial_sum(uploads, reducer)
 
 
-def start_clients(
-    experiment: dict[str, Any], prepared: Any, slices: Slices, environment: WorkerEnvironment
-) -> list[Any]:
-    """Request the client actors of a run without waiting for them; this process owns them.
+def start_clients(limit: int, slices: Slices, environment: WorkerEnvironment) -> list[Any]:
+    """Request client actors without waiting for them; this process owns them.
 
-    ``prepared`` is the object store reference of a
-    :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors.
+    ``limit`` is how often Ray restarts one of them.
     """
-    limit = experiment["resources"]["max_restarts"]
     remote = ClientActor.options(  # type: ignore[attr-defined]  # added by ray.remote
         num_cpus=slices.cpus, num_gpus=slices.gpus, max_restarts=limit, max_task_retries=limit
     )
-    return [
-        remote.remote(experiment, prepared, slices.gpus, environment) for _ in range(slices.actors)
-    ]
+    return [remote.remote(slices.gpus, environment) for _ in range(slices.actors)]
 
 
 @ray.remote
 class Coordinator:
     """Runs the server of a run: samples, broadcasts through the object store, reduces, saves.
 
-    Every call takes ``prepared``, a list around the reference that the client actors get: Ray
-    resolves a bare argument, and this process does not read the data.
+    It does not read the data. The first call of another run opens the server of that run, on the
+    same client actors unless one of them died.
     """
 
-    def __init__(
-        self,
-        experiment: dict[str, Any],
-        slices: Slices,
-        attempt: str,
-        environment: WorkerEnvironment,
-    ) -> None:
+    def __init__(self, slices: Slices, environment: WorkerEnvironment) -> None:
         environment.apply()
-        self.experiment, self.slices = experiment, slices
-        self.attempt, self.environment = attempt, environment
+        self.slices, self.environment = slices, environment
+        self.clients: list[Any] = []
         self.pool: ActorPool | None = None
+        self._token = ""  # of the run that the server is for
         self._server: Server | None = None
 
-    def _open_server(self, prepared: list[Any]) -> "Server":
+    def _open_server(self, run: Assignment) -> "Server":
         """Return the server; the first call starts the run or continues its newest checkpoint."""
-        if self._server is None:
-            clients: list[Any] = []
-            if self.pool is None:  # before the imports: the actors start in the meantime
-                clients = start_clients(self.experiment, prepared[0], self.slices, self.environment)
+        if self._server is None or self._token != run.token:
+            if self.pool is not None and self.pool.losses:
+                # Every run has all its actors, and all their restarts.
+                for actor in self.clients:
+                    ray.kill(actor)
+                self.clients = []
+            if not self.clients:  # before the imports: the actors start in the meantime
+                limit = run.experiment["resources"]["max_restarts"]
+                self.clients = start_clients(limit, self.slices, self.environment)
             from trishul_ray.experiment import Experiment
             from trishul_ray.federation.checkpoint import open_checkpoints
             from trishul_ray.federation.on_ray.pool import ActorPool
             from trishul_ray.federation.server import Server
 
-            experiment = Experiment.model_validate(self.experiment)
-            self.pool = self.pool or ActorPool(clients)
-            checkpoints = open_checkpoints(experiment)
-            self._server = Server(experiment, self.pool, checkpoints, self.attempt)
+            experiment = Experiment.model_validate(run.experiment)
+            self.pool = ActorPool(self.clients, run)
+            self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
+            self._token = run.token
         return self._server
 
     @ray.method(max_task_retries=-1)
-    def begin(self, prepared: list[Any]) -> "RoundReport":
+    def begin(self, run: Assignment) -> "RoundReport":
         """Return the records of the checkpoint, if any; Ray repeats the call after a restart."""
-        return self._open_server(prepared).progress()
+        return self._open_server(run).progress()
 
-    def step(self, prepared: list[Any]) -> "RoundReport":
+    def step(self, run: Assignment) -> "RoundReport":
         """Run one round, or none if the run is finished."""
-        server = self._open_server(prepared)
+        server = self._open_server(run)
         return server.progress() if server.finished else server.step()
 
     @ray.method(max_task_retries=-1)
-    def final(self, prepared: list[Any]) -> "RunResult":
+    def final(self, run: Assignment) -> "RunResult":
         """Return the result of a finished run."""
-        return self._open_server(prepared).result()
+        return self._open_server(run).result()
 
     def processes(self) -> list[int]:
         """Return the process ids of this actor and its client actors."""

@@ -3,8 +3,9 @@
 Both drivers have the same methods: ``begin``, then ``step`` until finished, then ``final``.
 """
 
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +15,28 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.on_ray.actors import Coordinator, WorkerEnvironment
+from trishul_ray.federation.on_ray.actors import Assignment
 from trishul_ray.federation.on_ray.pool import cause_of
-from trishul_ray.federation.on_ray.session import driver_node_affinity, fits_now, slices_for_run
+from trishul_ray.federation.on_ray.session import fits_now, slices_for_run
 from trishul_ray.federation.on_ray.slices import Slices, oversubscription_warning, usable_cores
+from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
-from trishul_ray.storage import Store
 
 #: Seconds to wait for an answer before reporting that clients are waiting for resources.
 WAITING_NOTICE_SECONDS = 10.0
 
 
 class RayDriver:
-    """A coordinator actor and its client actors. Ray restarts a coordinator that dies.
+    """A run on a coordinator actor and its client actors. Ray restarts a coordinator that dies.
 
-    ``attempt`` names the run in the tracking server; ``notify`` is called once with a line of text
-    if the clients have to wait for resources.
+    Args:
+        experiment: The experiment.
+        prepared: Its data.
+        attempt: Name of the run in the tracking server.
+        workers: Where the actors come from; they stay there.
+        slices: What the client actors hold.
+        notify: Called once with a line of text if the clients have to wait for resources.
     """
 
     def __init__(
@@ -38,22 +44,18 @@ class RayDriver:
         experiment: Experiment,
         prepared: Prepared,
         attempt: str,
+        workers: Workers,
         slices: Slices,
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self.slices = slices
-        self._notify_waiting = notify if notify and not fits_now(slices) else None
+        must_wait = workers.slices is None and not fits_now(slices)
+        self._notify_waiting = notify if must_wait else None
+        self._workers, self.actor = workers, workers.coordinator(experiment, slices)
         self.limit = experiment.resources.max_restarts
         self.losses = 0
         self._last_round = -1  # the last round whose record was returned
-        local = Store.open(experiment.storage.runs).is_local
-        self.actor: Any = Coordinator.options(  # type: ignore[attr-defined]  # by ray.remote
-            num_cpus=0,
-            max_restarts=self.limit,
-            scheduling_strategy=driver_node_affinity() if local else None,
-        ).remote(experiment.to_dict(), slices, attempt, WorkerEnvironment.of_this_process())
-        # In a list, so that the coordinator receives the reference and not the content.
-        self._prepared = [ray.put(prepared)]
+        self._run = Assignment(uuid.uuid4().hex, experiment.to_dict(), attempt, [ray.put(prepared)])
 
     def begin(self) -> RoundReport:
         """Start the run, or continue its checkpoint, once one client actor has started.
@@ -63,7 +65,7 @@ class RayDriver:
             RunError: No actor started, or ``resources.max_restarts`` are used up.
         """
         try:
-            return self._without_repeats(self._wait(self.actor.begin.remote(self._prepared)))
+            return self._without_repeats(self._wait(self.actor.begin.remote(self._run)))
         except RayError as error:
             raise self._failure(error) from error
 
@@ -74,12 +76,13 @@ class RayDriver:
             RunError: The round failed, or ``resources.max_restarts`` are used up.
         """
         try:
-            return self._without_repeats(self._wait(self.actor.step.remote(self._prepared)))
+            return self._without_repeats(self._wait(self.actor.step.remote(self._run)))
         except RayError as error:
             # Ray counts restarts, too: after an ActorDiedError there will be none.
             if isinstance(error, ActorDiedError) or self.losses >= self.limit:
                 raise self._failure(error) from error
             self.losses += 1
+            self._workers.spoiled = True
             event = (
                 f"{_describe_loss(error)}; loss {self.losses} of at most {self.limit}, going on "
                 "from the checkpoint"
@@ -92,7 +95,7 @@ class RayDriver:
     def final(self) -> RunResult:
         """Return the result of a finished run."""
         try:
-            result: RunResult = self._wait(self.actor.final.remote(self._prepared))
+            result: RunResult = self._wait(self.actor.final.remote(self._run))
         except RayError as error:
             raise self._failure(error) from error
         return result
@@ -101,11 +104,6 @@ class RayDriver:
         """Return the process ids of the coordinator and its client actors."""
         pids: list[int] = ray.get(self.actor.processes.remote())
         return pids
-
-    def close(self) -> None:
-        """End the coordinator; its client actors end with it."""
-        with suppress(RayError):  # the cluster may already be gone
-            ray.kill(self.actor)
 
     def _wait(self, answer: Any) -> Any:
         """Return the coordinator's answer, and raise its errors as they were raised there."""
@@ -144,25 +142,35 @@ def open_driver(
     prepared: Prepared,
     attempt: str,
     notify: Callable[[str], None] | None = None,
+    workers: Workers | None = None,
 ) -> Iterator[Driver]:
     """Open the driver of ``resources.backend``, which calls ``notify`` about the run's resources.
+
+    With ``workers``, the actors (inline: the backbone) are taken from there, and are left there
+    unless the run fails or the coordinator died.
 
     Raises:
         InputError: The requested resources are not available.
     """
     notify = notify or (lambda line: None)
     threads = experiment.resources.threads
-    if experiment.resources.backend == "inline":
-        if warning := oversubscription_warning(1, threads, usable_cores()):
-            notify(warning)
-        yield InlineDriver(experiment, prepared, attempt)
-        return
-    slices = slices_for_run(experiment)
-    cores = ray.cluster_resources().get("CPU", 0.0)
-    if warning := oversubscription_warning(slices.actors, threads, cores):
-        notify(warning)
-    driver = RayDriver(experiment, prepared, attempt, slices, notify)
-    try:
-        yield driver
-    finally:
-        driver.close()
+    with ExitStack() as stack:
+        workers = workers or stack.enter_context(Workers())
+        try:
+            if experiment.resources.backend == "inline":
+                if warning := oversubscription_warning(1, threads, usable_cores()):
+                    notify(warning)
+                inline = InlineDriver(experiment, prepared, attempt, workers.residents)
+                stack.callback(inline.close)
+                yield inline
+                return
+            slices = slices_for_run(experiment, workers.slices)
+            cores = ray.cluster_resources().get("CPU", 0.0)
+            if warning := oversubscription_warning(slices.actors, threads, cores):
+                notify(warning)
+            yield RayDriver(experiment, prepared, attempt, workers, slices, notify)
+        except GeneratorExit:
+            raise  # the run is stopped between two rounds: nothing is under way
+        except BaseException:
+            workers.close()
+            raise

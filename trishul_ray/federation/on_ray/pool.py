@@ -10,7 +10,7 @@ trial, the trial's bundles capture them.
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -27,6 +27,9 @@ from trishul_ray.federation.messages import (
     Upload,
 )
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, partial_sum
+
+if TYPE_CHECKING:
+    from trishul_ray.federation.on_ray.actors import Assignment
 
 
 def cause_of(error: Exception) -> str:
@@ -47,24 +50,28 @@ def cause_of(error: Exception) -> str:
 
 
 class ActorPool:
-    """Client actors of one run, owned by the process that started them; they end with it.
+    """The client actors during one run, owned by the process that started them; they end with it.
 
-    The constructor waits for the first actor; the others join as they start. A run on a busy
-    cluster thus begins with the actors it gets, and two runs that each hold a part of the resources
-    both need never wait for each other.
+    Every call to an actor carries ``run``. The constructor waits for the first actor; the others
+    join as they start. A run on a busy cluster thus begins with the actors it gets, and two runs
+    that each hold a part of the resources both need never wait for each other.
 
     Raises:
         InputError: An actor could not build its workbench from its input.
         RunError: No actor started.
     """
 
-    def __init__(self, started: Sequence[Any]) -> None:
+    def __init__(self, started: Sequence[Any], run: "Assignment") -> None:
+        self._run = run
         self.restarts = 0
+        self.losses = 0  # actors that died, restarted or not
         self.actors: list[Any] = []  # those that take jobs, in the order in which they started
         self._events: list[str] = []
         self._pids: dict[Any, int] = {}
         # The first call builds the workbench, so an actor that answers it is ready to work.
-        self._starting: dict[Any, Any] = {actor.describe.remote({}): actor for actor in started}
+        self._starting: dict[Any, Any] = {
+            actor.describe.remote(run, {}): actor for actor in started
+        }
         self._blueprint: Blueprint | None = None
         while not self.actors:
             if not self._starting:
@@ -78,6 +85,7 @@ class ActorPool:
         try:
             self._pids[actor], self._blueprint = ray.get(ready)
         except RayActorError as error:
+            self.losses += 1
             self._events.append(f"a client actor did not start ({cause_of(error)})")
             ray.kill(actor)
             return False
@@ -91,7 +99,9 @@ class ActorPool:
         if survey:
             reference = ray.put(survey)
             (self._blueprint,) = self._run_each(
-                1, lambda actor, _: actor.describe.remote(reference), lambda _: "building adapters"
+                1,
+                lambda actor, _: actor.describe.remote(self._run, reference),
+                lambda _: "building adapters",
             )
         assert self._blueprint is not None  # the constructor waits for it
         return self._blueprint
@@ -108,11 +118,11 @@ class ActorPool:
         def submit(actor: Any, index: int) -> Any:
             job = jobs[index]
             if isinstance(job, TrainJob):
-                report, uploads[index] = actor.train.remote(reference, job)
+                report, uploads[index] = actor.train.remote(self._run, reference, job)
                 return report
             if isinstance(job, SurveyJob):
-                return actor.survey.remote(job)
-            return actor.evaluate.remote(reference, job)
+                return actor.survey.remote(self._run, job)
+            return actor.evaluate.remote(self._run, reference, job)
 
         results = self._run_each(len(jobs), submit, lambda index: _describe_job(jobs[index]))
         events, self._events = self._events, []
@@ -160,6 +170,7 @@ class ActorPool:
     def _note_restart(self, actor: Any, pid: int) -> None:
         if self._pids[actor] != pid:
             self.restarts += 1
+            self.losses += 1
             self._events.append(
                 f"client actor {self._pids[actor]} died and was restarted as {pid} "
                 f"(restart {self.restarts}); its work was repeated"
@@ -167,6 +178,7 @@ class ActorPool:
             self._pids[actor] = pid
 
     def _drop(self, actor: Any, error: RayActorError) -> None:
+        self.losses += 1
         self.actors.remove(actor)
         ray.kill(actor)  # it may only be unreachable: free its resources in any case
         pid = self._pids.pop(actor)
@@ -180,7 +192,7 @@ class ActorPool:
 
         def submit(actor: Any, index: int) -> Any:
             group = [uploads[i] for i in parts[index]]
-            return actor.reduce.remote(shared, *group)
+            return actor.reduce.remote(self._run, shared, *group)
 
         return combine(self._run_each(len(parts), submit, lambda index: f"summing group {index}"))
 

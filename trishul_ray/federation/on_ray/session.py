@@ -162,8 +162,10 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def slices_for_run(experiment: Experiment) -> Slices:
+def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:
     """Return the slices of a run: the bundles of its trial, or a share of the whole cluster.
+
+    ``held`` are slices of this process that the run may use.
 
     Raises:
         InputError: The requested resources are not available.
@@ -171,7 +173,11 @@ def slices_for_run(experiment: Experiment) -> Slices:
     group = ray.util.get_current_placement_group()
     if group is not None:
         return slices_of_bundles(experiment, group.bundle_specs)
-    return plan_slices(experiment, ray.available_resources(), ray.cluster_resources())
+    free, total = ray.available_resources(), ray.cluster_resources()
+    if held is not None:
+        mine = {"CPU": held.actors * held.cpus, "GPU": held.actors * held.gpus}
+        free = {k: min(free.get(k, 0.0) + mine[k], total.get(k, 0.0)) for k in mine}
+    return plan_slices(experiment, free, total)
 
 
 def fits_now(slices: Slices) -> bool:
