@@ -14,7 +14,7 @@ from trishul_ray.methods.base import method_class
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: What every part may import.
-FOUNDATION = {"errors", "redaction", "rng", "version"}
+FOUNDATION = {"errors", "files", "redaction", "rng", "version"}
 
 #: What else a part of the package may import. A part is a folder or a file of the package.
 MAY_IMPORT = {
@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "adapters": {"config", "spectral"},
     "methods": {"adapters", "config", "spectral"},
     "experiment": {"config", "methods"},
-    "loading": {"config", "experiment", "methods"},
+    "loading": {"config", "content", "experiment", "methods"},
+    "content": {"config", "data", "experiment", "models"},
     "storage": {"config", "experiment"},
     "data": {"config"},
     "models": {"adapters", "config", "data", "storage"},

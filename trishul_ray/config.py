@@ -47,6 +47,11 @@ def _usable_path(text: str) -> str:
     return text
 
 
+def _noted_hash(note: str | None, path: str | None) -> str | None:
+    hash_, _, noted_path = (note or "").partition(" ")
+    return hash_ if hash_ and noted_path == path else None
+
+
 #: A name or a path that the file system accepts.
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
@@ -64,6 +69,11 @@ class DataConfig(Section):
     path: PathText | None = Field(
         None, description="your own data (dataset images, table or hub): folder, file or hub name"
     )
+    content: str | None = not_in_id(
+        None,
+        "noted when loaded: the hash of what is at data.path, and that path; in the id, the "
+        "hash replaces the path",
+    )
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="your own data: names of its columns, e.g. {text: body, label: topic}",
@@ -74,6 +84,11 @@ class DataConfig(Section):
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
     )
+
+    @property
+    def content_hash(self) -> str | None:
+        """The noted hash of what is at ``path``; a note on another path does not count."""
+        return _noted_hash(self.content, self.path)
 
 
 class PartitionConfig(Section):
@@ -130,6 +145,11 @@ class ModelConfig(Section):
         description="a built-in model, a hub or mirror name owner/model, a local folder, or a "
         "short name: " + ", ".join(SHORT_MODEL_NAMES),
     )
+    content: str | None = not_in_id(
+        None,
+        "noted when loaded: the hash of a folder of your own, and its name; in the id, the "
+        "hash replaces the name",
+    )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="random: draw the weights from the seed"
     )
@@ -148,6 +168,11 @@ class ModelConfig(Section):
     image_size: int | None = Field(
         None, ge=4, description="resize images to this side; default: the backbone's image size"
     )
+
+    @property
+    def content_hash(self) -> str | None:
+        """The noted hash of the folder ``name``; a note on another name does not count."""
+        return _noted_hash(self.content, self.name)
 
     @field_validator("name")
     @classmethod

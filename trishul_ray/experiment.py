@@ -106,9 +106,14 @@ class Experiment(Section):
         """Return every field that can change a number, as plain JSON values.
 
         Fields that the method ignores are left out; see
-        :meth:`trishul_ray.methods.base.Method.ignored_fields`.
+        :meth:`trishul_ray.methods.base.Method.ignored_fields`. The noted content of own data or of
+        an own model is in the place of its path; see :mod:`trishul_ray.content`.
         """
         kept = _identity_of(self)
+        if self.data.content_hash is not None:
+            kept["data"]["path"] = self.data.content_hash
+        if self.model.content_hash is not None:
+            kept["model"]["name"] = self.model.content_hash
         for name in build_method(self.method).ignored_fields(self.adapter):
             section, _, field = name.partition(".")
             if field:

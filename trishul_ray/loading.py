@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray.config import SHORT_MODEL_NAMES
+from trishul_ray.content import note_content
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
@@ -64,14 +65,19 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
     return _with_default_learning_rate(experiment)
 
 
-def build_experiment(fields: dict[str, Any]) -> Experiment:
-    """Validate the fields of an experiment; raises as :func:`load_experiment`."""
+def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment:
+    """Validate the fields of an experiment; raises as :func:`load_experiment`.
+
+    With ``note``, the content of its own data and model is noted as it is now; see
+    :mod:`trishul_ray.content`.
+    """
     try:
-        return Experiment.model_validate(fields)
+        experiment = Experiment.model_validate(fields)
     except ValidationError as error:
         # A union repeats the error of each of its members.
         messages = dict.fromkeys(_describe_error(item, fields) for item in error.errors())
         raise InputError("; ".join(messages)) from error
+    return note_content(experiment) if note else experiment
 
 
 def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:

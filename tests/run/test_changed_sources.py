@@ -1,4 +1,8 @@
-"""Data or weights that change after a run began are named, and the run is refused."""
+"""What happens to a run when its data or weights change.
+
+Own files are in its id by content: a changed file is another run. What a name of the mirror stands
+for is not: the run is refused, and what has changed is named.
+"""
 
 import json
 from dataclasses import replace
@@ -15,10 +19,11 @@ from trishul_ray.loading import load_experiment
 from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
 from trishul_ray.pretrain.objectives import new_backbone
 
+OWN = ["dataset=table", "data.path=hub/me/notes/train.csv", "model=hub/me/bert"]
 WORDS = [
-    "dataset=table",
-    "data.path=notes.csv",
-    "model=backbone",
+    "dataset=hub",
+    "data.path=me/notes",
+    "model=me/bert",
     "task.max_length=16",
     "method=fedit",
     "budget=2",
@@ -35,26 +40,32 @@ WORDS = [
 
 @pytest.fixture
 def place(tmp_path, cache, monkeypatch):
-    """The working directory, with a table and a backbone."""
+    """The working directory, with a mirror of a table and a backbone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
-    monkeypatch.delenv("TRISHUL_HUB", raising=False)
+    monkeypatch.setenv("TRISHUL_HUB", str(tmp_path / "hub"))
+    (tmp_path / "hub/me/notes").mkdir(parents=True)
     write_notes(tmp_path, "left")
-    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "backbone")
-    byte_tokenizer("bert").save_pretrained(tmp_path / "backbone")
+    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "hub/me/bert")
+    byte_tokenizer("bert").save_pretrained(tmp_path / "hub/me/bert")
     return tmp_path
 
 
 def write_notes(folder, first):
     rows = [f"{first if n % 2 else 'right'} {n},{n % 2}" for n in range(40)]
-    (folder / "notes.csv").write_text("\n".join(["text,label", *rows]))
+    (folder / "hub/me/notes/train.csv").write_text("\n".join(["text,label", *rows]))
 
 
 def change_weights(folder):
-    file = folder / "backbone/model.safetensors"
+    file = folder / "hub/me/bert/model.safetensors"
     state = load_file(file)
     state["bert.encoder.layer.0.output.dense.bias"][0] += 1.0
     save_file(state, file, metadata={"format": "pt"})
+
+
+def change_config(folder):
+    file = folder / "hub/me/bert/config.json"
+    file.write_text(file.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "relu"'))
 
 
 @pytest.fixture
@@ -100,9 +111,9 @@ def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
     assert code == 2 and "the weights of the backbone of run" in stderr
     assert trishul("run", *WORDS, "--fresh")[0] == 0
 
-    (place / "notes.csv").unlink()
+    (place / "hub/me/notes/train.csv").unlink()
     code, stderr = trishul("run", *WORDS)
-    assert code == 0 and "the data of this finished run can no longer be read" in stderr
+    assert code == 0 and "not compared with this finished run: the data (" in stderr
 
 
 def test_a_file_rewritten_with_the_same_rows_is_no_change(trishul, place):
@@ -113,6 +124,35 @@ def test_a_file_rewritten_with_the_same_rows_is_no_change(trishul, place):
     assert code == 0 and "this run had finished before" in stderr
     code, stderr = trishul("run", *WORDS, "--fresh")
     assert code == 0 and result_of(place)["sources"] == first["sources"]
+
+
+def test_changed_files_of_ones_own_are_another_run(trishul, place):
+    words = [*WORDS, *OWN]
+    assert trishul("run", *words)[0] == 0
+    first = result_of(place)
+    for change in (lambda place: write_notes(place, "other"), change_weights, change_config):
+        change(place)
+        code, stderr = trishul("run", *words)
+        assert code == 0 and "a new run" in stderr and "had finished" not in stderr
+    results = [json.loads(file.read_text()) for file in place.glob("runs/*/result.json")]
+    assert len({result["id"] for result in results}) == 4
+    assert len({result["state_sha256"] for result in results}) == 4
+    # Wherever they lie and however they are spelled, the same files are the same run.
+    write_notes(place, "left")
+    (place / "hub/me/notes/train.csv").rename(place / "notes.csv")
+    moved = ["data.path=./notes.csv", f"model={place}/hub/../hub/me/bert"]
+    experiments = [load_experiment(None, [*words, "data.path=notes.csv"])]
+    experiments += [load_experiment(None, [*words, *moved])]
+    assert len({experiment.id for experiment in experiments}) == 1 and first["id"] not in {
+        experiments[0].id
+    }
+
+
+def test_files_that_change_between_loading_and_running_are_named(place):
+    experiment = load_experiment(None, [*WORDS, *OWN])
+    write_notes(place, "other")
+    with pytest.raises(InputError, match=r"^data.path='hub/me/notes/train.csv' has changed: this"):
+        prepare_run(experiment)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from trishul_ray.cli import data, machine, run
+from trishul_ray.cli import data, machine, run, tables
 from trishul_ray.cli.output import describe_os_error
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.determinism import set_environment
@@ -38,6 +38,8 @@ app = typer.Typer(
 for command in (
     run.run,
     run.export,
+    tables.table,
+    tables.sweep,
     data.pretrain,
     data.methods,
     data.models,

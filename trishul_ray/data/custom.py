@@ -3,6 +3,8 @@
 If there are no test rows, ``data.test_share`` of the rows is set aside as the test split.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,8 +25,16 @@ from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import NamedImage, decode_and_resize
 from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
 from trishul_ray.data.public import Columns, Splits
-from trishul_ray.data.tables import SUFFIXES, file_signature, read_files
+from trishul_ray.data.tables import (
+    SUFFIXES,
+    column_names,
+    file_signature,
+    is_text,
+    read_files,
+    read_table,
+)
 from trishul_ray.errors import InputError
+from trishul_ray.files import digest
 
 #: Suffixes of the files that are read as images in a class folder.
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -45,6 +55,14 @@ class CustomDataset:
 
     def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
         return self._key(file_signature(file for split in files.values() for file in split))
+
+    def content(self) -> str | None:
+        """Return a hash of everything that the rows are made of, wherever it lies.
+
+        None if that is not known before the rows are read: on the hub, or where the files are
+        missing.
+        """
+        return None
 
     def _required_path(self, expected: str) -> str:
         if self.path is None:
@@ -72,6 +90,11 @@ class LocalImages(CustomDataset):
         """Return what the rows depend on: the files and the test share."""
         files = self._find_files()
         return self._files_key({s: [file for file, _ in labelled] for s, labelled in files.items()})
+
+    def content(self) -> str | None:
+        """Return a hash of splits, classes and images, in order; see :class:`CustomDataset`."""
+        files = self._find_files()
+        return _hash_of([(s, label, digest(f)) for s in files for f, label in files[s]])
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
@@ -132,8 +155,7 @@ def _subfolders(root: Path) -> list[Path]:
 class LocalTable(CustomDataset):
     """A CSV, TSV, JSONL or Parquet file, or a folder with ``train.*`` and, optionally, ``test.*``.
 
-    The dataset is prepared again when one of these files changes, but not when only an image file
-    changes whose path a table holds.
+    The dataset is prepared again when one of these files changes, or an image whose path they hold.
     """
 
     name = "table"
@@ -141,7 +163,14 @@ class LocalTable(CustomDataset):
 
     def key(self, hub: Path | None) -> str:
         """Return what the rows depend on: the files, the columns and the test share."""
-        return self._files_key(self._find_files())
+        files = self._find_files()
+        return self._files_key({**files, "images": self._listed_images(files)})
+
+    def content(self) -> str | None:
+        """Return a hash of splits, formats, files and images; see :class:`CustomDataset`."""
+        files = self._find_files()
+        tables = [(s, file.suffix.lower(), digest(file)) for s in files for file in files[s]]
+        return _hash_of([tables, [digest(image) for image in self._listed_images(files)]])
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] by split.
@@ -192,6 +221,18 @@ class LocalTable(CustomDataset):
         if "train" not in files_by_split:
             raise InputError(f"data.path={self.path!r} has no train.* file ({suffixes})")
         return files_by_split
+
+    def _listed_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
+        """Return the image files whose paths the tables hold, as far as they exist."""
+        column = self.columns.get("image", "image")
+        folder = files["train"][0].parent
+        images = []
+        for file in (file for split_files in files.values() for file in split_files):
+            if column in column_names(file):
+                values = read_table(file, [column]).column(column)
+                if is_text(values.type):
+                    images += [folder / name for name in values.to_pylist() if name]
+        return [image for image in images if image.is_file()]
 
 
 class CustomHubDataset(CustomDataset):
@@ -297,6 +338,10 @@ class CustomHubDataset(CustomDataset):
             return True
         values: Any = table.column(label).to_numpy()
         return bool(len(values)) and not bool((values == -1).all())
+
+
+def _hash_of(parts: Any) -> str:
+    return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
 
 
 #: The classes for your own data, by dataset name.

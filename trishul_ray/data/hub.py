@@ -15,6 +15,9 @@ import pyarrow as pa
 
 from trishul_ray.errors import InputError
 
+#: Beginning of the key of rows that are read from the hub itself.
+ON_HUB = "hub:"
+
 
 @dataclass(frozen=True)
 class HubRepo:
@@ -40,7 +43,7 @@ class HubRepo:
     def key(self) -> str:
         """What the rows read from the hub depend on: repository, configuration and revision."""
         at = f"@{self.revision}" if self.revision else ""
-        return f"hub:{self.repo}/{self.config or ''}{at}"
+        return f"{ON_HUB}{self.repo}/{self.config or ''}{at}"
 
     def mirror_files(self, hub: Path | None, splits: Sequence[str]) -> dict[str, list[Path]] | None:
         """Return the files of every split in the mirror ``hub``, or None if it has none of them.

@@ -18,6 +18,7 @@ from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.digits import Digits
 from trishul_ray.data.datasets.synthetic import SYNTHETIC
+from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.prepared import (
     FORMAT_VERSION,
     Column,
@@ -56,7 +57,10 @@ class Source(Protocol):
         """Published numbers of ``train`` and ``test`` rows; None for the user's own data."""
 
     def key(self, hub: Path | None) -> str:
-        """Return a text that changes whenever the rows may change."""
+        """Return a text that changes whenever the rows may change.
+
+        It begins with :data:`~trishul_ray.data.hub.ON_HUB` if :meth:`read` would download them.
+        """
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> _Contents:
         """Return the description, and the columns of every split; see ``DatasetInfo``."""
@@ -87,6 +91,7 @@ def prepare(
     cache: Path,
     hub: Path | None,
     progress: ProgressCallback | None = None,
+    download: bool = True,
 ) -> PreparedDataset:
     """Return a dataset as memory-mapped files, prepared now or before.
 
@@ -98,6 +103,7 @@ def prepare(
         cache: folder for prepared files.
         hub: local mirror with the hub's layout, searched before the hub; None for no mirror.
         progress: called with the stage and the fraction done.
+        download: whether to download rows that are on the hub alone.
 
     Raises:
         InputError: the name is unknown, or the dataset was not found; names the places searched.
@@ -107,9 +113,14 @@ def prepare(
     if hub is not None and not hub.is_dir():
         raise InputError(f"mirror {hub} (storage.hub or TRISHUL_HUB) is not a folder")
     report = progress or (lambda stage, fraction: None)
-    return _read_or_write(
-        cache, source.name, source.key(hub), source.splits, lambda: source.read(hub, report)
-    )
+    key = source.key(hub)
+
+    def contents() -> _Contents:
+        if not download and key.startswith(ON_HUB):
+            raise InputError(f"dataset {source.name} is not on this machine")
+        return source.read(hub, report)
+
+    return _read_or_write(cache, source.name, key, source.splits, contents)
 
 
 def find_source(data: "DataConfig | str") -> Source:

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from trishul_ray.data.prepared import Column
 from trishul_ray.errors import CorruptFileError
+from trishul_ray.files import digest
 
 #: File name suffixes that :func:`read_table` can read.
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
@@ -43,6 +44,25 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
     return readers[file.suffix.lower()](file, columns)
 
 
+def column_names(file: Path) -> list[str]:
+    """Return the names of a table's columns; of JSON lines, those of the first row.
+
+    Raises:
+        CorruptFileError: the file cannot be read in the format of its suffix.
+    """
+    suffix = file.suffix.lower()
+    kind = {".parquet": "parquet", ".jsonl": "JSON lines"}.get(suffix, "CSV")
+    try:
+        if kind == "parquet":
+            return list(pq.read_schema(file).names)
+        if kind == "JSON lines":
+            with file.open("rb") as lines:
+                return list(next(json_lines(lines, str(file)), (0, {}))[1])
+        return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, kind, error) from error
+
+
 def _read_parquet(file: Path, columns: Sequence[str] | None) -> pa.Table:
     try:
         with pq.ParquetFile(file) as opened:
@@ -53,13 +73,9 @@ def _read_parquet(file: Path, columns: Sequence[str] | None) -> pa.Table:
 
 
 def _read_csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    parse = pa.csv.ParseOptions(
-        delimiter="\t" if file.suffix.lower() == ".tsv" else ",", newlines_in_values=True
-    )
-    # With several threads, the parser's errors do not name the row.
-    read = pa.csv.ReadOptions(use_threads=False)
+    read, parse = _csv_options(file)
+    names = column_names(file)
     try:
-        names = pa.csv.open_csv(file, read, parse).schema.names
         # Read all columns as text: a text may look like a number.
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
@@ -68,6 +84,14 @@ def _read_csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(file, "CSV", error) from error
     return table if columns is None else table.select(_select(table.column_names, columns))
+
+
+def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
+    # With several threads, the parser's errors do not name the row.
+    return pa.csv.ReadOptions(use_threads=False), pa.csv.ParseOptions(
+        delimiter=delimiter, newlines_in_values=True
+    )
 
 
 def _read_json_lines(file: Path, columns: Sequence[str] | None) -> pa.Table:
@@ -125,9 +149,8 @@ def json_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, dict[s
 
 
 def file_signature(files: Iterable[Path]) -> str:
-    """Return a text that changes when a file does: path, size and modification time of each."""
-    resolved = [file.resolve() for file in files]
-    return json.dumps([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in resolved])
+    """Return the path and the content's hash of each file: a text that changes when a file does."""
+    return json.dumps([(str(file.resolve()), digest(file)) for file in files])
 
 
 def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:

@@ -124,7 +124,8 @@ class Blueprint:
     """What the server needs to know of a workbench, so that it holds no backbone.
 
     ``sources`` identifies what the configuration names only by its place: the SHA-256 of the
-    dataset's ``rows`` and, for texts, of their ``tokens``, and the weights of the ``backbone``.
+    dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
+    (``answers``), and the weights and configuration of the ``backbone``.
     Unknown sources are left out.
     """
 
@@ -143,9 +144,16 @@ class Blueprint:
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return the sources known in both that differ, as text for a message; empty if none do."""
     titles = {
-        "rows": "data", "tokens": "tokens of the data", "backbone": "weights of the backbone",
+        "rows": "data", "tokens": "tokens of the data", "answers": "answers of the classes",
+        "backbone": "weights of the backbone",
     }  # fmt: skip
     changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
     if "rows" in changed and "tokens" in changed:
         changed.remove("tokens")  # new rows imply new tokens
     return " and ".join(titles[source] for source in changed)
+
+
+def comparable(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Return whether the backbone's sources are of one kind: a folder's hash, or a hub's commit."""
+    backbones = [s["backbone"] for s in (before, now) if "backbone" in s]
+    return len({source.startswith("sha256:") for source in backbones}) < 2

@@ -4,11 +4,13 @@ The driver does this once; every worker gets the result.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from trishul_ray.adapters.targets import find_layers, scored_layers
+from trishul_ray.content import check_content
 from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import encode, prepare
@@ -17,10 +19,13 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.models.shared_weights import local_weights_source
 from trishul_ray.rng import numpy_rng
 from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
+from trishul_ray.tasks.verbalizer import Verbalizer
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     """Return the data and the partition of an experiment; the data are cached on disk.
 
     Raises:
-        InputError: the dataset was not found, or cannot be partitioned as configured.
+        InputError: the dataset was not found, is not what the experiment was loaded with, or cannot
+            be partitioned as configured.
     """
+    check_content(experiment)
     dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment), progress)
     return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
@@ -64,13 +71,61 @@ def prepare_dataset(
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the dataset as the task trains on it, the task, and the hashes of the data."""
     places = backbone.places
-    dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    sources = {"rows": dataset.fingerprint}
-    task = build_task(experiment, dataset.info, backbone)
-    if task.encoder is not None:
-        dataset = encode(dataset, task.encoder, cache=places.cache, progress=progress)
-        sources["tokens"] = dataset.fingerprint
+    rows = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
+    return dataset, task, {"rows": rows.fingerprint} | tokens
+
+
+def _encode_rows(
+    rows: PreparedDataset,
+    experiment: Experiment,
+    backbone: Backbone,
+    progress: ProgressCallback | None,
+) -> tuple[PreparedDataset, Task, dict[str, str]]:
+    """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
+    task = build_task(experiment, rows.info, backbone)
+    if task.encoder is None:
+        return rows, task, {}
+    dataset = encode(rows, task.encoder, cache=backbone.places.cache, progress=progress)
+    sources = {"tokens": dataset.fingerprint}
+    if isinstance(task, Verbalizer):  # the names of the classes may be the answers
+        sources["answers"] = ",".join(map(str, task.answer_ids))
     return dataset, task, sources
+
+
+def local_sources(
+    experiment: Experiment, progress: ProgressCallback | None = None
+) -> tuple[dict[str, str], str]:
+    """Return the sources of an experiment as they are on this machine; see ``Blueprint``.
+
+    Nothing is downloaded or pretrained.
+
+    Returns:
+        The sources that can be read here, and what cannot be, as text; empty if all can.
+    """
+    sources: dict[str, str] = {}
+    unknown = []
+    backbone = Backbone.of(experiment)
+    places = backbone.places
+    try:
+        rows = prepare(
+            experiment.data, cache=places.cache, hub=places.hub, progress=progress, download=False
+        )
+        sources["rows"] = rows.fingerprint
+        on_disk = backbone.name in BUILTINS or isinstance(backbone.location, Path)
+        if rows.info.kind != "image" and on_disk:
+            sources |= _encode_rows(rows, experiment, backbone, progress)[2]
+    except InputError as error:
+        unknown.append(f"the data ({error})")
+    try:
+        weights = local_weights_source(backbone)
+        if weights is None:
+            unknown.append(f"the weights of {backbone.name} (not on this machine)")
+        elif weights:
+            sources["backbone"] = weights
+    except InputError as error:
+        unknown.append(f"the weights of the backbone ({error})")
+    return sources, " and ".join(unknown)
 
 
 def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:

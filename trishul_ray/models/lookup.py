@@ -8,6 +8,7 @@ so that it needs neither network nor weights. Its values are those of each publi
 al. 2020).
 """
 
+import hashlib
 import importlib.util
 import json
 import logging
@@ -36,6 +37,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.files import digest
 from trishul_ray.models.builtin import BUILTINS
 
 if TYPE_CHECKING:
@@ -135,6 +137,21 @@ def local_folder(name: str) -> Path | None:
     """Return the folder ``name`` points to, or None; built-in and packaged names are no folders."""
     folder = Path(name).expanduser()
     return folder if name not in BUILTINS and name not in PACKAGED and folder.is_dir() else None
+
+
+def source_files(folder: Path, *, weights: bool = True) -> list[Path]:
+    """Return the files of a model's folder that a run may read, sorted.
+
+    These are configurations, tokenizer files and, unless they are drawn from a seed, ``weights``.
+    """
+    suffixes = (".json", ".model", ".txt", *((".safetensors",) if weights else ()))
+    return sorted(file for file in folder.iterdir() if file.suffix in suffixes and file.is_file())
+
+
+def folder_source(folder: Path, *, weights: bool = True) -> str:
+    """Return a hash of the names and content of :func:`source_files`, as ``sha256:<hex>``."""
+    files = [(file.name, digest(file)) for file in source_files(folder, weights=weights)]
+    return f"sha256:{hashlib.sha256(json.dumps(files).encode()).hexdigest()}"
 
 
 def packaged_folder(name: str) -> Path | None:

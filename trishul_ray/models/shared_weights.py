@@ -21,12 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import transformers
 from filelock import FileLock
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from trishul_ray.data.prepare import make_cache_folder
+from trishul_ray.files import stamp
+from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
+from trishul_ray.models.lookup import KNOWN, folder_source, source_files
 from trishul_ray.models.weights import build_module, draw_head, draw_weights, load_checkpoint
 
 if TYPE_CHECKING:
@@ -53,8 +57,8 @@ class Resident(NamedTuple):
     Attributes:
         model: On the CPU, in the run's precision, in eval mode.
         source: Identity of the weights, the same on every machine: the SHA-256 of a folder's
-            safetensors files, or a hub name with its commit. Empty if the weights are drawn from
-            the seed or the commit is unknown.
+            files, or a hub name with its commit. Empty if the architecture is built in and the
+            weights are drawn from the seed, or the commit is unknown.
         drawn: Parameters that the checkpoint lacks and that are drawn from the seed.
     """
 
@@ -84,7 +88,8 @@ def load_resident(
             cast(model, run_dtype(backbone.config))
             _remove_unused(file.parent)
             state = {name: tensor for name, tensor in _tensors(model) if name not in drawn}
-            metadata = {"drawn": json.dumps(drawn), "source": _weights_source(backbone, config)}
+            source = weights_source(backbone, getattr(config, "_commit_hash", None))
+            metadata = {"drawn": json.dumps(drawn), "source": source}
             write_aligned(file, state, metadata)
             del model, state
             resident = _map_model(file, backbone, config, kind, seed)
@@ -102,16 +107,14 @@ def weights_file(
 
     The seed determines random weights. A head drawn for a checkpoint is not in the file.
     """
+    location = backbone.location
     if backbone.config.init == "random":
-        source: Any = ["seed", seed]
+        source: Any = ["seed", seed, weights_source(backbone, None)]
+    elif isinstance(location, Path):
+        # Not by content: hashing gigabytes in every process would take longer than mapping them.
+        source = [str(location.resolve()), [(f.name, *stamp(f)) for f in source_files(location)]]
     else:
-        location = backbone.location
-        if isinstance(location, Path):
-            files = sorted([*location.glob("*.safetensors"), *location.glob("*.json")])
-            stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-            source = [str(location.resolve()), stats]
-        else:
-            source = [location, getattr(config, "_commit_hash", None)]
+        source = [location, getattr(config, "_commit_hash", None)]
     key = [
         FORMAT_VERSION,
         [torch.__version__, transformers.__version__],
@@ -125,23 +128,29 @@ def weights_file(
     return backbone.places.cache / "weights" / f"{digest}.safetensors"
 
 
-def _weights_source(backbone: "Backbone", config: PretrainedConfig) -> str:
-    """Identity of the weights; see :class:`Resident`."""
-    if backbone.config.init == "random":
+def weights_source(backbone: "Backbone", commit: str | None) -> str:
+    """Return the identity of the weights, see :class:`Resident`; ``commit`` is that of the hub."""
+    drawn, location = backbone.config.init == "random", backbone.location
+    if drawn and (backbone.name in BUILTINS or location in KNOWN):
         return ""
-    if isinstance(backbone.location, Path):
-        return folder_source(backbone.location)
-    commit = getattr(config, "_commit_hash", None)
-    return f"{backbone.location}@{commit}" if commit else ""
+    if isinstance(location, Path):
+        return folder_source(location, weights=not drawn)
+    return f"{location}@{commit}" if commit else ""
 
 
-def folder_source(folder: Path) -> str:
-    """Return the identity of a folder's weights: ``sha256:`` and a hash of its files."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return f"sha256:{digest.hexdigest()}"
+def local_weights_source(backbone: "Backbone") -> str | None:
+    """Return the :func:`weights_source` of what is on this machine; None if nothing is.
+
+    Raises:
+        InputError: The name matches no model.
+    """
+    location = backbone.location
+    if isinstance(location, Path):
+        known = backbone.config.init == "random" or location.is_dir()
+        return weights_source(backbone, None) if known else None
+    file = try_to_load_from_cache(location, "config.json")
+    commit = Path(file).parent.name if isinstance(file, str) else None
+    return weights_source(backbone, commit) if commit or location in KNOWN else None
 
 
 def write_aligned(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -70,7 +70,7 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> int:
         raise InputError(f"run {run!r} does not exist: no config.yaml in {home.uri}")
     fields = yaml.safe_load(home.read("config.yaml"))
     fields["storage"]["runs"] = folder or runs
-    experiment = build_experiment(fields)
+    experiment = build_experiment(fields, note=False)
     if experiment.id != name:
         raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
     prepared = prepare_run(experiment)

@@ -123,6 +123,12 @@ def metrics_parquet(records: list[dict[str, Any]]) -> bytes:
     return sink.getvalue()
 
 
+def read_metrics(home: Store) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.parquet; a metric not measured in a round is missing."""
+    rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pylist()
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
 def write_tables(experiment: Experiment, result: RunResult | Checkpoint, folder: Path) -> None:
     """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
     (folder / "config.yaml").write_bytes(config_yaml(experiment))

@@ -38,13 +38,11 @@ from trishul_ray.federation.prepare import (
     Prepared,
     check_fits,
     coverage_of,
-    prepare_rows,
+    local_sources,
     prepare_run,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.lookup import local_folder
-from trishul_ray.models.shared_weights import folder_source
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.run.artifacts import write_artifacts
@@ -68,6 +66,8 @@ from trishul_ray.tracking.store import tracking_uri, ui_command
 #: Of the folder of a run: why a sweep gave it up.
 FAILURE = "failure.json"
 
+#: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
+LOCK_SECONDS = 5.0
 #: What a run does: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
@@ -162,7 +162,8 @@ def run_steps(
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
         if fresh:
             home.remove_all()
-        _note_differences(experiment, home, progress)
+        if extras:  # a sweep's runs differ by design
+            _note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
         try:
             attempt = _attempt(home)
@@ -198,16 +199,10 @@ def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
 
 
 def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
-    """Raise an InputError if local data or a local backbone have changed since the run."""
-    now: dict[str, str] = {}
-    if experiment.data.path is not None:
-        try:
-            now |= prepare_rows(experiment, progress.task_progress("preparing data")).sources
-        except InputError as error:
-            progress.note(f"the data of this finished run can no longer be read: {error}")
-    folder = local_folder(experiment.model.name)
-    if folder is not None:
-        now["backbone"] = folder_source(folder)
+    """Raise an InputError if data or weights on this machine are not those of the run."""
+    now, unknown = local_sources(experiment, progress.task_progress("checking data"))
+    if unknown:
+        progress.note(f"not compared with this finished run: {unknown}")
     if changed := changed_sources(summary.get("sources", {}), now):
         raise InputError(
             f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
@@ -420,7 +415,7 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
     lock = FileLock(folder / f".{experiment.id}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise RunError(
             f"run {experiment.id} is being driven by another process; wait for it or stop it"

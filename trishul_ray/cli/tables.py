@@ -1,0 +1,175 @@
+"""Commands on many runs: the paper's tables, and sweeps of one's own."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trishul_ray.cli.output import err, out, print_field, print_line
+from trishul_ray.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from trishul_ray.report.outcomes import SweepOutcome
+    from trishul_ray.tuning.reproduce import Reproduced
+    from trishul_ray.tuning.sweep import Sweep
+
+Retries = Annotated[
+    int,
+    typer.Option(min=0, help="How often a failed cell is tried again, from its last round."),
+]
+StallMinutes = Annotated[
+    float,
+    typer.Option(
+        min=0.05,
+        help="Minutes without a finished round after which a cell is tried again.",
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(min=1, help="Cells at a time; default: as many as the cluster holds."),
+]
+ReportFolder = Annotated[
+    Path, typer.Option("--report", metavar="DIR", help="Where the report is written.")
+]
+
+
+def table(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...|all [KEY=VALUE ...]",
+            help="Tables of the paper, then key=value overrides of every run, e.g. "
+            "federation.rounds=5 storage.runs=s3://bucket/runs",
+            show_default=False,
+        ),
+    ],
+    profile: Annotated[
+        str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
+    ] = "paper",
+    retries: Retries = 2,
+    stall_minutes: StallMinutes = 30.0,
+    concurrency: Concurrency = None,
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Reproduce tables and figures of the paper: run what is missing, print them, write a report.
+
+    - `trishul table all --profile smoke` — every cell of every table, on embedded data
+    - `trishul table vision glue` — two tables by the paper's protocol
+
+    Repeat the command to continue: finished cells are never run again. `trishul plan` shows what
+    would run.
+    """
+    from trishul_ray.tuning.sweep import find_sweeps
+
+    names, overrides = split_arguments(arguments)
+    if not names:
+        raise InputError("name at least one table, or all")
+    sweeps = find_sweeps(names, profile, overrides)
+    run_sweeps(sweeps, retries, stall_minutes, concurrency, report)
+
+
+def sweep(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SWEEP.yaml] [KEY=VALUE ...]",
+            help="A sweep file (optional), then key=value overrides of every run",
+            show_default=False,
+        ),
+    ] = None,
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUES", help="Values of a field, as 0,0.01,0.1 or 0..4."),
+    ] = None,
+    retries: Retries = 2,
+    stall_minutes: StallMinutes = 30.0,
+    concurrency: Concurrency = None,
+    report: ReportFolder = Path("report"),
+) -> None:
+    """Run a grid or a search of whole runs, print its tables, and write a report.
+
+    - `trishul sweep mine.yaml federation.rounds=5`
+    - `trishul sweep --axis method.lam=0,0.01,0.1 --axis seed=0..4 dataset=digits`
+
+    Repeat the command to continue: finished cells are never run again.
+    """
+    from trishul_ray.tuning.sweep import load_sweep, sweep_from_axes
+
+    files, overrides = split_arguments(arguments or [])
+    if len(files) > 1:
+        raise InputError(f"one sweep file at a time, not {', '.join(files)}")
+    if bool(files) == bool(axis):
+        raise InputError("give either a sweep file, or at least one --axis field=value,value")
+    made = (
+        load_sweep(Path(files[0]), overrides) if files else sweep_from_axes(axis or [], overrides)
+    )
+    run_sweeps([made], retries, stall_minutes, concurrency, report)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return names and ``key=value`` overrides."""
+    return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
+
+
+def run_sweeps(
+    sweeps: "Sequence[Sweep]",
+    retries: int,
+    stall_minutes: float,
+    concurrency: int | None,
+    report: Path,
+) -> None:
+    """Run what is missing, print the tables, and write the report.
+
+    Raises:
+        RunError: Cells failed.
+        typer.Exit: Interrupted.
+    """
+    from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tuning.reproduce import reproduce
+    from trishul_ray.tuning.tuner import TuneOptions
+
+    options = TuneOptions(retries, stall_minutes, concurrency)
+    with SweepProgress(err) as progress:
+        try:
+            result = reproduce(sweeps, options, progress)
+        except RunError as error:
+            raise RunError(f"{error}. {_how_to_continue()}") from error
+        except KeyboardInterrupt:
+            with suppress(OSError):  # the terminal may be closed
+                print_line(f"stopped. {_how_to_continue()}", err)
+            raise typer.Exit(130) from None
+    _show(result.outcomes, report)
+    if result.mlflow_command:
+        print_field("MLflow", result.mlflow_command)
+    if result.failures:
+        raise RunError(_describe_failures(result))
+
+
+def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
+    from trishul_ray.report.page import write_report
+    from trishul_ray.report.tables import sweep_table
+
+    for outcome in outcomes:
+        for layout in outcome.tables:
+            out.print(sweep_table(layout, outcome))
+    print_field("report", write_report(outcomes, report))
+
+
+def _describe_failures(result: "Reproduced") -> str:
+    total = sum(len({cell.id for cell in outcome.cells}) for outcome in result.outcomes)
+    shown = [f"{name} ({why})" for name, why in list(result.failures.items())[:5]]
+    more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
+    return (
+        f"{len(result.failures)} of {total} cells have no result: {'; '.join(shown)}{more}. "
+        f"{_how_to_continue()}"
+    )
+
+
+def _how_to_continue() -> str:
+    # Repeat the words that were typed, so that the command can be copied.
+    command = shlex.join(["trishul", *sys.argv[1:]])
+    return f"Finished cells and rounds are kept; to continue: {command}"

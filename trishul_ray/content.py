@@ -1,0 +1,80 @@
+"""The content of your own data and model folders, which is in an experiment's id, not their paths.
+
+An id must not change with the place of a file (contract 5), and must change with its content: two
+files are two experiments. So the id has a hash of what lies at ``data.path`` or ``model.name`` in
+place of the path. The hash is noted in the experiment when it is loaded, because an id that is
+computed anew whenever it is asked for would change in the middle of a run with an edited file, and
+could not be computed on another machine. There, a run's ``config.yaml`` still has the note. An
+experiment whose path neither exists here nor has a note has the path itself in its id.
+
+Names of public datasets, and of models on the hub or in a mirror, are in the id as they are. What
+they stand for is compared when a result is used; see
+:func:`trishul_ray.federation.prepare.local_sources`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trishul_ray.errors import InputError
+
+if TYPE_CHECKING:
+    from trishul_ray.config import DataConfig, ModelConfig
+    from trishul_ray.experiment import Experiment
+
+
+def note_content(experiment: "Experiment") -> "Experiment":
+    """Return the experiment with the content of its own data and model as it is here now.
+
+    A note is kept where the path does not exist on this machine.
+    """
+    data, model = experiment.data, experiment.model
+    if (found := _data_content(data)) is not None:
+        data = data.model_copy(update={"content": f"{found} {data.path}"})
+    if (found := _model_content(model)) is not None:
+        model = model.model_copy(update={"content": f"{found} {model.name}"})
+    return experiment.model_copy(update={"data": data, "model": model})
+
+
+def check_content(experiment: "Experiment") -> None:
+    """Check that own data and model still are what they were when the experiment was loaded.
+
+    Raises:
+        InputError: They are not.
+    """
+    data, model = experiment.data, experiment.model
+    for field, path, noted, now in (
+        ("data.path", data.path, data.content_hash, _data_content(data)),
+        ("model.name", model.name, model.content_hash, _model_content(model)),
+    ):
+        if noted is not None and now is not None and noted != now:
+            raise InputError(
+                f"{field}={path!r} has changed: this experiment is on content {noted[:19]}, and it "
+                f"now has {now[:19]}; restore it, or start again: it is another experiment"
+            )
+
+
+def _data_content(data: "DataConfig") -> str | None:
+    """Return a hash of what ``data.path`` holds; None for hub data, or if it cannot be read."""
+    if data.path is None:
+        return None
+    from trishul_ray.data.custom import CUSTOM
+
+    if data.name not in CUSTOM:
+        return None
+    try:
+        return CUSTOM[data.name](data.path, data.columns, data.test_share).content()
+    except (InputError, OSError):
+        return None  # reading the rows will report it
+
+
+def _model_content(model: "ModelConfig") -> str | None:
+    """Return a hash of the folder ``model.name``; None if it is no folder, or cannot be read."""
+    if not Path(model.name).expanduser().is_dir():
+        return None
+    from trishul_ray.models.lookup import folder_source, local_folder
+
+    folder = local_folder(model.name)
+    try:
+        return folder_source(folder, weights=model.init != "random") if folder else None
+    except OSError:
+        return None  # loading the model will report it

@@ -1,0 +1,329 @@
+"""Run what is missing of sweeps: the implementation of ``trishul table`` and ``trishul sweep``.
+
+Cells are experiments, which sweeps share; each runs once. A repeated call examines the results in
+the store and runs only the cells that have none that can be used.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.federation.prepare import check_fits
+from trishul_ray.report.outcomes import SweepOutcome
+from trishul_ray.run.results import read_metrics
+from trishul_ray.storage import Store
+from trishul_ray.tracking.mlflow_run import Status
+from trishul_ray.tracking.store import tracking_uri
+from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
+from trishul_ray.tuning.cells import Cell
+from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
+from trishul_ray.tuning.state import CellState, collect, examine
+from trishul_ray.tuning.sweep import Sweep
+from trishul_ray.tuning.trial import CellRun, attempt_of
+from trishul_ray.tuning.tuner import STOPPED_EARLY, TuneOptions, run_cells, run_search
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """What :func:`reproduce` found and ran.
+
+    Attributes:
+        outcomes: Results of every sweep, with the cells that a search sampled.
+        failures: Why cells have no result, by name.
+        ran: Number of cells that were run.
+        mlflow_command: Opens the tracking store of the first sweep.
+    """
+
+    outcomes: tuple[SweepOutcome, ...]
+    failures: Mapping[str, str]
+    ran: int
+    mlflow_command: str | None
+
+
+def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProgress) -> Reproduced:
+    """Run the missing cells of sweeps and return all outcomes.
+
+    Raises:
+        InputError: An experiment does not fit its backbone, the cluster cannot hold it, or no data
+            are available; no run was started.
+        RunError: Ray or Ray Tune failed.
+    """
+    work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
+    work.examine()
+    missing = work.unfinished()
+    check_cells({id: work.experiment(id) for id in missing}, work.name)
+    for id in missing:
+        if (state := work.states[id]).fresh:
+            progress.note(f"{work.name(id)} is {state.status} and runs again: {state.reason}")
+    for note in dict.fromkeys(state.note for state in work.states.values() if state.note):
+        progress.note(f"finished results were {note}")
+    searches = [part for part in work.parts if is_adaptive(part.sweep)]
+    status: Status = "FAILED"
+    try:
+        work.open_parents()
+        if missing or searches:
+            progress.phase("starting Ray")
+            with ray_session():
+                _run(work, missing, searches, options)
+        work.examine()
+        failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
+        status = "FAILED" if failures else "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        work.close_parents(status)
+    outcomes = collect([part.sweep for part in work.parts], work.states)
+    commands = [part.parent.ui_command() for part in work.parts if part.parent is not None]
+    return Reproduced(outcomes, failures, len(missing), commands[0] if commands else None)
+
+
+def _run(
+    work: "_Work", missing: Sequence[str], searches: Sequence["_Part"], options: TuneOptions
+) -> None:
+    """Run missing cells on Ray; runs are compared with each other where they may be stopped."""
+    left = dict.fromkeys(missing)
+    for part in work.parts:
+        if part.sweep.early_stopping is not None and not is_adaptive(part.sweep):
+            own = [id for id in part.cells if id in left]
+            _run_cells(work, own, options, part.sweep)
+            left = {id: None for id in left if id not in own}
+    _run_cells(work, list(left), options)
+    for part in searches:
+        assert part.sweep.search is not None
+        samples: list[Cell] = []
+        for cell in part.sweep.cells:
+            found = run_search(
+                _Samples(part.sweep, cell, part.parent_id),
+                cell.experiment,
+                part.sweep.search,
+                options,
+                work.progress,
+                part.sweep.early_stopping,
+            )
+            samples += [sampled(cell, values) for values in found]
+        work.set_samples(part, samples)
+
+
+def _run_cells(
+    work: "_Work", ids: Sequence[str], options: TuneOptions, sweep: Sweep | None = None
+) -> None:
+    if ids:
+        runs = {id: work.run_of(id) for id in ids}
+        stopping, search = (sweep.early_stopping, sweep.search) if sweep else (None, None)
+        run_cells(runs, options, work.progress, stopping, search)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Finds what to run for a sample of a cell."""
+
+    sweep: Sweep
+    cell: Cell
+    parent: str | None
+
+    def __call__(self, config: Mapping[str, object]) -> CellRun:
+        cell = sampled(self.cell, config)
+        tags = cell_tags(self.sweep, cell)
+        return CellRun(with_parent(cell.experiment, self.parent), cell_name(self.sweep, cell), tags)
+
+
+class _Part:
+    """A sweep, its MLflow run, and its cells by the id of their experiment."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.parent: SweepRun | None = None
+        self.set_sweep(sweep)
+
+    def set_sweep(self, sweep: Sweep) -> None:
+        """Set the sweep; the cells of an adaptive one are only known once it has run."""
+        self.sweep = sweep
+        self.cells: dict[str, Cell] = {}
+        for cell in () if is_adaptive(sweep) else sweep.cells:
+            self.cells.setdefault(cell.experiment.id, cell)
+
+    @property
+    def parent_id(self) -> str | None:
+        return self.parent.run_id if self.parent is not None else None
+
+
+class _Work:
+    """The cells of several sweeps, each once, and what is known of them."""
+
+    def __init__(self, sweeps: Sequence[Sweep], progress: SweepProgress) -> None:
+        self.progress = progress
+        self.parts = [_Part(sweep) for sweep in sweeps]
+        self.states: dict[str, CellState] = {}
+        self._index()
+
+    def _index(self) -> None:
+        self.holders: dict[str, list[_Part]] = {}
+        for part in self.parts:
+            for id in part.cells:
+                self.holders.setdefault(id, []).append(part)
+
+    def set_samples(self, part: _Part, cells: Sequence[Cell]) -> None:
+        """Set the cells that a search has run."""
+        part.set_sweep(replace(with_samples(part.sweep, cells), search=None))
+        self._index()
+
+    def experiment(self, id: str) -> Experiment:
+        return self.holders[id][0].cells[id].experiment
+
+    def name(self, id: str) -> str:
+        part = self.holders[id][0]
+        return cell_name(part.sweep, part.cells[id])
+
+    def tags(self, id: str) -> dict[str, str]:
+        """Return the tags of a cell's MLflow run; the first sweep that has it wins."""
+        tags: dict[str, str] = {}
+        for part in self.holders[id]:
+            tags = cell_tags(part.sweep, part.cells[id]) | tags
+        return tags
+
+    def examine(self) -> None:
+        """Look up the results of all cells that are not known to have finished."""
+        unknown = [
+            id for id in self.holders
+            if id not in self.states or self.states[id].status != "finished"
+        ]  # fmt: skip
+        report = self.progress.task_progress("examining results")
+        self.states |= examine({id: self.experiment(id) for id in unknown}, report)
+
+    def unfinished(self) -> list[str]:
+        """Return the cells that have no result that can be used, and that some sweep needs."""
+        return [
+            id
+            for id, parts in self.holders.items()
+            if self.states[id].status != "finished"
+            and not (
+                self.states[id].reason.startswith(STOPPED_EARLY)
+                and all(part.sweep.early_stopping is not None for part in parts)
+            )
+        ]
+
+    def run_of(self, id: str) -> CellRun:
+        """Return what the trial of a cell runs."""
+        experiment = self.experiment(id)
+        return CellRun(
+            with_parent(experiment, self.holders[id][0].parent_id),
+            self.name(id),
+            self.tags(id),
+            replaces=attempt_of(run_folder(experiment)) if self.states[id].fresh else None,
+        )
+
+    def open_parents(self) -> None:
+        """Open the MLflow run of each sweep, before any trial opens the store.
+
+        Raises:
+            InputError: The tracking store cannot be used.
+        """
+        for part in self.parts:
+            part.parent = open_parent(part.sweep)
+
+    def close_parents(self, status: Status) -> None:
+        """End the MLflow runs of the sweeps, and of cells that were being driven."""
+        for part in self.parts:
+            if part.parent is None:
+                continue
+            finished = {
+                id: state.summary.get("mlflow_run_id")
+                for id, state in self.states.items()
+                if state.summary is not None and id in part.cells
+            }
+            failed = [id for id in part.cells if self.states[id].status == "failed"]
+            tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
+            rejected = part.parent.settle(tags, finished, failed, self._rounds)
+            counts = {
+                "finished": len(finished),
+                "failed": len(failed),
+                "missing": len(part.cells) - len(finished) - len(failed),
+            }
+            for line in rejected + part.parent.close(counts, status):
+                self.progress.note(f"MLflow refused: {line}")
+
+    def _rounds(self, id: str) -> list[dict[str, float]] | None:
+        home = run_folder(self.experiment(id))
+        return read_metrics(home) if home.exists("result.json") else None
+
+
+def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:
+    """Check that the adapters of all cells fit their backbones.
+
+    Raises:
+        InputError: One does not; the message names the cell.
+    """
+    checked: set[str] = set()
+    for id, experiment in experiments.items():
+        kept = experiment.model_dump_json(include={"model", "adapter", "budget", "method"})
+        if kept not in checked:
+            checked.add(kept)
+            try:
+                check_fits(experiment)
+            except InputError as error:
+                raise InputError(f"cell {name(id)!r}: {error}") from error
+
+
+def cell_name(sweep: Sweep, cell: Cell) -> str:
+    """Return how a cell is called in messages: ``vision: FedIT, lower, seed=0``."""
+    labels = [
+        f"{axis}={label}" if label.replace(".", "").isdigit() else label
+        for axis, label in cell.labels.items()
+    ]
+    return f"{sweep.name}: {', '.join(labels)}" if labels else sweep.name
+
+
+def cell_tags(sweep: Sweep, cell: Cell) -> dict[str, str]:
+    """Return the tags of a cell's MLflow run: the sweep, and its place in the first table."""
+    tags = {
+        "sweep": sweep.name,
+        "profile": sweep.profile,
+        "seed": str(cell.experiment.seed),
+        f"{SWEEP_TAG}{sweep.name}": sweep.profile,
+    }
+    for table in sweep.tables:
+        if all(cell.labels[axis] in labels for axis, labels in table.where.items()):
+            row, column = (
+                ", ".join(cell.labels[axis] for axis in axes)
+                for axes in (table.rows, table.columns)
+            )
+            return tags | {"table": table.name, "row": row, "column": column}
+    return tags
+
+
+def with_parent(experiment: Experiment, parent: str | None) -> Experiment:
+    """Return an experiment whose MLflow run belongs to a sweep's."""
+    if parent is None:
+        return experiment
+    tracking = experiment.tracking.model_copy(update={"parent_run": parent})
+    return experiment.model_copy(update={"tracking": tracking})
+
+
+def open_parent(sweep: Sweep) -> SweepRun | None:
+    """Open the MLflow run of a sweep, the same one at every call; None if it logs nothing.
+
+    Raises:
+        InputError: The tracking store cannot be used.
+    """
+    tracked = [cell.experiment for cell in sweep.cells if cell.experiment.tracking.mlflow]
+    if not tracked:
+        return None
+    experiment = tracked[0]
+    runs, options = experiment.storage.runs, experiment.tracking
+    names = [sweep.name, sweep.profile, Store.open(runs).uri]
+    if sweep.file is None:  # axes on the command line have no name of their own
+        names += sorted({cell.experiment.id for cell in sweep.cells})
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    return SweepRun.open(
+        tracking_uri(options.uri, runs),
+        options.experiment,
+        f"sweep-{digest}",
+        f"{sweep.name}-{sweep.profile}",
+        {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
+        {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
+    )

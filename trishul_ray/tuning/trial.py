@@ -1,0 +1,186 @@
+"""A Ray Tune trial that is one federated run; one step is one round.
+
+The trial's process drives the run. The coordinator and the client actors are started from it and
+live in the bundles of its placement group. A trial that failed is run again by Tune and continues
+from the checkpoint of the last round; nothing is saved by Tune.
+"""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import tune
+from ray.tune.result import DONE
+
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.on_ray.actors import WorkerEnvironment
+from trishul_ray.federation.on_ray.workers import Workers
+from trishul_ray.federation.server import RoundReport
+from trishul_ray.run.results import flat_metrics
+from trishul_ray.run.runner import FinishedRun, RunSteps, run_steps
+from trishul_ray.storage import Store
+from trishul_ray.tracking.progress import HEADLINES, RunProgress
+
+#: Keys of a trial's results, besides the metrics of the round.
+ROUND, HEADLINE, NOTES, FAILURE, FINISHED = "round", "headline", "notes", "failure", "finished"
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """What a trial runs.
+
+    Attributes:
+        experiment: The run.
+        name: How it is called in messages.
+        tags: Tags of its MLflow run.
+        replaces: Attempt of an earlier run with the same id that is deleted first, as
+            :func:`attempt_of` returns it; None keeps what there is and continues it.
+    """
+
+    experiment: Experiment
+    name: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    replaces: str | None = None
+
+
+#: Returns what a trial runs, given its Tune configuration.
+FindRun = Callable[[Mapping[str, Any]], CellRun]
+
+
+def attempt_of(home: Store) -> str:
+    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
+    try:
+        return str(json.loads(home.read("attempt.json"))["attempt"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return ""
+
+
+class _Notes(RunProgress):
+    """Collects what a run reports while it trains, instead of displaying it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.notes: list[str] = []
+        self._training = False
+
+    def phase(self, text: str) -> None:
+        self._training = self._training or text.startswith("training")
+
+    def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        if self._training:  # before, it is what every cell of a sweep would report
+            self.notes.append(text)
+
+    def task_progress(self, label: str) -> Callable[[str, float], None]:
+        return lambda text, share: None
+
+
+class CellTrial(tune.Trainable):
+    """Runs one cell of a sweep after the other, with the same coordinator and client actors.
+
+    Each result is one round: its number, its metrics, and what was reported in it. The last one
+    has ``finished``, or ``failure`` if the same input would fail again.
+    """
+
+    def setup(  # type: ignore[override]  # tune.with_parameters adds the others
+        self, config: dict[str, Any], find: FindRun, environment: WorkerEnvironment
+    ) -> None:
+        """Open the first run, which starts with the first step."""
+        environment.apply()
+        os.environ.pop("MLFLOW_RUN_ID", None)  # would replace the parent of the runs logged here
+        self._find = find
+        self._workers = Workers()
+        self._open(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Open the next run; the actors stay."""
+        self._close_run()
+        self._open(new_config)
+        return True
+
+    def cleanup(self) -> None:
+        """End the actors."""
+        self._close_run()
+        self._workers.close()
+
+    def step(self) -> dict[str, Any]:
+        """Run one round and return its metrics.
+
+        Raises:
+            RunError: The run failed; the message is one line.
+        """
+        try:
+            while not self._results:
+                self._advance()
+        except InputError as error:
+            # Not raised: Tune would try again, and the input stays wrong.
+            self._add({FAILURE: _one_line(error), DONE: True})
+        except (RunError, OSError) as error:
+            raise RunError(_one_line(error)) from None
+        return self._results.popleft()
+
+    def _open(self, config: Mapping[str, Any]) -> None:
+        run = self._find(config)
+        self._notes = _Notes()
+        self._metrics: dict[str, float] = {}
+        self._results: deque[dict[str, Any]] = deque()
+        self._steps = self._run(run)
+
+    def _run(self, run: CellRun) -> RunSteps:
+        # A generator: nothing is done before the first step, where Tune handles errors.
+        old = run.replaces is not None and run.replaces == attempt_of(run_folder(run.experiment))
+        return (
+            yield from run_steps(
+                run.experiment,
+                self._notes,
+                fresh=old,
+                workers=self._workers,
+                extras=False,
+                tags=run.tags,
+            )
+        )
+
+    def _advance(self) -> None:
+        try:
+            report = next(self._steps)
+            self._add_rounds(report)
+            if report.finished:
+                # Write the results in the same step: the last round is the last step.
+                next(self._steps)
+        except StopIteration as end:
+            finished: FinishedRun = end.value
+            if not self._results:
+                self._metrics = finished.summary["final"]
+                self._add({ROUND: finished.summary["final"]["round"]})
+            self._results[-1] |= {FINISHED: True, DONE: True, NOTES: self._take_notes()}
+
+    def _add_rounds(self, report: RoundReport) -> None:
+        for record in report.records:
+            self._metrics |= flat_metrics(record)
+            self._add({ROUND: record["round"]})
+
+    def _add(self, fields: dict[str, Any]) -> None:
+        measured = [self._metrics[name] for name in HEADLINES if name in self._metrics]
+        headline = {HEADLINE: measured[0]} if measured else {}
+        known = {NOTES: self._take_notes(), DONE: False}
+        self._results.append({**self._metrics, **headline, **known, **fields})
+
+    def _take_notes(self) -> list[str]:
+        notes, self._notes.notes = self._notes.notes, []
+        return notes
+
+    def _close_run(self) -> None:
+        with suppress(Exception):  # it has failed, or Tune has stopped it
+            self._steps.close()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
