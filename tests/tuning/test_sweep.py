@@ -165,6 +165,8 @@ MISTAKES = [
     ("base: &a\n  b: *a\n", 1, ["an alias that contains itself"]),
     ("a: &a {seed: 1}\nbase: {<<: *a}\n", 2, ["`<<` is not supported; use `extends: FILE`"]),
     ("base:\n  ? [a]\n  : 1\n", 2, ["a key must be a name or a number"]),
+    ('axes:\n  a:\n    "x\\ny": {}\n', 3, ["a key must be a name or a number, in one line"]),
+    ('axes:\n  seed: ["1\\n"]\n', 2, ["axis 'seed' must be a name or a number, not '1\\n'"]),
     ("base: {seed: 2020-13-45}\n", 1, ["put it in quotes"]),
     ("name: a/b\n", 1, ["name 'a/b' must be letters, digits"]),
     ("profile: big\n", 1, ["profile=big: must be one of paper, small, smoke, custom"]),
