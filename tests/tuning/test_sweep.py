@@ -306,6 +306,11 @@ def test_a_mistake_in_an_extended_file_names_that_file(write):
     refuse(write("extends: base.yaml\naxes: {budget: [4]}\n"), "base.yaml:5: except: axis 'seed'")
 
 
+def test_the_name_of_a_file_can_be_that_of_a_folder(write):
+    refuse(write("base: {}", "my sweep.yaml"), "my sweep.yaml: name 'my sweep' must be letters")
+    assert load_sweep(write("name: other", "my sweep.yaml")).name == "other"
+
+
 def test_files_that_extend_each_other(write):
     write("extends: s.yaml\n", "other.yaml")
     refuse(write("extends: other.yaml\n"), "other.yaml:1: extends: s.yaml extends this file, too")
