@@ -5,7 +5,7 @@ cells, and one that draws it. Both work with whatever cells are finished; the no
 says what is missing. A new kind is an entry of :data:`KINDS`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from trishul_ray.report.paper_figures.overhead import draw_overhead, overhead
 from trishul_ray.report.paper_figures.scatter import accuracy_inconsistency, draw_scatter
 from trishul_ray.report.paper_figures.selection import Selection
 from trishul_ray.report.paper_figures.spectra import draw_spectra, svt_spectra
-from trishul_ray.report.paper_figures.style import figure_style, to_svg, write_note
+from trishul_ray.report.paper_figures.style import figure_style, to_svg
 
 
 class FigureData(Protocol):
@@ -49,14 +49,14 @@ class Kind:
 
     Attributes:
         collect: Returns the data, None if there is nothing to draw.
-        draw: Draws the data.
+        draw: Draws the data above a note.
         options: Options with their defaults. Those of :data:`AXES` name an axis of the sweep or a
             list of axes; their default is the first of these that the sweep has, or none.
         timed: Whether it shows measured seconds, so that a repetition differs.
     """
 
     collect: Callable[[Selection], Any]
-    draw: Callable[[Any], Figure]
+    draw: Callable[[Any, Sequence[str]], Figure]
     options: Mapping[str, Any]
     timed: bool = False
 
@@ -110,8 +110,7 @@ def draw(figure: FigureLayout, sweep: SweepOutcome) -> list[tuple[str, str]]:
     note = selection.footnote(data.remarks)
     description = " ".join([data.describe(), *note])
     with figure_style():
-        drawing = kind.draw(data)
-        write_note(drawing, note)
+        drawing = kind.draw(data, note)
         name = f"{sweep.name}-{figure.name}"
         text = to_svg(drawing, name, figure.title, description, timed=kind.timed)
     return [(figure.name, text)]

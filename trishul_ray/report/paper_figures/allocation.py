@@ -1,9 +1,9 @@
 """The two figures of core heads per block, by allocation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from trishul_ray.report.figures import GREY, strip_common_parts
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.report.paper_figures.selection import Estimate, Selection
-from trishul_ray.report.paper_figures.style import new_panels, set_title, styles_of
+from trishul_ray.report.paper_figures.style import legend_above, new_panels, set_labels, styles_of
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def allocation(selection: Selection) -> AllocationData | None:
     without = [cell for cell in selection.finished if not cell.summary["heads"]]
     if not panels:
         return None
-    remarks = [
-        "heads on each adapted matrix of a block; squared norm of a block's adapted matrices"
-    ]
+    remarks = ["heads on each adapted matrix of a block"]
     if pooled:
         remarks += ["bars: mean, smallest and largest over runs", *selection.pooled(pooled)]
     if without:
@@ -82,9 +80,9 @@ def _backbones(cells: tuple[CellOutcome, ...]) -> list[tuple[str, tuple[str, ...
     return list(dict.fromkeys(_backbone(cell) for cell in cells if cell.summary["heads"]))
 
 
-def draw_bars(data: AllocationData) -> Figure:
+def draw_bars(data: AllocationData, note: Sequence[str]) -> Figure:
     """Draw bars of heads for each allocation, and the squared norms on a second axis."""
-    figure, panels = _panels(data)
+    figure, panels = _panels(data, note)
     styles = styles_of(data.names)
     for axes, panel in zip(panels, data.panels, strict=True):
         width = 0.84 / len(panel.heads)
@@ -99,20 +97,20 @@ def draw_bars(data: AllocationData) -> Figure:
         second = axes.twinx()
         second.plot(
             range(len(panel.norms)), panel.norms, "kD:", markersize=3.5, linewidth=1,
-            markerfacecolor="white", label="squared norm (right)",
+            markerfacecolor="white", label="squared norm of a block's adapted matrices (right)",
         )  # fmt: skip
         second.set_ylim(0, 1.15 * max(panel.norms) or 1.0)
-        second.set_ylabel("squared norm of adapted matrices", fontsize=9)
+        second.set_ylabel("squared norm", fontsize=9)
         second.tick_params(labelsize=8)
         second.spines["top"].set_visible(False)
         _finish(axes, panel)
-    _legend(figure)
+    legend_above(figure)
     return figure
 
 
-def draw_layerwise(data: AllocationData) -> Figure:
+def draw_layerwise(data: AllocationData, note: Sequence[str]) -> Figure:
     """Draw the heads of each block as points, with a line from the mean number of heads."""
-    figure, panels = _panels(data)
+    figure, panels = _panels(data, note)
     styles = styles_of(data.names)
     for axes, panel in zip(panels, data.panels, strict=True):
         mean = float(np.mean([e.centre for _, heads in panel.heads for e in heads]))
@@ -127,13 +125,14 @@ def draw_layerwise(data: AllocationData) -> Figure:
                 label=name,
             )  # fmt: skip
         _finish(axes, panel)
-    _legend(figure)
+    legend_above(figure)
     return figure
 
 
-def _panels(data: AllocationData) -> tuple[Figure, list[Axes]]:
+def _panels(data: AllocationData, note: Sequence[str]) -> tuple[Figure, list[Axes]]:
     blocks = max(len(panel.blocks) for panel in data.panels)
-    return new_panels(len(data.panels), 1, width=min(11.0, max(6.0, 2.0 + 0.4 * blocks)))
+    width = min(9.0, max(5.5, 2.0 + 0.33 * blocks))
+    return new_panels(len(data.panels), note, columns=1, width=width)
 
 
 def _finish(axes: Axes, panel: Allocation) -> None:
@@ -146,18 +145,4 @@ def _finish(axes: Axes, panel: Allocation) -> None:
     axes.set_ylim(0, 1.2 * max(e.high for _, heads in panel.heads for e in heads) or 1.0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(False, axis="x")
-    axes.set_xlabel("block, from input to output", fontsize=9)
-    axes.set_ylabel("heads per adapted matrix", fontsize=9)
-    set_title(axes, panel.title)
-
-
-def _legend(figure: Figure) -> None:
-    """Name each series once, above the panels."""
-    found: dict[str, Artist] = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
-    figure.legend(
-        list(found.values()), list(found), loc="outside upper center", ncols=3, frameon=False,
-        fontsize=8,
-    )  # fmt: skip
+    set_labels(axes, panel.title, "block, from input to output", "heads per matrix")

@@ -1,17 +1,21 @@
 """The figure of the covariance of the clients' updates, by series, on one colour scale."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.selection import SEED, Selection
-from trishul_ray.report.paper_figures.style import new_panels, set_title
+from trishul_ray.report.paper_figures.selection import Selection
+from trishul_ray.report.paper_figures.style import new_panels, set_labels
 from trishul_ray.report.uploads import mean_over_rounds
 
+#: So few levels that a colour bar is drawn as vectors; the middle one is zero.
+_COLOURS = colormaps["cividis"].resampled(47)
 #: Matrices of two clients each (option ``matrix``), with their titles.
 MATRICES = {
     "covariance": "covariance of updates",
@@ -45,12 +49,12 @@ def covariance(selection: Selection) -> CovarianceData | None:
     Clients of another seed hold other data, so matrices are not averaged over runs.
     """
     series, kind = selection.axes("series"), selection.options["matrix"]
-    groups = selection.groups(series)
+    groups, run_axes = selection.groups(series), selection.run_axes(series)
     runs: dict[tuple[str, ...], dict[str, CellOutcome]] = {}
     for group in groups:
         for cell in group.cells:
             if kind in cell.arrays:
-                others = tuple(v for axis, v in cell.labels.items() if axis not in series)
+                others = tuple(cell.labels[axis] for axis in run_axes)
                 runs.setdefault(others, {})[group.name] = cell
     if not runs:
         return None
@@ -60,11 +64,7 @@ def covariance(selection: Selection) -> CovarianceData | None:
     )
     one = next(iter(run.values()))
     remarks = ["mean over the rounds that two clients were both in"]
-    remarks += [
-        f"{axis} {selection.shown(axis, one.labels[axis])} alone"
-        for axis in selection.varying
-        if axis not in series and (axis != SEED or len(runs) > 1)
-    ]
+    remarks += [f"{axis} {selection.shown(axis, one.labels[axis])} alone" for axis in run_axes]
     if kind == "covariance" and (size := one.arrays["clients"].shape[1]) > 1:
         expected = -1 / (size - 1)
         remarks.append(
@@ -86,9 +86,9 @@ def _off_diagonal(matrix: NDArray[np.float64]) -> float:
     return float(np.nanmean(rest)) if np.isfinite(rest).any() else math.nan
 
 
-def draw_covariance(data: CovarianceData) -> Figure:
+def draw_covariance(data: CovarianceData, note: Sequence[str]) -> Figure:
     """Draw each matrix; larger is lighter, and pairs that never met are hatched."""
-    figure, panels = new_panels(len(data.matrices), 3, width=3.9, height=3.6)
+    figure, panels = new_panels(len(data.matrices), note, width=3.6, height=3.4)
     values = np.concatenate([matrix[np.isfinite(matrix)] for _, _, matrix in data.matrices])
     limit = float(np.abs(values).max()) or 1.0
     low = -limit if (values < 0).any() else 0.0
@@ -101,7 +101,7 @@ def draw_covariance(data: CovarianceData) -> Figure:
                           edgecolor="#999999", hatch="////", linewidth=0, zorder=0)  # fmt: skip
         image = axes.pcolormesh(
             np.arange(count + 1) - 0.5, np.arange(count + 1) - 0.5, np.ma.masked_invalid(matrix),
-            cmap="cividis", vmin=low, vmax=limit, zorder=1,
+            cmap=_COLOURS, vmin=low, vmax=limit, zorder=1,
         )  # fmt: skip
         axes.set_aspect("equal")
         axes.invert_yaxis()
@@ -110,9 +110,9 @@ def draw_covariance(data: CovarianceData) -> Figure:
         axes.set_xticks(ticks, labels)
         axes.set_yticks(ticks, labels)
         ratio = _off_diagonal(matrix) / float(np.nanmean(np.diag(matrix)))
-        set_title(axes, f"{name}\noff-diagonal / diagonal {ratio:.2f}")
-        axes.set_xlabel("client (hatched: never in one round)", fontsize=9)
-        axes.set_ylabel("client", fontsize=9)
+        hatched = " (hatched: never in one round)" if np.isnan(matrix).any() else ""
+        title = f"{name}: off-diagonal / diagonal {ratio:.2f}"
+        set_labels(axes, title, f"client{hatched}", "client")
     assert image is not None
     bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02)
     bar.set_label(data.title, fontsize=9)

@@ -23,7 +23,7 @@ from trishul_ray.report.paper_figures.style import (
     Style,
     label_ends,
     new_panels,
-    set_title,
+    set_labels,
     styles_of,
 )
 
@@ -68,7 +68,6 @@ class LineData:
     """The content of a figure of lines; ``names`` also has the series that are missing."""
 
     panels: tuple[Panel, ...]
-    columns: int
     x_label: str
     scale: Scale
     names: tuple[str, ...]
@@ -90,9 +89,8 @@ class LineData:
 class _Collector:
     """Collects the panels of one figure, and what there is to say about them."""
 
-    def __init__(self, selection: Selection, scale: Scale, x_label: str, columns: int) -> None:
+    def __init__(self, selection: Selection, scale: Scale, x_label: str) -> None:
         self.selection, self.scale, self.x_label = selection, scale, x_label
-        self.columns = columns
         self.series = selection.axes("series")
         self.panels: list[Panel] = []
         self.empty: dict[int, CellOutcome] = {}
@@ -107,15 +105,19 @@ class _Collector:
         within: Group | None = None,
         percent: bool = False,
         expected: float = math.nan,
+        optional: bool = False,
     ) -> None:
-        """Add a panel with a line for each series, unless there is no value for any."""
+        """Add a panel with a line for each series, unless there is no value for any.
+
+        Cells without a value are named below the figure, unless that is ``optional``.
+        """
         lines = []
         for group in self.selection.groups(self.series, within):
             values: dict[float, list[float]] = {}
             cells: dict[float, list[CellOutcome]] = {}
             for cell in group.cells:
                 points = [(x, y) for x, y in points_of(cell) if math.isfinite(y)]
-                if not points:
+                if not points and not optional:
                     self.empty[id(cell)] = cell
                 for x, y in points:
                     values.setdefault(x, []).append(y)
@@ -140,14 +142,12 @@ class _Collector:
         if self.empty:
             missing = self.selection.names(list(self.empty.values()))
             notes.append(f"without these metrics: {'; '.join(missing)}")
-        return LineData(
-            tuple(self.panels), self.columns, self.x_label, self.scale, names, tuple(notes)
-        )
+        return LineData(tuple(self.panels), self.x_label, self.scale, names, tuple(notes))
 
 
 def convergence(selection: Selection) -> LineData | None:
     """Collect the metric after each round: a panel for each of ``panels``, a line per series."""
-    found = _Collector(selection, "rounds", "communication round", 2)
+    found = _Collector(selection, "rounds", "communication round")
     for panel in selection.groups(selection.axes("panels")):
         metric, percent = metric_of(panel.cells)
         found.add(panel.name, metric, _headline_by_round, within=panel, percent=percent)
@@ -160,13 +160,13 @@ def _headline_by_round(cell: CellOutcome) -> Points:
 
 def spectral_alignment(selection: Selection) -> LineData | None:
     """Collect the similarity of the clients' subspaces and dominant directions in each round."""
-    found = _Collector(selection, "rounds", "communication round", 2)
+    found = _Collector(selection, "rounds", "communication round")
+    subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
     chance = _chance(selection)
-    for subject in selection.options["of"]:
-        prefix, title = SUBJECTS[subject]
-        found.add(
-            title, "principal-angle similarity", _by_round(prefix + SIMILARITY), expected=chance
-        )
+    for prefix, title in subjects:
+        similarity = _by_round(prefix + SIMILARITY)
+        found.add(title, "principal-angle similarity", similarity, expected=chance)
+    for prefix, title in subjects:
         found.add(title, "dominant-vector similarity", _by_round(f"{prefix}dominant_similarity"))
     return found.data(*_chance_remark(chance))
 
@@ -177,19 +177,17 @@ def spectral_diagnostics(selection: Selection) -> LineData | None:
     The variance, which is the same of updates and uploads, is shown twice: divided by that of
     RAVAN in round 1, as in the paper, and divided by the squared norm of the mean update.
     """
-    found = _Collector(selection, "rounds", "communication round", 3)
-    level, reference = _variance_of_ravan(selection)
-    subjects = selection.options["of"]
-    for subject in subjects:
-        prefix, title = SUBJECTS[subject]
+    found = _Collector(selection, "rounds", "communication round")
+    subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
+    for prefix, title in subjects:
         found.add(title, "spectral entropy", _by_round(f"{prefix}spectral_entropy"))
+    for prefix, title in subjects:
         found.add(title, "effective rank", _by_round(f"{prefix}effective_rank"))
-        if subject == subjects[0]:
-            variance = _by_round("aggregation_variance", level)
-            found.add("updates and uploads alike", reference, variance)
-        else:
-            relative = _by_round("delta_relative_variance")
-            found.add("noise over signal of updates", "variance / |mean update|²", relative)
+    level, unit = _variance_of_ravan(selection)
+    variance = _by_round("aggregation_variance", level)
+    found.add("variance between clients", unit, variance)
+    relative = _by_round("delta_relative_variance")
+    found.add("variance between clients", "relative to |mean update|²", relative)
     return found.data()
 
 
@@ -198,7 +196,7 @@ def _by_round(metric: str, divisor: float = 1.0) -> Callable[[CellOutcome], Poin
 
 
 def _variance_of_ravan(selection: Selection) -> tuple[float, str]:
-    """Return RAVAN's aggregation variance in its first round, and the name of the ratio to it."""
+    """Return RAVAN's aggregation variance in its first round, and the unit that makes."""
     name = "aggregation_variance"
     first = [
         next((r[name] for r in records_of(cell) if name in r), math.nan)
@@ -207,8 +205,8 @@ def _variance_of_ravan(selection: Selection) -> tuple[float, str]:
     ]
     level = float(np.mean(first)) if first else math.nan
     if math.isfinite(level) and level > 0:
-        return level, "variance / RAVAN's in round 1"
-    return 1.0, "variance (no RAVAN to divide by)"
+        return level, "relative to RAVAN in round 1"
+    return 1.0, "absolute (no RAVAN)"
 
 
 def _chance(selection: Selection) -> float:
@@ -232,7 +230,7 @@ def _chance_remark(chance: float) -> list[str]:
 
 def accuracy_over_field(selection: Selection) -> LineData | None:
     """Collect the final metric over the field ``x``, a panel for each of ``panels``."""
-    found = _over(selection, columns=3)
+    found = _over(selection)
     for panel in selection.groups(selection.axes("panels")):
         metric, percent = metric_of(panel.cells)
         points = _by_field(selection.options["x"], lambda cell: cell.value)
@@ -242,7 +240,7 @@ def accuracy_over_field(selection: Selection) -> LineData | None:
 
 def accuracy_and_entropy(selection: Selection) -> LineData | None:
     """Collect the final metric and the late spectral entropy over the field ``x``."""
-    found, last = _over(selection, columns=3), selection.options["last"]
+    found, last = _over(selection), selection.options["last"]
     x = selection.options["x"]
     metric, percent = metric_of(selection.finished)
     found.add("after the last round", metric, _by_field(x, lambda c: c.value), percent=percent)
@@ -250,25 +248,34 @@ def accuracy_and_entropy(selection: Selection) -> LineData | None:
         prefix, title = SUBJECTS[subject]
         entropy = _by_field(x, late(f"{prefix}spectral_entropy", last))
         found.add(title, "spectral entropy", entropy)
+    zeroed = _by_field(x, late("svt_zeroed", last))
+    found.add(
+        "set to zero by the last prox of a round",
+        "singular values",
+        zeroed,
+        percent=True,
+        optional=True,
+    )
     return found.data(late_remark(selection))
 
 
 def alignment_and_entropy(selection: Selection) -> LineData | None:
     """Collect the late similarity of subspaces and spectral entropy over the field ``x``."""
-    found, last = _over(selection, columns=2), selection.options["last"]
+    found, last = _over(selection), selection.options["last"]
     x, chance = selection.options["x"], _chance(selection)
-    for subject in selection.options["of"]:
-        prefix, title = SUBJECTS[subject]
+    subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
+    for prefix, title in subjects:
         similarity = _by_field(x, late(prefix + SIMILARITY, last))
         found.add(title, "principal-angle similarity", similarity, expected=chance)
+    for prefix, title in subjects:
         found.add(title, "spectral entropy", _by_field(x, late(f"{prefix}spectral_entropy", last)))
     return found.data(late_remark(selection), *_chance_remark(chance))
 
 
-def _over(selection: Selection, columns: int) -> _Collector:
+def _over(selection: Selection) -> _Collector:
     x = selection.options["x"]
     scale: Scale = "skew" if x == "partition.alpha" else "strength"
-    return _Collector(selection, scale, _X_LABELS.get(x, x), columns)
+    return _Collector(selection, scale, _X_LABELS.get(x, x))
 
 
 def _by_field(
@@ -294,9 +301,8 @@ def late(metric: str, last: int) -> Callable[[CellOutcome], float | None]:
 def late_remark(selection: Selection) -> str:
     """Say which rounds :func:`late` averages over."""
     last = selection.options["last"]
-    return (
-        "diagnostics: last round" if last == 1 else f"diagnostics: mean of the last {last} rounds"
-    )
+    span = "the last round" if last == 1 else f"mean of the last {last} rounds, or all if fewer"
+    return f"diagnostics: {span}"
 
 
 def metric_of(cells: Sequence[CellOutcome]) -> tuple[str, bool]:
@@ -306,9 +312,9 @@ def metric_of(cells: Sequence[CellOutcome]) -> tuple[str, bool]:
     return f"test {shown}", not any("loss" in name for name in names)
 
 
-def draw_lines(data: LineData) -> Figure:
+def draw_lines(data: LineData, note: Sequence[str]) -> Figure:
     """Draw a figure of lines."""
-    figure, panels = new_panels(len(data.panels), data.columns)
+    figure, panels = new_panels(len(data.panels), note)
     styles = styles_of(data.names)
     ends: dict[Axes, list[tuple[str, float, float, str]]] = {}
     for axes, panel in zip(panels, data.panels, strict=True):
@@ -319,8 +325,7 @@ def draw_lines(data: LineData) -> Figure:
         if math.isfinite(panel.expected):
             axes.axhline(panel.expected, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
         _y_axis(axes, panel)
-        set_title(axes, panel.title)
-        axes.set_xlabel(data.x_label, fontsize=9)
+        set_labels(axes, panel.title, data.x_label, panel.y_label)
         if len(data.names) > 1:
             ends[axes] = [
                 (line.label, place(line.x[-1]), line.y[-1].centre, styles[line.label].colour)
@@ -362,7 +367,6 @@ def _y_axis(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(low - margin, high + margin)
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
-    axes.set_ylabel(panel.y_label, fontsize=9)
 
 
 def _x_axis(axes: Axes, data: LineData, panel: Panel) -> Callable[[float], float]:

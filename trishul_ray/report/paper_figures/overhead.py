@@ -1,14 +1,21 @@
 """The figure of seconds per round, and of the overhead over a baseline."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from trishul_ray.report.figures import GREY
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.report.paper_figures.selection import Estimate, Selection
-from trishul_ray.report.paper_figures.style import INK, new_panels, styles_of
+from trishul_ray.report.paper_figures.style import (
+    INK,
+    legend_above,
+    new_panels,
+    set_labels,
+    styles_of,
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,10 @@ def overhead(selection: Selection) -> OverheadData | None:
     axes, series = selection.axes("groups"), selection.axes("series")
     names = tuple(group.name for group in selection.groups(series))
     groups, seconds, overheads, baselines = [], {}, {}, []
+    run_axes = selection.run_axes(series)
     for group in selection.groups(axes):
         by_name = {each.name: each.cells for each in selection.groups(series, group)}
-        rounds = {name: _by_round(cells, series) for name, cells in by_name.items()}
+        rounds = {name: _by_round(cells, run_axes) for name, cells in by_name.items()}
         rounds = {name: found for name, found in rounds.items() if found}
         baseline = _baseline(by_name)
         if rounds:
@@ -86,12 +94,12 @@ def overhead(selection: Selection) -> OverheadData | None:
 
 
 def _by_round(
-    cells: tuple[CellOutcome, ...], series: tuple[str, ...]
+    cells: tuple[CellOutcome, ...], run_axes: tuple[str, ...]
 ) -> dict[tuple[tuple[str, ...], int], float]:
-    """Return seconds by the labels other than the series', and the round."""
+    """Return seconds by the labels of ``run_axes``, and the round."""
     found = {}
     for cell in cells:
-        labels = tuple(label for axis, label in cell.labels.items() if axis not in series)
+        labels = tuple(cell.labels[axis] for axis in run_axes)
         seconds = cell.summary["round_seconds"]
         for number in range(1 if len(seconds) > 1 else 0, len(seconds)):
             found[labels, number] = float(seconds[number])
@@ -112,51 +120,38 @@ def _machine(cell: CellOutcome) -> str:
     return gpus or f"{hardware['processor']}, {hardware['cpus']} CPUs"
 
 
-def draw_overhead(data: OverheadData) -> Figure:
-    """Draw bars of seconds, and the overheads as points on a second axis."""
-    figure, (axes,) = new_panels(1, 1, width=max(5.5, 1.6 * len(data.groups) + 3), height=3.4)
+def draw_overhead(data: OverheadData, note: Sequence[str]) -> Figure:
+    """Draw bars of seconds, and beside them the overheads as points."""
+    count = 2 if data.overheads else 1
+    figure, panels = new_panels(count, note, height=3.0)
     styles = styles_of(data.names)
     width = 0.8 / len(data.names)
     places = {name: width * (i - (len(data.names) - 1) / 2) for i, name in enumerate(data.names)}
-    for name in data.names:
-        bars = [(i, data.seconds.get((group, name))) for i, group in enumerate(data.groups)]
-        known = [(i + places[name], e) for i, e in bars if e is not None]
-        x, heights = [place for place, _ in known], [e.centre for _, e in known]
-        axes.bar(
-            x, heights, width=0.9 * width, label=name, color=styles[name].colour, alpha=0.75,
-            hatch=styles[name].hatch, edgecolor="white", zorder=2,
-        )  # fmt: skip
-        axes.vlines(x, [e.low for _, e in known], [e.high for _, e in known], color=INK, zorder=3)
-        for place, estimate in known:
+    for axes, values in zip(panels, (data.seconds, data.overheads), strict=False):
+        for (group, name), estimate in values.items():
+            x, style = data.groups.index(group) + places[name], styles[name]
+            if values is data.seconds:
+                axes.bar(
+                    x, estimate.centre, width=0.9 * width, color=style.colour, alpha=0.75,
+                    hatch=style.hatch, edgecolor="white", label=name,
+                )  # fmt: skip
+                text, y, offset, side = f"{estimate.centre:.3g} s", estimate.high, (0, 3), "center"
+            else:
+                axes.plot(x, estimate.centre, color=style.colour, marker=style.marker)
+                text, y, offset, side = f"{estimate.centre:+.1%}", estimate.centre, (6, -3), "left"
+            axes.vlines(x, estimate.low, estimate.high, color=INK, linewidth=1.2)
             axes.annotate(
-                f"{estimate.centre:.3g}", (place, estimate.high), (0, 2), ha="center", fontsize=8,
-                textcoords="offset points", color=INK,
-            )  # fmt: skip
-    axes.set_xticks(range(len(data.groups)), data.groups, fontsize=9)
-    axes.set_xlim(-0.6, len(data.groups) - 0.4)
-    axes.set_ylim(0, 1.15 * max(estimate.high for estimate in data.seconds.values()))
-    axes.set_ylabel("seconds per round", fontsize=9)
-    axes.grid(False, axis="x")
+                text, (x, y), offset, textcoords="offset points", fontsize=8, color=INK, ha=side
+            )
+        axes.set_xticks(range(len(data.groups)), data.groups)
+        axes.set_xlim(-0.6, len(data.groups) - 0.4)
+        axes.grid(False, axis="x")
+    set_labels(panels[0], "time of a round", "", "seconds")
+    panels[0].set_ylim(0, 1.12 * max(estimate.high for estimate in data.seconds.values()))
     if data.overheads:
-        second = axes.twinx()
-        second.spines["top"].set_visible(False)
-        second.tick_params(labelsize=8)
-        for (group, name), estimate in data.overheads.items():
-            place = data.groups.index(group) + places[name]
-            second.errorbar(
-                place, estimate.centre, [[estimate.centre - estimate.low],
-                [estimate.high - estimate.centre]], color=INK, marker=styles[name].marker,
-                markerfacecolor="white", capsize=3, linewidth=1.2, zorder=4,
-            )  # fmt: skip
-            second.annotate(
-                f"{estimate.centre:+.1%}", (place, estimate.centre), (7, 0), va="center",
-                textcoords="offset points", fontsize=8, color=INK,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
-            )  # fmt: skip
-        values = [v for e in data.overheads.values() for v in (e.low, e.high, 0.0)]
-        margin = float(np.ptp(values)) * 0.15 or 0.1
-        second.set_ylim(min(values) - margin, max(values) + margin)
-        second.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
-        second.set_ylabel(f"overhead over {data.baseline} (points)", fontsize=9)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+        panels[1].axhline(0, color=GREY, linewidth=1)
+        panels[1].margins(y=0.15)
+        panels[1].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
+        set_labels(panels[1], f"overhead over {data.baseline}", "", "share of a round")
+    legend_above(figure)
     return figure

@@ -1,11 +1,11 @@
 """The figure of accuracy against the spectral inconsistency index."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.report.paper_figures.lines import (
@@ -18,11 +18,14 @@ from trishul_ray.report.paper_figures.lines import (
 from trishul_ray.report.paper_figures.selection import Estimate, Selection, number_of
 from trishul_ray.report.paper_figures.style import (
     INK,
-    label_ends,
+    legend_above,
     new_panels,
-    set_title,
+    set_labels,
     styles_of,
 )
+
+#: Where the values of the field are written, in points from their marker: every other series.
+_OFFSETS = ((5.0, 4.0), (-5.0, -9.0))
 
 
 @dataclass(frozen=True)
@@ -86,52 +89,50 @@ def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
     if not panels:
         return None
     names = tuple(group.name for group in selection.groups(series))
+    symbol = {"partition.alpha": "α", "method.lam": "λ"}.get(field, field)
     remarks = [
+        f"beside each point: {symbol}",
         "inconsistency index: 1 − principal-angle similarity",
         late_remark(selection),
         "point and bars: mean, smallest and largest over seeds",
         *selection.pooled(pooled),
     ]
-    symbol = {"partition.alpha": "α", "method.lam": "λ"}.get(field, field)
     return ScatterData(tuple(panels), metric, percent, symbol, names, tuple(remarks))
 
 
-def draw_scatter(data: ScatterData) -> Figure:
+def draw_scatter(data: ScatterData, note: Sequence[str]) -> Figure:
     """Draw the points of each series, joined in the order of the field."""
-    figure, panels = new_panels(len(data.panels), 2, width=5.0, height=3.6)
+    figure, panels = new_panels(len(data.panels), note, height=3.3)
     styles = styles_of(data.names)
-    ends: dict[Axes, list[tuple[str, float, float, str]]] = {}
     for axes, (title, points) in zip(panels, data.panels, strict=True):
-        ends[axes] = []
-        for name in data.names:
+        for index, name in enumerate(data.names):
             own = [point for point in points if point.series == name]
             if not own:
                 continue
             style, x = styles[name], [point.index.centre for point in own]
             y = [point.metric.centre for point in own]
             axes.plot(
-                x, y, color=style.colour, linestyle=style.dash, marker=style.marker, linewidth=1.2
-            )
+                x, y, color=style.colour, linestyle=style.dash, marker=style.marker, linewidth=1.2,
+                label=name,
+            )  # fmt: skip
             lows, highs = [p.metric.low for p in own], [p.metric.high for p in own]
             axes.vlines(x, lows, highs, color=style.colour, linewidth=1)
             lows, highs = [p.index.low for p in own], [p.index.high for p in own]
             axes.hlines(y, lows, highs, color=style.colour, linewidth=1)
             for point in own:
-                value = "IID" if math.isinf(point.value) else f"{data.symbol}={point.value:g}"
+                value = "IID" if math.isinf(point.value) else f"{point.value:g}"
                 axes.annotate(
-                    value, (point.index.centre, point.metric.centre), (5, 5),
+                    value, (point.index.centre, point.metric.centre), _OFFSETS[index % 2],
                     textcoords="offset points", fontsize=7.5, color=INK,
+                    ha="left" if index % 2 == 0 else "right",
                 )  # fmt: skip
-            rightmost = max(own, key=lambda point: point.index.centre)
-            ends[axes].append((name, rightmost.index.centre, rightmost.metric.centre, style.colour))
         axes.margins(0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         if any(point.metric.count == 1 for point in points):
             axes.set_ylim(bottom=0)
             axes.set_xlim(0, 1)
         if data.percent:
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
-        set_title(axes, title)
-        axes.set_xlabel("spectral inconsistency index", fontsize=9)
-        axes.set_ylabel(data.y_label, fontsize=9)
-    label_ends(figure, ends)
+        set_labels(axes, title, "spectral inconsistency index", data.y_label)
+    legend_above(figure)
     return figure

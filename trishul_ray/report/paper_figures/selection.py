@@ -118,6 +118,19 @@ class Selection:
             if len({cell.labels[axis] for cell in self.cells if axis in cell.labels}) > 1
         )
 
+    def run_axes(self, series: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes in which cells of one series differ, such as the seed.
+
+        Cells of two series with the same labels of these axes are runs of the same setting.
+        """
+        labels: dict[tuple[str, ...], set[str]] = {}
+        for axis in self.varying:
+            for cell in self.cells:
+                key = (axis, *(cell.labels[each] for each in series))
+                labels.setdefault(key, set()).add(cell.labels[axis])
+        found = {axis for (axis, *_), several in labels.items() if len(several) > 1}
+        return tuple(axis for axis in self.varying if axis in found and axis not in series)
+
     def footnote(self, remarks: Iterable[str]) -> list[str]:
         """Return the lines below the figure: profile, data, seeds, remarks, what is missing."""
         runs = [len(g.cells) for g in self.groups([a for a in self.varying if a != SEED])]
@@ -165,13 +178,15 @@ class Selection:
             everyone[name] = everyone.get(name, 0) + 1
             if id(cell) in wanted:
                 seeds.setdefault(name, []).append(cell.labels.get(SEED, ""))
-        found = []
+        found = {}
         for name, missing in seeds.items():
             some = SEED in self.varying and len(missing) < everyone[name]
-            which = f"seed{'s' * (len(missing) > 1)} {', '.join(missing)}" if some else ""
-            found.append(", ".join(part for part in (name, which) if part) or "all cells")
-        more = len(found) - MOST_NAMES
-        return found if more <= 0 else [*found[:MOST_NAMES], f"{more} more"]
+            found[name] = f"seed{'s' * (len(missing) > 1)} {', '.join(missing)}" if some else ""
+        if found.keys() == everyone.keys() and len({*found.values()}) == 1:
+            return [f"{found.popitem()[1]} of all".removeprefix(" of ")]
+        parts = [", ".join(part for part in item if part) for item in found.items()]
+        more = len(parts) - MOST_NAMES
+        return parts if more <= 0 else [*parts[:MOST_NAMES], f"{more} more"]
 
     def _name(self, cell: CellOutcome) -> str:
         axes = [axis for axis in self.varying if axis != SEED and axis in cell.labels]

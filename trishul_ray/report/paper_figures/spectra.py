@@ -1,12 +1,13 @@
 """The figure of singular values: before and after the prox, and of the uploads by series."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from trishul_ray.report.figures import COLOURS, GREY
@@ -16,7 +17,7 @@ from trishul_ray.report.paper_figures.style import (
     Style,
     label_ends,
     new_panels,
-    set_title,
+    set_labels,
     styles_of,
 )
 
@@ -44,7 +45,16 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class SpectraData:
-    """The content of the figure. ``prox`` is the series that ``before`` and ``after`` are of."""
+    """The content of the figure.
+
+    Attributes:
+        prox: The series that ``before`` and ``after`` are of, their difference ``removed`` in units
+            of the ``threshold``, and the share ``zeroed``; None if no series has a prox.
+        uploaded: Singular values of the uploaded cores by series.
+        tails: Shares of a core's squared singular values from each index on, by series.
+        names: All series, with those that are missing.
+        remarks: Lines for the note.
+    """
 
     prox: str | None
     before: Spectrum | None
@@ -53,6 +63,7 @@ class SpectraData:
     threshold: float
     zeroed: float
     uploaded: tuple[tuple[str, Spectrum], ...]
+    tails: tuple[tuple[str, Spectrum], ...]
     names: tuple[str, ...]
     remarks: tuple[str, ...]
 
@@ -81,6 +92,11 @@ def svt_spectra(selection: Selection) -> SpectraData | None:
         for group in groups
         if (values := _stacked(group.cells, "spectrum_uploaded")) is not None
     )
+    tails = tuple(
+        (group.name, Spectrum.of(_tails(values)))
+        for group in groups
+        if (values := _stacked(group.cells, "spectrum_uploaded")) is not None
+    )
     wanted = selection.options["prox"]
     with_prox = [
         group
@@ -98,20 +114,22 @@ def svt_spectra(selection: Selection) -> SpectraData | None:
     names = tuple(group.name for group in groups)
     if not with_prox:
         return SpectraData(
-            None, None, None, None, math.nan, math.nan, uploaded, names, tuple(remarks)
+            None, None, None, None, math.nan, math.nan, uploaded, tails, names, tuple(remarks)
         )
     cells = with_prox[0].cells
     before, after = _stacked(cells, "spectrum_before"), _stacked(cells, "spectrum_after")
     assert before is not None and after is not None
     thresholds = [c.arrays["spectrum_threshold"] for c in cells if "spectrum_threshold" in c.arrays]
+    threshold = float(np.mean(thresholds))
     return SpectraData(
         with_prox[0].name,
         Spectrum.of(before),
         Spectrum.of(after),
-        Spectrum.of(before - after),
-        float(np.mean(thresholds)),
+        Spectrum.of((before - after) / threshold),
+        threshold,
         float((after[np.isfinite(after)] <= 0).mean()),
         uploaded,
+        tails,
         names,
         tuple(remarks),
     )
@@ -131,33 +149,47 @@ def _stacked(cells: tuple[CellOutcome, ...], name: str) -> NDArray[np.float64] |
     )
 
 
-def draw_spectra(data: SpectraData) -> Figure:
-    """Draw the spectra on log axes, and what the prox removed from each singular value."""
-    count = (2 if data.prox is not None else 0) + bool(data.uploaded)
-    figure, panels = new_panels(count, 3, width=4.2, height=3.2)
+def _tails(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the share of the squared singular values [n, r] from each index on; 1 at the first."""
+    squares = np.nan_to_num(values) ** 2
+    energy = squares[:, ::-1].cumsum(axis=1)[:, ::-1]
+    total = energy[:, :1]
+    shares = np.divide(energy, total, out=np.zeros_like(energy), where=total > 0)
+    return np.where(np.isfinite(values), shares, np.nan)
+
+
+def draw_spectra(data: SpectraData, note: Sequence[str]) -> Figure:
+    """Draw the spectra on log axes, what the prox removed, and the energy in the tails."""
+    count = (2 if data.prox is not None else 0) + (2 if data.uploaded else 0)
+    figure, panels = new_panels(count, note)
     ends: dict[Axes, list[tuple[str, float, float, str]]] = {}
     if data.before and data.after and data.removed:
-        left, middle, *panels = panels
+        left, right, *panels = panels
         floor = min(_floor([data.before]), data.threshold / 2 or math.inf)
         drawn = (("before", data.before, _BEFORE), ("after", data.after, _AFTER))
         ends[left] = [_draw(left, s, style, floor, name) for name, s, style in drawn]
-        left.axhline(data.threshold, color=GREY, linestyle=":", linewidth=1.3)
-        ends[left].append(("threshold λη", 1, data.threshold, GREY))
+        ends[left].append(("threshold λη", len(data.before.median) + 0.5, data.threshold, GREY))
         _finish(left, data.before, f"{data.prox}: {data.zeroed:.1%} zero after the prox")
-        _draw(middle, data.removed, _AFTER, -math.inf, "")
-        middle.axhline(data.threshold, color=GREY, linestyle=":", linewidth=1.3)
-        _finish(middle, data.removed, "removed by the prox: at most the threshold (dotted)")
-        middle.set_yscale("linear")
-        middle.set_ylim(0, 1.25 * max(data.threshold, *data.removed.high))
-        middle.set_ylabel("before minus after", fontsize=9)
+        _draw(right, data.removed, _AFTER, -math.inf, "")
+        _finish(
+            right,
+            data.removed,
+            "removed by the prox",
+            f"before − after, in λη = {data.threshold:.2g}",
+        )
+        right.set_yscale("linear")
+        right.set_ylim(0, 1.15)
+        for axes, level in ((left, data.threshold), (right, 1.0)):
+            axes.axhline(level, color=GREY, linestyle=":", linewidth=1.3)
     if data.uploaded:
-        styles = styles_of(data.names)
-        floor = _floor([spectrum for _, spectrum in data.uploaded])
-        right = panels[0]
-        ends[right] = [_draw(right, s, styles[name], floor, name) for name, s in data.uploaded]
-        _finish(right, data.uploaded[0][1], "cores s·H as uploaded")
-        if len(data.names) == 1:
-            del ends[right]
+        styles, several = styles_of(data.names), len(data.names) > 1
+        left, right = panels
+        for axes, spectra in ((left, data.uploaded), (right, data.tails)):
+            floor = _floor([spectrum for _, spectrum in spectra])
+            found = [_draw(axes, s, styles[name], floor, name) for name, s in spectra]
+            ends |= {axes: found} if several else {}
+        _finish(left, data.uploaded[0][1], "cores s·H as uploaded")
+        _finish(right, data.tails[0][1], "energy in the tail of a core", "share from here on")
     label_ends(figure, ends)
     return figure
 
@@ -187,10 +219,9 @@ def _draw(
     return name, float(index[last]), float(np.nan_to_num(median[last], nan=floor)), style.colour
 
 
-def _finish(axes: Axes, spectrum: Spectrum, title: str) -> None:
+def _finish(axes: Axes, spectrum: Spectrum, title: str, y_label: str = "singular value") -> None:
     axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlim(0.5, len(spectrum.median) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    axes.set_xlabel("index of the singular value", fontsize=9)
-    axes.set_ylabel("singular value", fontsize=9)
-    set_title(axes, title)
+    set_labels(axes, title, "index of the singular value", y_label)

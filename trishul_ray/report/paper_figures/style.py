@@ -14,6 +14,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -72,12 +73,16 @@ def figure_style() -> Iterator[None]:
 
 
 def new_panels(
-    count: int, columns: int, width: float = 4.4, height: float = 3.0
+    count: int, note: Sequence[str], *, columns: int = 2, width: float = 3.7, height: float = 2.7
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of ``count`` panels of ``width`` x ``height`` inches, in rows."""
+    """Return a figure of ``count`` panels of ``width`` x ``height`` inches with a note below."""
     columns = min(columns, count)
     rows = -(-count // columns)
-    figure = new_figure(max(columns * width, 5.5), rows * height + 0.6)
+    whole = max(columns * width, 5.5)
+    lines = [part for line in note for part in textwrap.wrap(line, int(13.5 * whole))]
+    figure = new_figure(whole, rows * height + 0.15 * len(lines) + 0.1)
+    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8, color=GREY)
     panels = []
     for index in range(count):
         axes = figure.add_subplot(rows, columns, index + 1)
@@ -89,9 +94,11 @@ def new_panels(
     return figure, panels
 
 
-def set_title(axes: Axes, title: str) -> None:
-    """Write the title of a panel, in lines that fit above it."""
-    axes.set_title("\n".join(textwrap.wrap(title, 52)), fontsize=10)
+def set_labels(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Write the title of a panel and of its axes."""
+    axes.set_title("\n".join(textwrap.wrap(title, 42)), fontsize=9.5)
+    axes.set_xlabel(x_label, fontsize=9)
+    axes.set_ylabel(y_label, fontsize=9)
 
 
 def label_ends(figure: Figure, ends: dict[Axes, list[tuple[str, float, float, str]]]) -> None:
@@ -113,16 +120,17 @@ def label_ends(figure: Figure, ends: dict[Axes, list[tuple[str, float, float, st
         ]
         for axes, lines in ends.items()
     }  # fmt: skip
-    figure.draw_without_rendering()  # places the panels
+    figure.draw_without_rendering()  # places the panels, for good
+    figure.set_layout_engine("none")
     for axes, labels in texts.items():
         height = axes.bbox.height
         wanted = [axes.transData.transform(label.xy)[1] - axes.bbox.y0 for label in labels]
         step = min(_LINE_HEIGHT * figure.dpi / 72, height / max(len(labels), 1))
-        for label, y in zip(labels, _spread(wanted, step, height), strict=True):
+        for label, y in zip(labels, spread_out(wanted, step, height), strict=True):
             label.set_position((1.03, y / height))
 
 
-def _spread(wanted: Sequence[float], step: float, height: float) -> list[float]:
+def spread_out(wanted: Sequence[float], step: float, height: float) -> list[float]:
     """Move positions up and down until neighbours are ``step`` apart, within [0, height]."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     # Each cluster of touching labels is centred on the mean of its wanted positions.
@@ -149,11 +157,16 @@ def _spread(wanted: Sequence[float], step: float, height: float) -> list[float]:
     return placed
 
 
-def write_note(figure: Figure, lines: Sequence[str]) -> None:
-    """Write small lines below the panels."""
-    width = int(14.5 * figure.get_figwidth())
-    wrapped = [part for line in lines for part in textwrap.wrap(line, width)]
-    figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=7.5, color=GREY)
+def legend_above(figure: Figure) -> None:
+    """Name each series once, above the panels."""
+    found: dict[str, Artist] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
+    figure.legend(
+        list(found.values()), list(found), loc="outside upper center", ncols=4, frameon=False,
+        fontsize=8,
+    )  # fmt: skip
 
 
 def to_svg(figure: Figure, name: str, title: str, description: str, *, timed: bool) -> str:
