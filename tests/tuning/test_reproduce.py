@@ -1,8 +1,12 @@
 """Sweeps under Ray Tune: the bytes of single runs, failures, retries, one MLflow run per cell."""
 
+import functools
 import io
 import json
+import os
+import re
 import textwrap
+import time
 
 import psutil
 import pytest
@@ -11,6 +15,7 @@ from rich.console import Console
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.run.results import read_metrics
 from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tuning import tuner
 from trishul_ray.tuning.reproduce import reproduce
 from trishul_ray.tuning.sweep import load_sweep
 from trishul_ray.tuning.tuner import TuneOptions
@@ -86,7 +91,7 @@ def files_of(experiment):
     stats = {}
     for name in ("attempt.json", "result.json", "metrics.parquet"):
         with open(f"{home}/{name}", "rb") as file:
-            stats[name] = file.read(), psutil.os.stat(f"{home}/{name}").st_mtime_ns
+            stats[name] = file.read(), os.stat(f"{home}/{name}").st_mtime_ns
     return stats
 
 
@@ -174,14 +179,28 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
 
 
 @pytest.mark.chaos
-def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(sweep_file, inline_result):
+def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(
+    sweep_file, inline_result, monkeypatch
+):
+    jumps = [0.0]
+    def clock():
+        return time.monotonic() + sum(jumps)
+
+    monkeypatch.setattr(tuner, "Watchdog", functools.partial(tuner.Watchdog, clock=clock))
+
+    def strike():
+        trials()[-1].suspend()
+        jumps.append(3600.0)  # the limit passes at once, for the other trial, too
+
     sweep = sweep_file("axes: {method: [trishul, fedit]}", "tracking.mlflow=false")
-    progress = Followed(lambda: trials()[-1].suspend())
-    result = reproduce([sweep], TuneOptions(stall_minutes=0.4), progress)
+    progress = Followed(strike)
+    result = reproduce([sweep], TuneOptions(), progress)
     assert result.failures == {}, progress.text.getvalue()
-    assert any("ended by the watchdog" in why for _, why in progress.retries)
+    whys = [why for _, why in progress.retries]
+    assert whys and all(re.fullmatch(r"no progress for 1 h 0\d min: .*watchdog", w) for w in whys)
     for cell in sweep.cells:
         assert_as_inline(cell.experiment, inline_result)
+    assert not [process for process in trials() if process.status() == psutil.STATUS_STOPPED]
 
 
 def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file):
