@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from safetensors.torch import load_file, save_file
+from tiny_files import TINY_TEXT, change_config, change_weights, save_bert, write_notes
 
 from trishul_ray.errors import InputError
 from trishul_ray.federation.inline import InlineDriver
@@ -16,26 +16,9 @@ from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
 from trishul_ray.loading import load_experiment
-from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
-from trishul_ray.pretrain.objectives import new_backbone
 
 OWN = ["dataset=table", "data.path=hub/me/notes/train.csv", "model=hub/me/bert"]
-WORDS = [
-    "dataset=hub",
-    "data.path=me/notes",
-    "model=me/bert",
-    "task.max_length=16",
-    "method=fedit",
-    "budget=2",
-    "optimizer.lr=0.01",
-    "federation.clients=2",
-    "federation.clients_per_round=2",
-    "federation.rounds=2",
-    "federation.local_steps=2",
-    "federation.batch_size=2",
-    "resources.backend=inline",
-    "tracking.mlflow=false",
-]
+WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
 
 
 @pytest.fixture
@@ -44,28 +27,17 @@ def place(tmp_path, cache, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.setenv("TRISHUL_HUB", str(tmp_path / "hub"))
-    (tmp_path / "hub/me/notes").mkdir(parents=True)
-    write_notes(tmp_path, "left")
-    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "hub/me/bert")
-    byte_tokenizer("bert").save_pretrained(tmp_path / "hub/me/bert")
+    change_notes(tmp_path, "left")
+    save_bert(tmp_path / "hub/me/bert")
     return tmp_path
 
 
-def write_notes(folder, first):
-    rows = [f"{first if n % 2 else 'right'} {n},{n % 2}" for n in range(40)]
-    (folder / "hub/me/notes/train.csv").write_text("\n".join(["text,label", *rows]))
+def change_notes(place, first="other"):
+    write_notes(place / "hub/me/notes/train.csv", first)
 
 
-def change_weights(folder):
-    file = folder / "hub/me/bert/model.safetensors"
-    state = load_file(file)
-    state["bert.encoder.layer.0.output.dense.bias"][0] += 1.0
-    save_file(state, file, metadata={"format": "pt"})
-
-
-def change_config(folder):
-    file = folder / "hub/me/bert/config.json"
-    file.write_text(file.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "relu"'))
+def change_bert(place):
+    change_weights(place / "hub/me/bert")
 
 
 @pytest.fixture
@@ -92,7 +64,7 @@ def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
     code, stderr = trishul("run", *WORDS)
     assert code == 0 and "this run had finished before" in stderr
 
-    write_notes(place, "other")
+    change_notes(place)
     code, stderr = trishul("run", *WORDS)
     assert code == 2 and stderr.splitlines()[-1] == (
         f"error: the data of run {first['id']} have changed since it finished: restore them, or "
@@ -106,7 +78,7 @@ def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
     assert again["sources"]["rows"] != first["sources"]["rows"]
     assert again["state_sha256"] != first["state_sha256"]
 
-    change_weights(place)
+    change_bert(place)
     code, stderr = trishul("run", *WORDS)
     assert code == 2 and "the weights of the backbone of run" in stderr
     assert trishul("run", *WORDS, "--fresh")[0] == 0
@@ -119,7 +91,7 @@ def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
 def test_a_file_rewritten_with_the_same_rows_is_no_change(trishul, place):
     assert trishul("run", *WORDS)[0] == 0
     first = result_of(place)
-    write_notes(place, "left")
+    change_notes(place, "left")
     code, stderr = trishul("run", *WORDS)
     assert code == 0 and "this run had finished before" in stderr
     code, stderr = trishul("run", *WORDS, "--fresh")
@@ -130,7 +102,7 @@ def test_changed_files_of_ones_own_are_another_run(trishul, place):
     words = [*WORDS, *OWN]
     assert trishul("run", *words)[0] == 0
     first = result_of(place)
-    for change in (lambda place: write_notes(place, "other"), change_weights, change_config):
+    for change in (change_notes, change_bert, lambda place: change_config(place / "hub/me/bert")):
         change(place)
         code, stderr = trishul("run", *words)
         assert code == 0 and "a new run" in stderr and "had finished" not in stderr
@@ -138,7 +110,7 @@ def test_changed_files_of_ones_own_are_another_run(trishul, place):
     assert len({result["id"] for result in results}) == 4
     assert len({result["state_sha256"] for result in results}) == 4
     # Wherever they lie and however they are spelled, the same files are the same run.
-    write_notes(place, "left")
+    change_notes(place, "left")
     (place / "hub/me/notes/train.csv").rename(place / "notes.csv")
     moved = ["data.path=./notes.csv", f"model={place}/hub/../hub/me/bert"]
     experiments = [load_experiment(None, [*words, "data.path=notes.csv"])]
@@ -150,7 +122,7 @@ def test_changed_files_of_ones_own_are_another_run(trishul, place):
 
 def test_files_that_change_between_loading_and_running_are_named(place):
     experiment = load_experiment(None, [*WORDS, *OWN])
-    write_notes(place, "other")
+    change_notes(place)
     with pytest.raises(InputError, match=r"^data.path='hub/me/notes/train.csv' has changed: this"):
         prepare_run(experiment)
 
@@ -158,8 +130,8 @@ def test_files_that_change_between_loading_and_running_are_named(place):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda place: write_notes(place, "other"), "data"),
-        (change_weights, "weights of the backbone"),
+        (change_notes, "data"),
+        (change_bert, "weights of the backbone"),
     ],
     ids=["data", "weights"],
 )
@@ -183,7 +155,7 @@ def test_an_export_requires_the_backbone_of_the_training(trishul, place):
     run = result_of(place)["id"]
     assert trishul("export", run, "adapter")[0] == 0
     assert (place / "adapter/adapter_model.safetensors").is_file()
-    change_weights(place)
+    change_bert(place)
     code, stderr = trishul("export", run, "other", "--merged")
     text = " ".join(stderr.split())
     assert code == 1 and f"the weights of the backbone of run {run} have changed" in text
@@ -199,7 +171,7 @@ def test_a_node_with_other_data_than_the_driver_is_named(place):
     moved = replace(prepared.dataset, folder=place / "not-here")
     away = replace(prepared, dataset=moved)
     assert build_workbench(there, away).sources == build_workbench(experiment, prepared).sources
-    write_notes(place, "other")
+    change_notes(place)
     with pytest.raises(InputError, match=r"^node .* has other data than the driver: data\.path, "):
         build_workbench(there, away)
 

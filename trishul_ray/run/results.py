@@ -140,6 +140,15 @@ def write_tables(experiment: Experiment, result: RunResult | Checkpoint, folder:
         np.savez(folder / "diagnostics.npz", **arrays)
 
 
+def table_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files of numbers among :data:`TABLES` in a folder, by name."""
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in TABLES
+        if name != "config.yaml" and (folder / name).is_file()
+    }
+
+
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to dotted names."""
     flat: dict[str, Any] = {}

@@ -55,6 +55,7 @@ from trishul_ray.run.results import (
     read_result,
     result_json,
     summarize,
+    table_hashes,
     versions,
     write_tables,
 )
@@ -249,8 +250,11 @@ def _restore_files(
             for name in missing:
                 parent, _, file = name.rpartition("/")
                 (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
-            if adds:
-                summary = {**summary, "files": sorted({*listed, *missing})}
+            written = {n: digest for n, digest in table_hashes(folder).items() if n in missing}
+            hashes = summary.get("sha256", {})
+            if adds or written.items() - hashes.items():
+                files = sorted({*listed, *missing})
+                summary = {**summary, "files": files, "sha256": {**hashes, **written}}
                 home.write("result.json", result_json(summary))
     except (InputError, RunError, FileNotFoundError) as error:
         progress.note(f"missing in {home.uri} and cannot be restored: {names} ({error})")
@@ -304,6 +308,7 @@ def _run(
             wall = time.perf_counter() - began
             summary = summarize(experiment, result, coverage, wall, tracker.run_id)
             summary["files"] = _files_in(folder)
+            summary["sha256"] = table_hashes(folder)
             content = result_json(summary)
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", content)

@@ -122,8 +122,8 @@ def parse_located(text: str, shown: str, place: str | None = None) -> Node:
         shown: name of the file.
         place: where all of it stands; by default ``<shown>:<line>``.
     """
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return Node({}, place or f"{shown}:1")
@@ -132,10 +132,9 @@ def parse_located(text: str, shown: str, place: str | None = None) -> Node:
         mark = error.problem_mark or error.context_mark
         where = place or (f"{shown}:{mark.line + 1}" if mark else shown)
         raise InputError(f"{where}: not YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{place or shown}: not YAML: {' '.join(str(error).split())}") from error
-    finally:
-        loader.dispose()
+    except yaml.reader.ReaderError as error:
+        where = place or f"{shown}:{text.count(chr(10), 0, error.position) + 1}"
+        raise InputError(f"{where}: not YAML: {error.reason}") from error
 
 
 @dataclass

@@ -1,0 +1,50 @@
+"""A tiny table and a tiny backbone as files, for tests of what happens when they change."""
+
+from safetensors.torch import load_file, save_file
+
+from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
+from trishul_ray.pretrain.objectives import new_backbone
+
+#: The overrides of a run of seconds on texts, in this process.
+TINY_TEXT = [
+    "task.max_length=16",
+    "method=fedit",
+    "budget=2",
+    "optimizer.lr=0.01",
+    "federation.clients=2",
+    "federation.clients_per_round=2",
+    "federation.rounds=2",
+    "federation.local_steps=2",
+    "federation.batch_size=2",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+]
+
+
+def write_notes(file, first="left"):
+    """Write 40 rows of text and label."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [f"{first if n % 2 else 'right'} {n},{n % 2}" for n in range(40)]
+    file.write_text("\n".join(["text,label", *rows]))
+
+
+def save_bert(folder):
+    """Write a BERT with its tokenizer."""
+    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(folder)
+    byte_tokenizer("bert").save_pretrained(folder)
+
+
+def change_weights(folder):
+    """Change one weight."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    state["bert.encoder.layer.0.output.dense.bias"][0] += 1.0
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def change_config(folder):
+    """Change how the model computes, but no weight."""
+    file = folder / "config.json"
+    text = file.read_text()
+    assert '"gelu"' in text
+    file.write_text(text.replace('"gelu"', '"relu"'))

@@ -1,0 +1,201 @@
+"""What the store has of the cells of a sweep: only whole, right and up-to-date results are used."""
+
+import io
+import json
+import re
+import shutil
+
+import pytest
+from rich.console import Console
+from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
+
+from trishul_ray.errors import InputError, StorageError
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.loading import load_experiment
+from trishul_ray.run.results import result_json
+from trishul_ray.run.runner import run_steps
+from trishul_ray.storage import Store
+from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tuning.state import CellState, collect, examine, other_results, record_failure
+from trishul_ray.tuning.sweep import sweep_from_axes
+
+WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
+
+
+def finish(experiment):
+    steps = run_steps(experiment, RunProgress(2, Console(file=io.StringIO())), extras=False)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value.summary
+
+
+@pytest.fixture(scope="module")
+def template(cache, tmp_path_factory):
+    """A folder with a mirror and the store of one finished run."""
+    place = tmp_path_factory.mktemp("template")
+    write_notes(place / "hub/me/notes/train.csv")
+    save_bert(place / "hub/me/bert")
+    finish(experiment_in(place, cache))
+    return place
+
+
+@pytest.fixture
+def place(template, tmp_path):
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.fixture
+def cell(place, cache):
+    """The experiment that has finished, in a folder of this test."""
+    return experiment_in(place, cache)
+
+
+def experiment_in(place, cache, *overrides):
+    words = [f"storage.runs={place}/runs", f"storage.hub={place}/hub", f"storage.cache={cache}"]
+    return load_experiment(None, [*WORDS, *words, *overrides])
+
+
+def state_of(experiment):
+    (state,) = examine({experiment.id: experiment}).values()
+    return state
+
+
+def test_a_finished_result_is_used_and_others_are_missing(cell, place, cache):
+    other = experiment_in(place, cache, "seed=1")
+    states = examine({cell.id: cell, other.id: other})
+    assert list(states) == [cell.id, other.id]
+    assert states[other.id] == CellState("missing", "not run yet")
+    state = states[cell.id]
+    assert (state.status, state.reason, state.note, state.fresh) == ("finished", "", "", False)
+    assert state.summary["id"] == cell.id and state.summary["final"]["accuracy"] > 0
+    assert [s["id"] for s in other_results({other.id: other})] == [cell.id]
+    assert other_results({cell.id: cell}) == []
+    (place / f"runs/{other.id}/checkpoints").mkdir(parents=True)
+    assert state_of(other) == CellState("missing", "not finished yet")
+
+
+def flip(file, share):
+    """Flip a bit at a share of a file's length."""
+    content = bytearray(file.read_bytes())
+    content[int(share * len(content))] ^= 1
+    file.write_bytes(content)
+
+
+def rewrite(file, **changes):
+    """Write a result with a right checksum."""
+    file.write_bytes(result_json(json.loads(file.read_text()) | changes))
+
+
+DAMAGES = {
+    "empty": (lambda home: (home / "result.json").write_text(""), "is unreadable"),
+    "flipped": (lambda home: flip(home / "result.json", 0.5), "checksum differs|is unreadable"),
+    "edited": (
+        lambda home: (home / "result.json").write_text(
+            (home / "result.json").read_text().replace('"accuracy": 0', '"accuracy": 1')
+        ),
+        "checksum differs",
+    ),
+    "of another run": (lambda home: rewrite(home / "result.json", id="0" * 12), "belongs to run 0"),
+    "of another experiment": (
+        lambda home: rewrite(home / "result.json", identity={"seed": 5}),
+        "is that of another experiment",
+    ),
+    "of other numerics": (
+        lambda home: rewrite(home / "result.json", versions={"numerics": "0"}),
+        "is that of another experiment",
+    ),
+    "without metrics": (lambda home: (home / "metrics.parquet").unlink(), "metrics.parquet"),
+    "flipped metrics": (
+        lambda home: flip(home / "metrics.parquet", 0.1),
+        r"metrics.parquet is corrupt \(checksum differs\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_result_is_named_and_runs_again(cell, place, damage):
+    harm, named = DAMAGES[damage]
+    harm(place / "runs" / cell.id)
+    state = state_of(cell)
+    assert state.status == "corrupt" and state.fresh and state.summary is None
+    assert re.search(named, state.reason), state.reason
+
+
+def test_a_result_from_other_data_or_weights_is_stale(cell, place):
+    notes = place / "hub/me/notes/train.csv"
+    before = notes.read_bytes()
+    write_notes(notes, "other")
+    state = state_of(cell)
+    assert state == CellState("stale", "the data have changed since it was run") and state.fresh
+    change_weights(place / "hub/me/bert")
+    reason = "the data and weights of the backbone have changed since it was run"
+    assert state_of(cell).reason == reason
+    notes.write_bytes(before)
+    reason = "the weights of the backbone have changed since it was run"
+    assert state_of(cell).reason == reason
+
+
+def test_what_is_not_on_this_machine_is_not_compared_but_noted(cell, place):
+    shutil.rmtree(place / "hub/me/notes")
+    state = state_of(cell)
+    assert state.status == "finished"
+    assert state.note == "not compared with the data (dataset hub is not on this machine)"
+    shutil.rmtree(place / "hub/me/bert")
+    assert state_of(cell).note.endswith("and the weights of me/bert (not on this machine)")
+    assert state_of(cell).status == "finished"
+
+
+def test_a_failure_is_kept_until_a_run_finishes(place, cache):
+    experiment = experiment_in(place, cache, "seed=2")
+    record_failure(experiment, "the disk is full", 3)
+    assert state_of(experiment) == CellState("failed", "the disk is full")
+    finish(experiment)
+    assert state_of(experiment).status == "finished"
+    assert "failure.json" not in run_folder(experiment).names()
+    # The failed attempt to replace a result that cannot be used.
+    (place / f"runs/{experiment.id}/result.json").write_text("{")
+    record_failure(experiment, "the disk is full", 3)
+    state = state_of(experiment)
+    assert state.fresh and state.reason.endswith("; the disk is full")
+
+
+def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):
+    runs = s3_bucket("runs")
+    store = Store.open(runs)
+    store.child(cell.id).upload_folder(place / "runs" / cell.id)
+    cells = [experiment_in(place, cache, f"storage.runs={runs}", f"seed={n}") for n in range(40)]
+    record_failure(cells[1], "out of memory", 2)
+    store.child(cells[2].id).write("result.json", b"{}")
+    states = examine({e.id: e for e in cells})
+    statuses = [state.status for state in states.values()]
+    assert statuses == ["finished", "failed", "corrupt", *["missing"] * 37]
+    sweep = sweep_from_axes(["seed=0..2"], [*WORDS, f"storage.runs={runs}"])
+    outcome = collect([sweep], states)[0].cells[0]
+    assert len(outcome.records) == 3 and outcome.value == outcome.summary["final"]["accuracy"]
+    lost = experiment_in(place, cache, f"storage.runs={s3_bucket('runs', 'no-such-bucket')}")
+    with pytest.raises(InputError, match=r"bucket 'no-such-bucket' does not exist"):
+        examine({lost.id: lost})
+
+
+def test_a_store_that_cannot_be_read_is_an_error_not_a_missing_result(cell, place):
+    (place / "runs").rename(place / "kept")
+    (place / "runs").write_text("not a folder")
+    with pytest.raises(StorageError):
+        examine({cell.id: cell})
+
+
+def test_outcomes_have_the_cells_of_the_sweep(cell, place, cache):
+    places = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
+    sweep = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *places])
+    experiments = {c.experiment.id: c.experiment for c in sweep.cells}
+    (outcome,) = collect([sweep], examine(experiments))
+    assert outcome.name == sweep.name and outcome.tables == sweep.tables
+    done, missing = outcome.cells
+    assert done.labels == {"seed": "0", "partition.kind": "dirichlet"}
+    assert (done.status, done.metric) == ("finished", "accuracy") and done.value is not None
+    assert [record["round"] for record in done.records] == [0, 1, 2]
+    assert (missing.status, missing.reason, missing.value) == ("missing", "not run yet", None)
+    assert missing.metric == "accuracy" and missing.summary == {}

@@ -1,0 +1,270 @@
+"""Which cells of sweeps have a result that can be used: the store of results is the truth.
+
+A result is used if it is whole, is that of its experiment, and was made from the data and weights
+that are on this machine now. Times of files, their places, comments and tracking do not matter.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.messages import changed_sources, comparable
+from trishul_ray.federation.prepare import local_sources
+from trishul_ray.redaction import redact
+from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
+from trishul_ray.run.results import read_result
+from trishul_ray.run.runner import FAILURE
+from trishul_ray.storage import Store
+from trishul_ray.version import NUMERICS
+
+if TYPE_CHECKING:
+    from trishul_ray.tuning.sweep import Sweep
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Number of results that are read at the same time.
+READERS = 16
+
+_ID = re.compile("[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class CellState:
+    """What the store has of an experiment.
+
+    Attributes:
+        status: ``finished``: the result can be used; ``missing``: there is none; ``failed``: there
+            is none, and the last attempt failed; ``stale``: the data or weights have changed since;
+            ``corrupt``: the files are damaged or not those of this experiment.
+        reason: One line on what is wrong; empty if finished.
+        summary: Content of ``result.json`` if finished.
+        note: One line on what could not be checked of a finished result; empty otherwise.
+    """
+
+    status: Status
+    reason: str = ""
+    summary: dict[str, Any] | None = None
+    note: str = ""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a result is in the way that the next run must delete first."""
+        return self.status in ("stale", "corrupt")
+
+
+def examine(
+    experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
+) -> dict[str, CellState]:
+    """Return what the store has of each experiment, by id.
+
+    Nothing is downloaded: data and weights that are not on this machine are not compared, which
+    the state of the cell notes.
+
+    Raises:
+        InputError: The bucket of a store does not exist.
+        StorageError: A store cannot be read.
+    """
+    stores = _open_stores(experiments.values())
+    runs = {uri: _runs(store) for uri, store in stores.items()}
+
+    def read(id: str) -> CellState:
+        experiment = experiments[id]
+        return _read_state(stores[experiment.storage.runs].child(id), experiment)
+
+    states = {id: CellState("missing", "not run yet") for id in experiments}
+    found = [id for id, experiment in experiments.items() if id in runs[experiment.storage.runs]]
+    read_now = _in_parallel(found, read, "reading results", progress)
+    states |= zip(found, read_now, strict=True)
+    groups: dict[str, list[str]] = {}
+    for id, state in states.items():
+        if state.status == "finished":
+            groups.setdefault(_sources_key(experiments[id]), []).append(id)
+    for ids in groups.values():
+        now, unknown = local_sources(experiments[ids[0]], progress)
+        states |= {id: _compare(states[id], now, unknown) for id in ids}
+    return states
+
+
+def other_results(
+    experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
+) -> list[dict[str, Any]]:
+    """Return the readable results in the experiments' stores that are not theirs."""
+
+    def read(home: Store) -> dict[str, Any] | None:
+        try:
+            return read_result(home)
+        except (FileNotFoundError, CorruptFileError):
+            return None
+
+    homes = [
+        store.child(name)
+        for store in _open_stores(experiments.values()).values()
+        for name in sorted(_runs(store) - experiments.keys())
+    ]
+    found = _in_parallel(homes, read, "reading other results", progress)
+    return [summary for summary in found if summary is not None]
+
+
+def record_failure(experiment: Experiment, reason: str, attempts: int) -> None:
+    """Note beside a run's files why it has no result; its next finished run deletes the note."""
+    note = {"id": experiment.id, "reason": reason, "attempts": attempts}
+    run_folder(experiment).write(FAILURE, json.dumps(note, indent=2).encode())
+
+
+def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:
+    """Return the outcomes of sweeps, of which every cell has been examined."""
+    stores = _open_stores(cell.experiment for sweep in sweeps for cell in sweep.cells)
+    headlines: dict[str, str] = {}
+    for cell in (cell for sweep in sweeps for cell in sweep.cells):
+        summary = states[cell.experiment.id].summary
+        if summary is not None:
+            headlines[_task_of(cell.experiment)] = summary["headline"]
+
+    def outcome(
+        experiment: Experiment, labels: Mapping[str, str], metric: str | None
+    ) -> CellOutcome:
+        state = states[experiment.id]
+        return CellOutcome(
+            labels=labels,
+            id=experiment.id,
+            status=state.status,
+            reason=state.reason,
+            # A cell without a result has the headline of other runs of its task, if there are any.
+            metric=metric or headlines.get(_task_of(experiment), "accuracy"),
+            summary=state.summary or {},
+            home=stores[experiment.storage.runs].child(experiment.id),
+        )
+
+    return tuple(
+        SweepOutcome(
+            name=sweep.name,
+            title=sweep.title,
+            profile=sweep.profile,
+            description=sweep.description,
+            axes=sweep.axes,
+            shown=sweep.shown,
+            tables=sweep.tables,
+            figures=sweep.figures,
+            cells=tuple(outcome(cell.experiment, cell.labels, cell.metric) for cell in sweep.cells),
+        )
+        for sweep in sweeps
+    )
+
+
+def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
+    """Open each store of runs once; return them by ``storage.runs``.
+
+    Raises:
+        InputError: The bucket of one does not exist.
+    """
+    options = {e.storage.runs: e.storage.retry_seconds for e in experiments}
+    stores = {runs: Store.open(runs, retry_seconds) for runs, retry_seconds in options.items()}
+    for runs, store in stores.items():
+        if (bucket := store.missing_bucket()) is not None:
+            raise InputError(
+                f"storage.runs={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
+                "choose another"
+            )
+    return stores
+
+
+def _runs(store: Store) -> set[str]:
+    return {name for name in store.names() if _ID.fullmatch(name)}
+
+
+def _in_parallel(
+    items: Sequence[T], read: Callable[[T], R], stage: str, progress: ProgressCallback | None
+) -> list[R]:
+    """Return what ``read`` makes of each item; most of the time is spent waiting for a server."""
+    results: list[R] = []
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for result in pool.map(read, items):
+                results.append(result)
+                if progress is not None:
+                    progress(stage, len(results) / len(items))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # do not try the rest first
+            raise
+    return results
+
+
+def _read_state(home: Store, experiment: Experiment) -> CellState:
+    """Return the state of an experiment by the files of its run alone."""
+    names = home.names()
+    failure = _read_failure(home) if FAILURE in names else ""
+    if "result.json" not in names:
+        if failure:
+            return CellState("failed", failure)
+        return CellState("missing", "not finished yet" if names else "not run yet")
+    try:
+        summary = read_result(home)
+        _check_identity(summary, home, experiment)
+        _check_tables(summary, home, names)
+    except (CorruptFileError, KeyError) as error:
+        reason = f"result.json has no {error}" if isinstance(error, KeyError) else str(error)
+        return CellState("corrupt", f"{reason}; {failure}" if failure else reason)
+    return CellState("finished", "", summary)
+
+
+def _check_identity(summary: Mapping[str, Any], home: Store, experiment: Experiment) -> None:
+    """Raise a CorruptFileError unless a result is that of the experiment, field by field."""
+    theirs, ours = (
+        json.dumps(x, sort_keys=True) for x in (summary["identity"], experiment.identity())
+    )
+    if theirs != ours or summary["versions"]["numerics"] != str(NUMERICS):
+        raise CorruptFileError(f"{home.place('result.json')} is that of another experiment")
+
+
+def _check_tables(summary: Mapping[str, Any], home: Store, names: Sequence[str]) -> None:
+    """Raise a CorruptFileError unless the files of numbers are there, as result.json has them."""
+    for name, expected in summary.get("sha256", {"metrics.parquet": None}).items():
+        if name not in names:
+            raise CorruptFileError(f"{home.place(name)} is missing")
+        found = hashlib.sha256(home.read(name)).hexdigest()
+        if expected not in (None, found):
+            raise CorruptFileError(f"{home.place(name)} is corrupt (checksum differs)")
+
+
+def _read_failure(home: Store) -> str:
+    try:
+        return str(json.loads(home.read(FAILURE))["reason"])
+    except (ValueError, KeyError, TypeError):
+        return "the last attempt failed"
+
+
+def _sources_key(experiment: Experiment) -> str:
+    """Return what decides the sources of an experiment, so that each is computed once."""
+    storage = experiment.storage
+    parts = [
+        experiment.data.model_dump(exclude={"train_limit"}),
+        experiment.task.model_dump(),
+        experiment.model.model_dump(include={"name", "init"}),
+        [storage.cache, storage.hub],
+    ]
+    return json.dumps(parts, sort_keys=True)
+
+
+def _compare(state: CellState, now: Mapping[str, str], unknown: str) -> CellState:
+    """Return the state of a finished run, given the sources on this machine."""
+    assert state.summary is not None
+    before: Mapping[str, str] = state.summary["sources"]
+    if not comparable(before, now):
+        now = {name: source for name, source in now.items() if name != "backbone"}
+        unknown = " and ".join(filter(None, [unknown, "the weights (from the hub or a folder)"]))
+    if changed := changed_sources(before, now):
+        return CellState("stale", f"the {changed} have changed since it was run")
+    return replace(state, note=f"not compared with {unknown}" if unknown else "")
+
+
+def _task_of(experiment: Experiment) -> str:
+    return f"{experiment.data.name} {experiment.task.kind} {experiment.model.name}"
