@@ -244,10 +244,10 @@ def _adjusted_p_values(blocks: Sequence[Array], alpha: float) -> tuple[list[floa
     size = 1
     while (floors <= alpha / size).sum() > size:
         size += 1
-    testable = np.flatnonzero(floors <= alpha / size)
+    testable = np.flatnonzero(floors <= alpha / size).tolist()
     p_values = np.array([_student_p_value(blocks[i]) for i in testable])
     # The second test can only raise a p-value: what the first leaves undecided needs none.
-    for position in np.flatnonzero(_holm(p_values) <= alpha):
+    for position in np.flatnonzero(_holm(p_values) <= alpha).tolist():
         block = np.ascontiguousarray(np.round(blocks[testable[position]], _DECIMALS))
         # Enough flips for p-values of half the strictest level.
         flips = math.ceil(4 * len(testable) / alpha)
