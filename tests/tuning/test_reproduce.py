@@ -183,6 +183,7 @@ def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(
     sweep_file, inline_result, monkeypatch
 ):
     jumps = [0.0]
+
     def clock():
         return time.monotonic() + sum(jumps)
 
