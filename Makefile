@@ -9,6 +9,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Further arguments: make test ARGS="-k svt"
 ARGS ?=
+# Processes that run tests: make test WORKERS=0 for a debugger
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,17 +44,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 	@echo "Set up: $(BIN)/trishul"
 
+# Each worker takes whole files, whose tests share a cluster; the long ones do not come last. Torch
+# has a thread in each worker: two that use both cores would wait for each other.
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 demo: setup
 	$(BIN)/trishul run --central $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # Other kernels sum in another order: what passes on both rests on no processor's last bits.
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
 test-kernels: setup
-	$(OTHER_KERNELS) $(BIN)/python -m pytest -m "not slow and not chaos and not gpu" \
+	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not chaos and not gpu" \
 	  $(addprefix tests/,spectral adapters methods models tasks) $(ARGS)
 
 check: setup

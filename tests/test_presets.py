@@ -153,3 +153,12 @@ def test_the_ranks_of_a_preset_apply_to_its_backbone_only():
     assert load_experiment(None, other).adapter.matching == "matched"
     explicit = load_experiment(None, [*other, "adapter.matching=published"])
     assert explicit.adapter.matching == "published"
+
+
+def test_the_random_weights_of_a_preset_are_for_its_backbone_only():
+    def init(*words):
+        return load_experiment(None, ["dataset=synthetic/rte", *words]).model.init
+
+    assert init() == init("model=llama-tiny") == "random"
+    assert init("model=all-MiniLM-L6-v2") == "pretrained"
+    assert init("model=all-MiniLM-L6-v2", "model.init=random") == "random"

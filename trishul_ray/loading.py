@@ -250,11 +250,12 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         name = over["method"].get("name") if isinstance(over["method"], dict) else None
         if name and name != base.get("method", {}).get("name", name):
             merged["method"] = over["method"]
-    if isinstance(base.get("adapter"), dict) and _changes_model(base, over):
-        # A preset's ranks apply to the preset's backbone only.
-        adapter = over.get("adapter")
-        if not (isinstance(adapter, dict) and "matching" in adapter):
-            merged["adapter"] = {k: v for k, v in merged["adapter"].items() if k != "matching"}
+    if _changes_model(base, over):
+        # A preset's ranks and random weights are meant for the preset's backbone only.
+        for section, field in (("adapter", "matching"), ("model", "init")):
+            own, whole = over.get(section, {}), merged.get(section)
+            if isinstance(own, dict) and isinstance(whole, dict) and field not in own:
+                merged[section] = {k: v for k, v in whole.items() if k != field}
     return merged
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from trishul_ray.errors import RunError
 from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.prepare import prepare_run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("local_ray")]
@@ -123,3 +124,29 @@ def test_a_coordinator_without_restarts_fails_the_run(small):
             step_and_kill(driver, family[0].pid)
         assert "\n" not in str(failed.value)
         assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "client"])
+def test_a_death_in_the_second_run_of_the_same_actors(
+    small, inline_result, assert_same, drive_to_end, victim
+):
+    """A restarted actor rebuilds the second run, not the one that it was started for."""
+    first, second, third = (
+        small(*LONG, "resources.actors=1", f"method={name}", f"seed={seed}")
+        for seed, name in enumerate(("fullft", "trishul", "fedit"))
+    )
+    with Workers() as workers:
+        with open_driver(first, prepare_run(first), "a", workers=workers) as driver:
+            assert_same(drive_to_end(driver), inline_result(first))
+            processes = driver.processes()
+        with open_driver(second, prepare_run(second), "a", workers=workers) as driver:
+            records = driver.begin().records
+            assert driver.processes() == processes
+            result, rounds, _ = finish(driver, step_and_kill(driver, processes[victim]))
+            after = driver.processes()
+        assert [r["round"] for r in records] + rounds == [0, 1, 2]
+        assert_same(result, inline_result(second))
+        # The next run has all its restarts: what died was replaced and not kept.
+        with open_driver(third, prepare_run(third), "a", workers=workers) as driver:
+            assert_same(drive_to_end(driver), inline_result(third))
+            assert driver.processes()[1] not in (processes[1], after[1])

@@ -57,7 +57,9 @@ def mirror(hub: Path, rows: int = 4) -> Path:
 def test_every_name_has_a_description():
     glue = ["glue/mnli", "glue/qnli", "glue/qqp", "glue/rte", "glue/sst2"]
     public = ["20newsgroups", "cifar10", "cifar100", "digits", *glue, "mrqa", "svhn"]
-    assert dataset_names() == (*public, "images", "table", "hub")
+    tasks = ("topics", "questions", "mnli", "qnli", "qqp", "rte", "sst2", "shapes")
+    synthetic = [f"synthetic/{name}" for name in tasks]
+    assert dataset_names() == (*public, "images", "table", "hub", *synthetic)
     described = describe_datasets()
     assert tuple(described) == dataset_names()
     # One line each, on a terminal of 80 columns.

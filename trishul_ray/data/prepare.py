@@ -17,6 +17,7 @@ from filelock import FileLock
 from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.digits import Digits
+from trishul_ray.data.datasets.synthetic import SYNTHETIC
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.prepared import (
     FORMAT_VERSION,
@@ -65,12 +66,13 @@ class Source(Protocol):
         """Return the description, and the columns of every split; see ``DatasetInfo``."""
 
 
-_SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), *PUBLIC)}
+_SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), *PUBLIC, *SYNTHETIC)}
 
 
 def dataset_names() -> tuple[str, ...]:
-    """Return the names that :func:`prepare` accepts: public datasets sorted, then own data."""
-    return (*sorted(_SOURCES), *CUSTOM)
+    """Return the names that :func:`prepare` accepts: public datasets, own data, synthetic ones."""
+    synthetic = [source.name for source in SYNTHETIC]
+    return (*sorted(_SOURCES.keys() - synthetic), *CUSTOM, *synthetic)
 
 
 def describe_datasets() -> dict[str, str]:

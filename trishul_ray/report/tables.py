@@ -195,8 +195,10 @@ def sweep_table(layout: TableLayout, sweep: SweepOutcome) -> Table:
     table = Table(title=escape(f"{layout.title} ({sweep.profile})"), title_justify="left")
     for axis in layout.rows:
         table.add_column(escape(axis), no_wrap=True)
+    metrics = ", ".join(dict.fromkeys(cell.metric for cell in cells))
     for labels in columns:
-        table.add_column("\n".join(shown(layout.columns, labels)), justify="right")
+        header = "\n".join(shown(layout.columns, labels)) or escape(metrics)
+        table.add_column(header, justify="right")
     for row in rows:
         of_row = [cell for cell in cells if tuple(cell.labels[a] for a in layout.rows) == row]
         texts = [

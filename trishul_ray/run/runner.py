@@ -67,6 +67,8 @@ from trishul_ray.tracking.store import tracking_uri, ui_command
 #: Of the folder of a run: why a sweep gave it up.
 FAILURE = "failure.json"
 
+#: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
+LOCK_SECONDS = 5.0
 #: What a run does: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
@@ -161,7 +163,8 @@ def run_steps(
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
         if fresh:
             home.remove_all()
-        _note_differences(experiment, home, progress)
+        if extras:  # a sweep's runs differ by design
+            _note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
         try:
             attempt = _attempt(home)
@@ -417,7 +420,7 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
     lock = FileLock(folder / f".{experiment.id}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise RunError(
             f"run {experiment.id} is being driven by another process; wait for it or stop it"

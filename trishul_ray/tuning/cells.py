@@ -275,14 +275,18 @@ def _nest(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         *parents, last = name.split(".")
         section = nested
-        for parent in parents:
+        for depth, parent in enumerate(parents, 1):
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise InputError(f"{name}: {parent} is set to a value, but it is a section")
+                raise _not_a_value(".".join(parents[:depth]))
         if isinstance(section.get(last), dict):
-            raise InputError(f"{name}={value!r}: {name} is a section; name one of its fields")
+            raise _not_a_value(name)
         section[last] = value
     return nested
+
+
+def _not_a_value(section: str) -> InputError:
+    return InputError(f"{section} is a section; name one of its fields")
 
 
 def _blame(message: str, fields: Fields) -> str | None:

@@ -66,7 +66,7 @@ class Node:
 
     def scalar(self, what: str) -> str:
         """Return a scalar as written, or raise an InputError that names ``what``."""
-        if not self.is_scalar or not self.text:
+        if not self.is_scalar or not _is_name(self.text):
             self.fail(f"{what} must be a name or a number, not {self.describe()}")
         return self.text
 
@@ -122,8 +122,8 @@ def parse_located(text: str, shown: str, place: str | None = None) -> Node:
         shown: name of the file.
         place: where all of it stands; by default ``<shown>:<line>``.
     """
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return Node({}, place or f"{shown}:1")
@@ -132,10 +132,9 @@ def parse_located(text: str, shown: str, place: str | None = None) -> Node:
         mark = error.problem_mark or error.context_mark
         where = place or (f"{shown}:{mark.line + 1}" if mark else shown)
         raise InputError(f"{where}: not YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{place or shown}: not YAML: {' '.join(str(error).split())}") from error
-    finally:
-        loader.dispose()
+    except yaml.reader.ReaderError as error:
+        where = place or f"{shown}:{text.count(chr(10), 0, error.position) + 1}"
+        raise InputError(f"{where}: not YAML: {error.reason}") from error
 
 
 @dataclass
@@ -171,8 +170,8 @@ class _Reader:
     def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
         found: dict[str, Node] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise InputError(f"{self.at(key)}: a key must be a name or a number")
+            if not isinstance(key, yaml.ScalarNode) or not _is_name(key.value):
+                raise InputError(f"{self.at(key)}: a key must be a name or a number, in one line")
             if key.tag.endswith(":merge"):
                 raise InputError(f"{self.at(key)}: `<<` is not supported; use `extends: FILE`")
             if key.value in found:
@@ -182,6 +181,10 @@ class _Reader:
                 )
             found[key.value] = self.read(value, key)
         return found
+
+
+def _is_name(text: str) -> bool:
+    return text.isprintable() and text.strip() != ""
 
 
 def _head_comment(text: str) -> Iterator[str]:

@@ -58,8 +58,10 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     missing = work.unfinished()
     check_cells({id: work.experiment(id) for id in missing}, work.name)
     for id in missing:
-        if (state := work.states[id]).status in ("stale", "corrupt"):
-            progress.note(f"{work.name(id)}: {state.status}, runs again: {state.reason}")
+        if (state := work.states[id]).fresh:
+            progress.note(f"{work.name(id)} is {state.status} and runs again: {state.reason}")
+    for note in dict.fromkeys(state.note for state in work.states.values() if state.note):
+        progress.note(f"finished results were {note}")
     searches = [part for part in work.parts if is_adaptive(part.sweep)]
     status: Status = "FAILED"
     try:
@@ -96,7 +98,7 @@ def _run(
         assert part.sweep.search is not None
         samples: list[Cell] = []
         for cell in part.sweep.cells:
-            values = run_search(
+            found = run_search(
                 _Samples(part.sweep, cell, part.parent_id),
                 cell.experiment,
                 part.sweep.search,
@@ -104,7 +106,7 @@ def _run(
                 work.progress,
                 part.sweep.early_stopping,
             )
-            samples += [sampled(cell, each) for each in values]
+            samples += [sampled(cell, values) for values in found]
         work.set_samples(part, samples)
 
 
@@ -208,12 +210,11 @@ class _Work:
     def run_of(self, id: str) -> CellRun:
         """Return what the trial of a cell runs."""
         experiment = self.experiment(id)
-        stale = self.states[id].status == "stale"
         return CellRun(
             with_parent(experiment, self.holders[id][0].parent_id),
             self.name(id),
             self.tags(id),
-            replaces=attempt_of(run_folder(experiment)) if stale else None,
+            replaces=attempt_of(run_folder(experiment)) if self.states[id].fresh else None,
         )
 
     def open_parents(self) -> None:

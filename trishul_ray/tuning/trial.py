@@ -122,7 +122,6 @@ class CellTrial(tune.Trainable):
                 self._advance()
         except InputError as error:
             # Not raised: Tune would try again, and the input stays wrong.
-            self._replace_workers()
             self._add({FAILURE: _one_line(error), DONE: True})
         except (RunError, OSError) as error:
             raise RunError(_one_line(error)) from None
@@ -181,10 +180,6 @@ class CellTrial(tune.Trainable):
     def _close_run(self) -> None:
         with suppress(Exception):  # it has failed, or Tune has stopped it
             self._steps.close()
-
-    def _replace_workers(self) -> None:
-        self._workers.close()
-        self._workers = Workers()
 
 
 def _one_line(error: Exception) -> str:

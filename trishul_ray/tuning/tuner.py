@@ -134,7 +134,7 @@ def run_search(
     options: TuneOptions,
     progress: SweepProgress,
     early_stopping: EarlyStopping | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Run samples that Optuna suggests, by the results of those before.
 
     Samples that were run before answer at once, so that a repeated search goes the same way.
@@ -148,7 +148,7 @@ def run_search(
         early_stopping: How runs that lag behind are stopped.
 
     Returns:
-        All samples, and why runs failed, by id.
+        All samples: values by field name.
 
     Raises:
         InputError: Optuna is not installed, or the cluster cannot hold a run.
@@ -162,8 +162,7 @@ def run_search(
     monitor = _Monitor(find, options, progress, search)
     scheduler = _scheduler(early_stopping, search, [experiment])
     _fit(group, find, sampling_space(search), scheduler, monitor, searcher, search.samples)
-    monitor.take_unfinished([])
-    return monitor.samples, monitor.failures
+    return monitor.samples
 
 
 def group_cells(
@@ -362,6 +361,9 @@ class _Monitor(tune.Callback):
         self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
         self._finished: set[str] = set()
         self._attempts: dict[str, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune saves its callbacks, which nobody reads
 
     def on_trial_start(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any

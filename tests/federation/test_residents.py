@@ -1,0 +1,147 @@
+"""Runs on a backbone that earlier runs have used: the bytes of one that is loaded now."""
+
+import itertools
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import ViTConfig, ViTModel
+
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.residents import KEPT_ON_CPU, Residents
+from trishul_ray.federation.workbench import build_workbench
+from trishul_ray.loading import load_experiment
+from trishul_ray.methods.base import method_class, method_names
+
+TINY = [
+    "federation.clients=2",
+    "federation.clients_per_round=2",
+    "federation.rounds=1",
+    "federation.local_steps=2",
+    "federation.batch_size=4",
+    "evaluation.limit=16",
+    "evaluation.diagnostics_every=0",
+    "optimizer.lr=0.01",
+    "budget=2",
+    "adapter.heads=2",
+    "task.max_length=32",
+    "task.target_length=8",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+]
+
+TEXTS = ["dataset=table", "model.init=random"]
+#: In each, something is left that the next must not see; with four backbones for three places.
+SETTINGS = {
+    "heads": ["method=trishul", "method.allocation=gradient", "budget=3", "adapter.heads=4"],
+    "limits": ["method=hetlora", "method.prune=true", "federation.compute=uniform"],
+    "another head": ["seed=1", "method=fedit", "optimizer.name=sgd"],
+    "frozen head": ["method=ravan", "model.train_head=false", "adapter.targets=[query, key]"],
+    "no dropout": ["method=fullft", "seed=2"],
+    "dropout": ["method=fedit", "model.dropout=true", "model.gradient_checkpointing=true"],
+    "bf16": ["method=fedex", "model.precision=bf16"],
+    "bf16, full": ["method=fullft", "model.precision=bf16", "seed=1"],
+    "encoder": [*TEXTS, "model.name=bert-tiny", "method=scaffold"],
+    "text to text": [*TEXTS, "model.name=t5-tiny", "method=flora"],
+    "decoder": [*TEXTS, "model.name=llama-tiny", "method=fedsb", "task.template='{text} is'"],
+}
+
+
+@pytest.fixture(scope="module")
+def places(cache, tmp_path_factory):
+    """A checkpoint without a head, which the seed draws, a table of texts, and the folders."""
+    folder = tmp_path_factory.mktemp("places")
+    torch.manual_seed(0)
+    shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+    ViTModel(ViTConfig(**shape, **sizes, **dropout)).save_pretrained(folder / "vit")
+    rows = [f"text {n} on {n % 2},{'left' if n % 2 else 'right'}" for n in range(40)]
+    (folder / "texts.csv").write_text("\n".join(["text,label", *rows]))
+    return folder, cache
+
+
+@pytest.fixture(scope="module")
+def make(places):
+    """``make("method=fedit", ...)`` -> an experiment with a new folder for its run."""
+    folder, cache = places
+    numbers = itertools.count()
+
+    def experiment(*overrides):
+        where = [f"storage.cache={cache}", f"storage.runs={folder}/runs-{next(numbers)}"]
+        source = f"model={folder}/vit"
+        if "dataset=table" in overrides:
+            source = f"data.path={folder}/texts.csv"
+        return load_experiment(None, [*TINY, source, *where, *overrides])
+
+    return experiment
+
+
+def outcome(experiment, residents=None):
+    """The digest of a run's state, and its metrics."""
+    driver = InlineDriver(experiment, prepare_run(experiment), "a", residents)
+    report = driver.begin()
+    while not report.finished:
+        report = driver.step()
+    result = driver.final()
+    driver.close()
+    records = [{k: v for k, v in r.items() if "seconds" not in k} for r in result.records]
+    return result.digest, records, result.blueprint.sources
+
+
+def every_pair(items):
+    """A walk through ``items`` in which each follows each, itself too (de Bruijn)."""
+    walk = []
+    for i, item in enumerate(items):
+        walk += [item, *itertools.chain.from_iterable((item, other) for other in items[i + 1 :])]
+    walk.append(items[0])
+    assert sorted(pairwise(walk)) == sorted(itertools.product(items, repeat=2))
+    return walk
+
+
+def options_of(name):
+    limits = ["federation.compute=uniform"] if method_class(name).takes_limits else []
+    return [f"method={name}", *limits]
+
+
+def test_every_method_after_every_method(make):
+    fresh = {name: outcome(make(*options_of(name))) for name in method_names()}
+    residents = Residents()
+    for name in every_pair(list(method_names())):
+        assert outcome(make(*options_of(name)), residents) == fresh[name], name
+    assert len(residents._kept) == 1
+
+
+def test_other_settings_and_tasks_after_each_other(make):
+    fresh = {name: outcome(make(*options)) for name, options in SETTINGS.items()}
+    residents = Residents()
+    names = list(SETTINGS)
+    for name in [*names, *reversed(names), *names[::2], *names[1::2]]:
+        assert outcome(make(*SETTINGS[name]), residents) == fresh[name], name
+        assert len(residents._kept) <= KEPT_ON_CPU
+
+
+def test_a_backbone_is_kept_until_its_files_change(make, places):
+    residents, experiment = Residents(), make("method=fullft")
+
+    def module(experiment):
+        bench = build_workbench(experiment, prepare_run(experiment), residents)
+        bench.close()
+        return bench.model.model
+
+    def everything(module):
+        states = {name: (t.dtype, t.tolist()) for name, t in module.state_dict().items()}
+        flags = [(p.requires_grad, p.grad) for p in module.parameters()]
+        return states, flags, [m.training for m in module.modules()], str(module)
+
+    first = module(experiment)
+    before = everything(first)
+    outcome(experiment, residents)
+    assert module(make("method=fedit")) is first and everything(first) == before
+    assert module(make("seed=1")) is first and everything(first) != before
+    assert module(experiment) is first and everything(first) == before
+    config = places[0] / "vit" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    again = module(experiment)
+    assert again is not first and everything(again) == before

@@ -1,0 +1,67 @@
+"""The paper's numbers, found by the labels of a table's position."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trishul_ray.report.paper import paper_keys, paper_records, paper_value
+
+POSITION = {
+    "method": "TRISHUL",
+    "budget": "lower",
+    "dataset": "cifar100",
+    "clients": "20",
+    "partition": "dirichlet(0.3)",
+}
+
+
+def test_numbers_of_the_paper():
+    assert paper_value("tab:vision", POSITION) == 79.41
+    assert paper_value("tab:glue", {"method": "TRISHUL", "task": "average"}) == 84.66
+    assert paper_value("tab:lambda_sensitivity", {"lambda": "1.0", "dataset": "svhn"}) == 88.63
+    assert paper_value("fig:overhead", {"method": "RAVAN", "model": "ViT-B/16"}) == 18.4
+
+
+def test_axes_that_the_paper_does_not_have_do_not_matter():
+    assert paper_value("tab:vision", POSITION | {"seed": "0", "device": "cpu"}) == 79.41
+
+
+def test_full_fine_tuning_has_no_budget():
+    position = POSITION | {"method": "Full-FT"}
+    assert paper_value("tab:vision", position) == 86.86
+    assert paper_value("tab:vision", position | {"budget": "higher"}) == 86.86
+
+
+@pytest.mark.parametrize(
+    ("key", "labels"),
+    [
+        ("tab:none", POSITION),
+        ("tab:vision", POSITION | {"method": "FLoRA"}),
+        ("tab:vision", POSITION | {"dataset": "CIFAR100"}),
+        ("tab:vision", {name: POSITION[name] for name in ("method", "budget", "dataset")}),
+        ("tab:vision", {}),
+        ("tab:vision", {"seed": "0"}),
+    ],
+)
+def test_nothing_is_guessed(key, labels):
+    assert paper_value(key, labels) is None
+
+
+@given(st.data())
+def test_every_record_is_found_by_its_own_labels_alone(data):
+    key = data.draw(st.sampled_from(paper_keys()))
+    record = data.draw(st.sampled_from(paper_records(key)))
+    labels = {
+        axis: label
+        for axis, label in record.items()
+        if axis not in ("metric", "value", "budget_rank") and label is not None
+    }
+    assert paper_value(key, labels) == record["value"]
+    axis = data.draw(st.sampled_from(sorted(labels)))
+    assert paper_value(key, labels | {axis: "another"}) is None
+
+
+def test_records_are_copies():
+    paper_records("tab:vision")[0]["value"] = 0.0
+    assert paper_value("tab:vision", POSITION | {"method": "Full-FT"}) == 86.86
+    assert min(record["value"] for record in paper_records("tab:vision")) > 40

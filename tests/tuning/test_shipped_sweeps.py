@@ -1,0 +1,225 @@
+"""The sweeps of the paper's tables and figures, in each profile."""
+
+import functools
+import re
+
+import pytest
+
+from trishul_ray.report.paper import paper_keys, paper_records, paper_value
+from trishul_ray.tuning.sweep import distinct, find_sweeps
+
+#: Cells, and distinct runs, of each profile. The paper's protocol, with three seeds: 360 runs for
+#: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), as many for language, 105 for
+#: GLUE, and those of the ablations that no table before has: 18 without penalty, 54 with another
+#: allocation, 18 with fixed scalars, 27 with another lambda, 42 with another alpha and 6 of them
+#: without penalty for a figure, 27 with other bases and 9 of RAVAN, 45 with limited clients.
+COUNTS = {"paper": (1269, 1071), "small": (510, 357), "smoke": (539, 441)}
+PROFILES = tuple(COUNTS)
+
+NAMES = [
+    *("vision", "language", "glue", "nuclear", "allocation", "scaling", "lambda"),
+    *("heterogeneity", "initialization", "compute", "convergence", "overhead"),
+]
+FIGURES = {
+    *("convergence", "overhead", "svt_spectra", "spectral_alignment", "spectral_diagnostics"),
+    *("lambda_accuracy", "lambda_diagnostics", "heterogeneity", "accuracy_inconsistency"),
+    *("alpha_diagnostics", "waterfilling", "waterfilling_layerwise", "covariance"),
+}
+METHODS = {
+    "Full-FT": "fullft",
+    "FedIT": "fedit",
+    "FedEx-LoRA": "fedex",
+    "FFA-LoRA": "ffalora",
+    "Fed-SB": "fedsb",
+    "SCAFFOLD+LoRA": "scaffold",
+    "RAVAN": "ravan",
+    "TRISHUL": "trishul",
+    "HetLoRA": "hetlora",
+    "FlexLoRA": "flexlora",
+}
+VIT, T5, LLAMA = (
+    *("google/vit-base-patch16-224-in21k", "google-t5/t5-base", "meta-llama/Llama-3.2-1B"),
+)
+#: What each label of the paper's records means, by axis: a function of the experiment, its value.
+MEANING = {
+    "dataset": lambda e: e.data.name,
+    "clients": lambda e: str(e.federation.clients),
+    "budget": lambda e: e.budget,
+    "partition": lambda e: {"iid": "iid"}.get(
+        e.partition.kind, f"dirichlet({e.partition.alpha:g})"
+    ),
+    "model": lambda e: {VIT: "ViT-B/16", T5: "T5-Base", LLAMA: "LLaMA3.2-1B"}[e.model.name],
+    "lambda": lambda e: {
+        0: "0 (no penalty)",
+        0.001: "0.001",
+        0.01: "0.01 (ours)",
+        0.1: "0.1",
+        1: "1.0",
+    }[e.method.lam],
+    "setting": lambda e: {0: "w/o penalty (lambda=0)", 0.01: "w/ penalty (lambda=0.01)"}[
+        e.method.lam
+    ],
+    "allocation": lambda e: {
+        "uniform": "Uniform",
+        "gradient": "Gradient-norm-based",
+        "curvature": "Loss-curvature-based",
+        "waterfill": "Concave water-filling (TRISHUL)",
+    }[e.method.allocation],
+    "scaling": lambda e: {"fixed": "Fixed (s_i=1)", "trainable": "Trainable (TRISHUL)"}[
+        e.method.scalars
+    ],
+    "initialization": lambda e: {
+        "random_normal": "Random Normal",
+        None: "Gram-Schmidt",  # TRISHUL's default
+        "constant": "Constant",
+        "shared_subspace": "Shared Subspace",
+    }[e.adapter.init],
+    "profile": lambda e: {
+        "bell": "bell-shaped",
+        "uniform": "uniform",
+        "skewed-right": "skewed-right",
+    }[e.federation.compute],
+    "task": lambda e: e.data.name.removeprefix("glue/"),
+}
+
+
+@functools.cache
+def sweeps(profile):
+    return find_sweeps(["all"], profile)
+
+
+def positions(sweep, table):
+    """The cells of each position of a table, by their labels."""
+    found = {}
+    for cell in sweep.cells:
+        if all(cell.labels[axis] in labels for axis, labels in table.where.items()):
+            labels = tuple((axis, cell.labels[axis]) for axis in (*table.rows, *table.columns))
+            found.setdefault(labels, []).append(cell)
+    return found
+
+
+def matches(record, labels):
+    return all(record.get(axis) in (None, label) for axis, label in labels)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_tables_figures_and_counts(profile):
+    found = sweeps(profile)
+    assert [sweep.name for sweep in found] == NAMES  # in the order of the paper
+    assert {sweep.profile for sweep in found} == {profile}
+    cells, runs = COUNTS[profile]
+    assert sum(len(sweep.cells) for sweep in found) == cells
+    assert len(distinct(found)) == runs
+    figures = [figure.kind for sweep in found for figure in sweep.figures]
+    assert len(figures) == len(FIGURES) and set(figures) == FIGURES
+    tables = [table.paper for sweep in found for table in sweep.tables if table.paper]
+    assert len(tables) == len(set(tables)) == 10
+    assert {*tables, "fig:overhead"} == {*paper_keys()}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_head_says_what_is_reproduced_and_counts_the_runs(profile):
+    for sweep in sweeps(profile):
+        text = sweep.description
+        assert text.index("Reproduces:") < text.index("Cost:") < text.index("Expected:")
+        cost = text[text.index("Cost:") :]
+        assert int(re.search(r"(\d+)\s+runs", cost)[1]) == len(distinct([sweep])), sweep.name
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_each_position_shows_seeds_of_one_setting(profile):
+    """What a table averages over is the seed, and nothing else."""
+    for sweep in sweeps(profile):
+        for table in sweep.tables:
+            for labels, cells in positions(sweep, table).items():
+                settings = {
+                    str(c.experiment.identity() | {"seed": 0, "metric": c.metric}) for c in cells
+                }
+                assert len(settings) == 1, (sweep.name, labels)
+                assert [c.experiment.seed for c in cells] == list(range(len(cells)))
+                assert len(cells) in ((3, 1) if profile == "smoke" else (3,))
+
+
+def test_each_record_of_the_paper_stands_at_one_position():
+    found = []
+    for sweep in sweeps("paper"):
+        places = [(t.paper, positions(sweep, t), t) for t in sweep.tables if t.paper]
+        if sweep.name == "overhead":
+            cells = {tuple(c.labels.items())[:2]: [c] for c in sweep.cells}
+            places = [("fig:overhead", cells, None)]
+        for key, cells, table in places:
+            records = paper_records(key)
+            labels = list(cells)
+            if table is not None and table.average:
+                rows = len(table.rows)
+                labels += sorted({(*each[:rows], ("task", "average")) for each in cells})
+            assert all(paper_value(key, dict(each)) is not None for each in labels), key
+            for record in records:
+                assert len([each for each in labels if matches(record, each)]) == 1, record
+            assert len(labels) == len(records)
+            found.append(key)
+    assert sorted(found) == sorted(paper_keys())
+
+
+def test_labels_mean_what_the_paper_says():
+    for sweep in sweeps("paper"):
+        for key in {table.paper for table in sweep.tables if table.paper} or {"fig:overhead"}:
+            table = next((table for table in sweep.tables if table.paper), None)
+            for record in paper_records(key):
+                for labels, cells in (positions(sweep, table) if table else {}).items():
+                    if matches(record, labels):
+                        check_meaning(record, cells)
+        if sweep.name == "overhead":
+            for cell in sweep.cells:
+                check_meaning(cell.labels, [cell])
+
+
+def check_meaning(record, cells):
+    for cell in cells:
+        made, method = cell.experiment, record.get("method", "TRISHUL")
+        assert made.method.name == METHODS[method.partition(" (")[0]]
+        if "(" in method:
+            assert made.method.selection == method.partition(" (")[2].partition("-")[0].strip(")")
+        assert made.optimizer.name == "adam" and made.federation.local_steps == 50
+        assert (made.federation.clients_per_round, made.seed in (0, 1, 2)) == (3, True)
+        task, _, rows = record.get("task", "").partition("_")
+        if rows:
+            assert cell.metric == f"accuracy_{rows}"
+        for axis, meaning in MEANING.items():
+            if record.get(axis) is not None:
+                expected = task if axis == "task" else record[axis]
+                if axis == "initialization" and made.data.name == "20newsgroups":
+                    assert (made.adapter.init is None) == (expected == "Gram-Schmidt")
+                assert meaning(made) == expected, (axis, record, cell.labels)
+
+
+@pytest.mark.parametrize("profile", ["small", "smoke"])
+def test_other_profiles_have_labels_of_the_paper(profile):
+    ours = 0
+    for sweep in sweeps(profile):
+        for table in sweep.tables:
+            for labels in positions(sweep, table) if table.paper else ():
+                if paper_value(table.paper, dict(labels)) is None:
+                    # The paper has extreme heterogeneity on CIFAR-100 alone.
+                    assert (sweep.name, dict(labels)["dataset"]) == (
+                        "heterogeneity",
+                        "20newsgroups",
+                    )
+                    ours += 1
+    assert ours == (15 if profile == "small" else 0)
+
+
+def test_smoke_needs_nothing_but_the_package():
+    for made in distinct(sweeps("smoke")).values():
+        assert made.data.name == "digits" or made.data.name.startswith("synthetic/")
+        assert made.model.name.endswith(("-digits", "-tiny"))
+        assert made.model.name == "vit-digits" or made.model.init == "random"
+        assert (made.federation.rounds, made.resources.actors) == (2, 1)
+
+
+def test_small_is_small():
+    for made in distinct(sweeps("small")).values():
+        assert made.model.name in ("all-MiniLM-L6-v2", "trishul/vit-s14-photos")
+        assert made.model.precision == "bf16"
+        assert made.data.name in ("20newsgroups", "cifar100", "glue/sst2", "glue/rte")
+        assert made.budget == 8 and made.adapter.matching == "matched"

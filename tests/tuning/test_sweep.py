@@ -1,0 +1,476 @@
+"""Sweep files: what they mean, and the message for each mistake, with file, line and remedy."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trishul_ray.errors import InputError
+from trishul_ray.loading import load_experiment
+from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.tuning import sweep as sweep_module
+from trishul_ray.tuning.cells import vary
+from trishul_ray.tuning.search import Choice, EarlyStopping, Interval, Search
+from trishul_ray.tuning.sweep import distinct, find_sweeps, load_sweep, sweep_from_axes
+
+FILE = """\
+# What it does.
+#
+# What it costs.
+title: Two methods
+base: {dataset: digits, federation: {rounds: 2}, federation.clients: 8}
+axes:
+  method:
+    TRISHUL: trishul
+    RAVAN: {method: ravan, adapter.init: gram_schmidt, shown: RAVAN (Gram-Schmidt)}
+    Full-FT: {method: fullft, metric: loss}
+  budget: {lower: 4, higher: 8}
+  seed: 0..2
+except:
+  - {method: Full-FT, budget: [higher]}
+tables:
+  - name: both
+    rows: [budget, method]
+    where: {method: [TRISHUL, RAVAN]}
+  - {name: wide, title: Wide, paper: "tab:vision", rows: [method], columns: [budget], average: true}
+figures:
+  - {name: curves, kind: convergence, where: {budget: lower}, options: {series: method}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a file into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text, name="s.yaml"):
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def refuse(path, *parts, overrides=()):
+    with pytest.raises(InputError) as caught:
+        load_sweep(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+def test_a_whole_file(write):
+    sweep = load_sweep(write(FILE))
+    assert (sweep.name, sweep.title, sweep.profile) == ("s", "Two methods", "custom")
+    assert sweep.description == "What it does.\n\nWhat it costs."
+    assert sweep.axes == {
+        "method": ("TRISHUL", "RAVAN", "Full-FT"),
+        "budget": ("lower", "higher"),
+        "seed": ("0", "1", "2"),
+    }
+    assert sweep.shown == {"method": {"RAVAN": "RAVAN (Gram-Schmidt)"}, "budget": {}, "seed": {}}
+    both = TableLayout(
+        "both", "both", ("budget", "method"), (), where={"method": ("TRISHUL", "RAVAN")}
+    )
+    wide = TableLayout("wide", "Wide", ("method",), ("budget",), "tab:vision", average=True)
+    assert sweep.tables == (both, wide)
+    assert sweep.figures == (
+        FigureLayout(
+            "curves", "curves", "convergence", {"budget": ("lower",)}, {"series": "method"}
+        ),
+    )
+    assert (sweep.search, sweep.early_stopping) == (None, None)
+    assert len(sweep.cells) == len(distinct([sweep, sweep])) == (3 * 2 - 1) * 3
+    first, last = sweep.cells[0], sweep.cells[-1]
+    assert first.labels == {"method": "TRISHUL", "budget": "lower", "seed": "0"}
+    assert (first.metric, last.metric) == (None, "loss")
+    assert last.labels == {"method": "Full-FT", "budget": "lower", "seed": "2"}
+
+
+def test_a_cell_is_the_run_of_the_same_fields(write):
+    cell = load_sweep(write(FILE), ["federation.clients=7"]).cells[10]
+    assert cell.labels == {"method": "RAVAN", "budget": "higher", "seed": "1"}
+    same = "dataset=digits method=ravan adapter.init=gram_schmidt budget=8 seed=1"
+    fed = "federation.rounds=2 federation.clients=7"
+    assert cell.experiment == load_experiment(None, [*same.split(), *fed.split()])
+
+
+def test_axes_win_over_overrides_and_overrides_over_the_base(write):
+    path = write("base: {dataset: digits, seed: 5}\naxes: {budget: {a: 4, b: {seed: 9}}}\n")
+    cells = load_sweep(path, ["seed=7", "budget=2"]).cells
+    assert [(c.experiment.budget, c.experiment.seed) for c in cells] == [(4, 7), (2, 9)]
+
+
+def test_without_axes_there_is_one_cell(write):
+    (cell,) = load_sweep(write("base: {dataset: digits}\n")).cells
+    assert cell.labels == {}
+    assert cell.experiment == load_experiment()
+
+
+def test_labels_are_as_written(write):
+    path = write("axes:\n  method.lam: [1.0, 1e-3, 0.10]\n  x: {on: {}, 'no': {seed: 3}}\n")
+    sweep = load_sweep(path)
+    assert sweep.axes == {"method.lam": ("1.0", "1e-3", "0.10"), "x": ("on", "no")}
+    assert {cell.experiment.method.lam for cell in sweep.cells} == {1.0, 0.001, 0.1}
+
+
+def test_files_extend_others(write):
+    write(FILE, "sweeps/paper/two.yaml")
+    write("base: {federation.rounds: 3, seed: 4}\naxes: {budget: {lower: 2}}\n", "_base.yaml")
+    path = write(
+        """\
+        extends: [sweeps/paper/two.yaml, _base.yaml]
+        base: {federation: {clients: 9}}
+        axes:
+          seed: null
+          method: [ravan]
+          partition.alpha: [0.1]
+        except: []
+        tables: []
+        """,
+        "smoke/mine.yaml",
+    )
+    path.write_text(path.read_text().replace("[sweeps/paper/two", "[../sweeps/paper/two"))
+    path.write_text(path.read_text().replace("_base", "../_base"))
+    sweep = load_sweep(path)
+    assert (sweep.name, sweep.title, sweep.profile) == ("mine", "Two methods", "smoke")
+    assert sweep.description == ""
+    assert sweep.axes == {"method": ("ravan",), "budget": ("lower",), "partition.alpha": ("0.1",)}
+    (cell,) = sweep.cells
+    fed = cell.experiment.federation
+    assert (fed.rounds, fed.clients, cell.experiment.seed) == (3, 9, 4)
+    assert sweep.tables == () and [figure.name for figure in sweep.figures] == ["curves"]
+
+
+def test_a_sweep_without_tables_has_one_of_all_axes(write):
+    path = write("axes: {budget: [4, 8], method: [ravan, fedit], seed: 0..1}\n")
+    (table,) = load_sweep(path).tables
+    assert (table.rows, table.columns) == (("budget",), ("method",))
+    (table,) = load_sweep(write("axes: {seed: 0..1}\n")).tables
+    assert (table.rows, table.columns) == (("seed",), ())
+
+
+#: Content, the line that the message names, and parts of it: what is wrong and the remedy.
+MISTAKES = [
+    # The file and its keys.
+    ("a: [1\nb: 2\n", 2, ["not YAML"]),
+    ("- 1\n", 1, ["a sweep file must be key: value pairs, not a list"]),
+    ("base: {}\nbsae: {}\n", 2, ["unknown key 'bsae'", "did you mean 'base'?"]),
+    ("base: {seed: 1}\nbase: {seed: 2}\n", 2, ["'base' appears twice (first at s.yaml:1)"]),
+    ("base: &a\n  b: *a\n", 1, ["an alias that contains itself"]),
+    ("a: &a {seed: 1}\nbase: {<<: *a}\n", 2, ["`<<` is not supported; use `extends: FILE`"]),
+    ("base:\n  ? [a]\n  : 1\n", 2, ["a key must be a name or a number"]),
+    ('axes:\n  a:\n    "x\\ny": {}\n', 3, ["a key must be a name or a number, in one line"]),
+    ('axes:\n  seed: ["1\\n"]\n', 2, ["axis 'seed' must be a name or a number, not '1\\n'"]),
+    ("base: {seed: 2020-13-45}\n", 1, ["put it in quotes"]),
+    ("name: a/b\n", 1, ["name 'a/b' must be letters, digits"]),
+    ("profile: big\n", 1, ["profile=big: must be one of paper, small, smoke, custom"]),
+    ("\nextends: nowhere.yaml\n", 2, ["nowhere.yaml does not exist; give its path"]),
+    ("\nextends: s.yaml\n", 2, ["s.yaml extends this file, too; remove one"]),
+    ("title: [a]\n", 1, ["title must be a name or a number, not a list"]),
+    # Fields.
+    ("base:\n  federation: {cilents: 3}\n", 2, ["did you mean 'federation.clients'?"]),
+    ("base: {seed: 1}\naxes:\n  a:\n    x: {sede: 3}\n", 4, ["did you mean 'seed'?", "(cell a=x)"]),
+    ("base: {method: fedit, method.name: ravan}\n", 1, ["method.name is set twice", "remove one"]),
+    ("base:\n  federation: 3\n  federation.rounds: 2\n", 2, ["federation is", "a section"]),
+    ("base:\n  federation.rounds: 2\n  federation: 3\n", 3, ["federation is a section"]),
+    ("base:\n  dataset: digts\n", 2, ["data.name='digts' is unknown", "did you mean digits?"]),
+    # Axes.
+    ("axes:\n  seed: []\n", 2, ["axis 'seed' is empty; give it at least one label, or remove it"]),
+    ("axes:\n  a: {}\n", 2, ["axis 'a' is empty"]),
+    ("axes:\n  seed: 4..0\n", 2, ["range 4..0 must go up"]),
+    ("axes:\n  seed: 0..99999999\n", 2, ["range 0..99999999 must go up, by at most 20,000"]),
+    ("axes:\n  seed: 0..999\n  method.lam: 0..99\n", 1, ["1000 seed x 100 method.lam are 100,000"]),
+    ("axes:\n  seed: [0..2,\n    1]\n", 3, ["two cells with one name, '1'; rename or remove one"]),
+    ("axes:\n  a:\n    x: {}\n    x: {}\n", 4, ["'x' appears twice (first at s.yaml:3)", "rename"]),
+    ("axes:\n  seed: [0]\n  seed: [1]\n", 3, ["'seed' appears twice"]),
+    ("axes:\n  sede: [0]\n", 2, ["axis 'sede'", "named after a field", "did you mean 'seed'?"]),
+    ("axes:\n  a:\n    x: 3\n", 3, ["label 'x' needs fields, as in `x: {field: value}`"]),
+    ("axes:\n  a:\n    x:\n", 3, ["label 'x' needs fields"]),
+    ("axes:\n  adapter.targets: [[q]]\n", 2, ["must be a name or a number, not a list"]),
+    ("axes:\n  seed:\n", 2, ["axis 'seed' is null, but no extended file has it"]),
+    (
+        "axes:\n  partition.alpha:\n    - 0.3\n    - -1\n  seed: [5]\n",
+        4,
+        ["partition.alpha=-1: input should be greater than 0", "(cell partition.alpha=-1, seed=5)"],
+    ),
+    (
+        "axes:\n  method: [fedit, trishul]\n  method.lam: [0]\n",
+        3,
+        ["unknown field 'method.lam'", "(cell method=fedit, method.lam=0)"],
+    ),
+    (
+        "axes:\n  a:\n    x: {seed: 1}\n  seed:\n    - 1\n    - 2\n",
+        6,
+        [
+            "axis 'seed' sets seed=2, but another axis sets 1 at s.yaml:3 (cell a=x, seed=2)",
+            "on one",
+        ],
+    ),
+    (
+        "axes:\n  a: {x: {metric: loss}}\n  b:\n    y: {metric: accuracy}\n",
+        4,
+        ["two axes name a metric, 'loss' and 'accuracy' (cell a=x, b=y); name it on one axis"],
+    ),
+    # Impossible resources.
+    ("base:\n  federation.clients: 2\n", 2, ["clients_per_round=4 exceeds federation.clients=2"]),
+    ("base:\n  resources.actors: 0\n", 2, ["resources.actors=0: input should be greater than"]),
+    # Exceptions.
+    ("axes: {seed: [0]}\nexcept:\n  - {sede: 0}\n", 3, ["unknown axis 'sede'", "did you mean"]),
+    ("axes: {seed: [0]}\nexcept:\n  - seed: [0,\n     1]\n", 4, ["no label '1'; known: 0"]),
+    ("axes: {seed: [0]}\nexcept: [{seed: 0}]\n", 1, ["no cell is left; shorten `except`"]),
+    ("axes: {seed: [0]}\nexcept: {seed: 0}\n", 2, ["except must be a list, not key: value pairs"]),
+    # Tables and figures.
+    ("axes: {seed: [0]}\ntables:\n  - {rows: [seed]}\n", 3, ["a table needs a name"]),
+    ("tables:\n  - {name: a, rwos: []}\n", 2, ["unknown key 'rwos'", "did you mean 'rows'?"]),
+    ("tables:\n  - {name: a, rows: [seed]}\n", 2, ["table a: rows: unknown axis 'seed'", "none"]),
+    ("axes: {seed: [0]}\ntables:\n  - name: a\n    columns: [seed, seed]\n", 4, ["appears twice"]),
+    ("axes: {seed: [0]}\ntables:\n  - name: a\n", 3, ["table a needs rows or columns"]),
+    (
+        "axes: {seed: [0]}\ntables:\n  - {name: a, rows: [seed], columns: [seed]}\n",
+        3,
+        ["'seed' is in rows and in columns; remove one"],
+    ),
+    (
+        "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    where:\n      seed: 1\n",
+        6,
+        ["table a: where: axis 'seed' has no label '1'; known: 0"],
+    ),
+    (
+        "axes: {seed: [0, 1], budget: [4, 8]}\nexcept: [{seed: 1, budget: 8}]\n"
+        "tables:\n  - name: a\n    rows: [seed]\n    where: {seed: 1, budget: 8}\n",
+        6,
+        ["table a: where leaves no cell; add labels, or shorten `except`"],
+    ),
+    (
+        "axes: {seed: [0]}\ntables:\n  - {name: a, rows: [seed]}\n  - {name: a, rows: [seed]}\n",
+        4,
+        ["two tables with one name, 'a'; rename one"],
+    ),
+    (
+        "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    paper: tab:vison\n",
+        5,
+        ["paper has no 'tab:vison'; did you mean 'tab:vision'?"],
+    ),
+    (
+        "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    average: true\n",
+        5,
+        ["average must be true or false, and needs columns"],
+    ),
+    ("figures:\n  - {name: a}\n", 2, ["figure a needs a kind"]),
+    ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
+    # Search and early stopping.
+    ("search: {kind: rando}\n", 1, ["kind=rando: must be grid or random or optuna"]),
+    ("search: {kind: grid, samples: 3}\n", 1, ["a grid is made by `axes`"]),
+    ("search: {kind: random}\n", 1, ["random needs a space"]),
+    ("search:\n  samples: 0\n  kind: random\n  space: {seed: {int: [1, 2]}}\n", 2, ["samples='0'"]),
+    ("search:\n  space:\n    optimizer.rl: {log: [1, 2]}\n", 3, ["did you mean 'optimizer.lr'?"]),
+    ("search:\n  space:\n    seed: {int: [1, 2], log: [1, 2]}\n", 3, ["seed needs one of choice"]),
+    ("search:\n  space:\n    seed: {int: [1.5, 2]}\n", 3, ["int needs whole numbers"]),
+    (
+        "search:\n  space:\n    optimizer.lr: {log: [0, 1]}\n",
+        3,
+        ["two numbers above 0, not [0, 1]"],
+    ),
+    ("search:\n  space:\n    optimizer.lr: {uniform: [2, 1]}\n", 3, ["uniform needs [low, high]"]),
+    ("search:\n  space:\n    seed: {choice: [1, 1]}\n", 3, ["one or more different values"]),
+    ("search:\n  space:\n    adapter.heads: {int: [0, 8]}\n", 3, ["adapter.heads=0", "greater"]),
+    (
+        "axes: {seed: [1]}\nsearch:\n  kind: random\n  space:\n    seed: {choice: [1]}\n",
+        5,
+        ["an axis sets seed, too; remove one of the two"],
+    ),
+    ("early_stopping: {kind: asha, grase: 2}\n", 1, ["did you mean 'grace'?"]),
+    ("early_stopping: {reduction: 1}\n", 1, ["reduction='1': must be a whole number from 2"]),
+    (
+        "axes: {seed: [0]}\ntables: [{name: a, rows: [seed], paper: tab:glue}]\n"
+        "early_stopping: {kind: asha}\n",
+        3,
+        ["a table with `paper` shows finished runs only; remove one of them"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "parts"), MISTAKES)
+def test_a_mistake_names_file_line_and_remedy(write, text, line, parts):
+    refuse(write(text), f"s.yaml:{line}: ", *parts)
+
+
+def test_a_mistake_in_an_extended_file_names_that_file(write):
+    write("\naxes:\n  seed: [0]\nexcept:\n  - seed: 1\n", "base.yaml")
+    refuse(write("extends: base.yaml\naxes: {budget: [4]}\n"), "base.yaml:5: except: axis 'seed'")
+
+
+def test_the_name_of_a_file_can_be_that_of_a_folder(write):
+    refuse(write("base: {}", "my sweep.yaml"), "my sweep.yaml: name 'my sweep' must be letters")
+    assert load_sweep(write("name: other", "my sweep.yaml")).name == "other"
+
+
+def test_files_that_extend_each_other(write):
+    write("extends: s.yaml\n", "other.yaml")
+    refuse(write("extends: other.yaml\n"), "other.yaml:1: extends: s.yaml extends this file, too")
+
+
+def test_a_file_that_is_missing_or_no_text(write):
+    refuse(Path("none.yaml"), "sweep file none.yaml does not exist")
+    path = write("")
+    path.write_bytes(b"\xff\xfe\x00")
+    refuse(path, "sweep file s.yaml cannot be read")
+    path.write_bytes(b"base: {}\na: \x01")
+    refuse(path, "s.yaml:2: not YAML: special characters are not allowed")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("seed", ["override 'seed' is not of the form key=value"]),
+        ("budget=9", ["override 'budget=9': it has no effect, because an axis sets budget"]),
+        ("sede=9", ["override 'sede=9': unknown field 'sede'; did you mean 'seed'?", "(cell "]),
+        ("federation=9", ["override 'federation=9': federation is a section"]),
+        ("dataset=[1", ["override 'dataset=[1'", "not YAML"]),
+    ],
+)
+def test_a_mistake_in_an_override(write, override, parts):
+    path = write("base: {federation.rounds: 2}\naxes: {budget: [4, 8]}\n")
+    refuse(path, *parts, overrides=[override])
+
+
+def test_axes_of_the_command_line():
+    sweep = sweep_from_axes(
+        ["method.lam=0,0.01, 1e-3", "seed=0..4"], ["dataset=digits", "federation.rounds=3"]
+    )
+    assert sweep.axes == {"method.lam": ("0", "0.01", "1e-3"), "seed": ("0", "1", "2", "3", "4")}
+    assert (sweep.profile, sweep.file, len(sweep.cells)) == ("custom", None, 15)
+    assert {cell.experiment.federation.rounds for cell in sweep.cells} == {3}
+    assert sweep.tables[0].rows == ("method.lam",)
+
+
+@pytest.mark.parametrize(
+    ("axes", "part"),
+    [
+        (["seed"], "--axis 'seed': must be of the form field=value,value or field=0..4"),
+        (["seed="], "--axis 'seed=': axis 'seed' is empty"),
+        (["seed=1", "seed=2"], "--axis 'seed=2': axis 'seed' is given twice"),
+        (["seed=1,1"], "--axis 'seed=1,1': axis 'seed': two cells with one name, '1'"),
+        (["sede=1"], "did you mean 'seed'?"),
+        (["seed=1]"], "--axis 'seed=1]': not YAML"),
+        (["seed=-1"], "--axis 'seed=-1': seed=-1: input should be greater than or equal to 0"),
+    ],
+)
+def test_a_mistake_in_an_axis_of_the_command_line(axes, part):
+    with pytest.raises(InputError) as caught:
+        sweep_from_axes(axes)
+    assert part in str(caught.value)
+
+
+def test_search_and_early_stopping(write):
+    path = write(
+        """\
+        axes: {method: [trishul, ravan]}
+        search:
+          kind: optuna
+          samples: 7
+          metric: accuracy
+          mode: max
+          seed: 3
+          space:
+            optimizer.lr: {log: [1e-4, 1e-1]}
+            adapter.heads: {int: [1, 8]}
+            adapter.init: {choice: [gram_schmidt, random_normal]}
+            partition.alpha: {uniform: [0.1, 1]}
+        early_stopping: {kind: asha, grace: 2}
+        """
+    )
+    sweep = load_sweep(path)
+    space = {
+        "optimizer.lr": Interval(1e-4, 0.1, "log"),
+        "adapter.heads": Interval(1, 8, "int"),
+        "adapter.init": Choice(("gram_schmidt", "random_normal")),
+        "partition.alpha": Interval(0.1, 1.0, "uniform"),
+    }
+    assert sweep.search == Search("optuna", 7, "accuracy", "max", 3, space)
+    assert sweep.early_stopping == EarlyStopping("asha", 2, 3)
+
+
+def test_a_varied_cell_has_the_rate_of_its_new_fields():
+    (cell,) = sweep_from_axes(["dataset=cifar100"], ["federation.rounds=3"]).cells
+    other = vary(cell, {"method": "fedit", "budget": "higher"})
+    assert other.labels == {"dataset": "cifar100", "method": "fedit", "budget": "higher"}
+    assert other.experiment == load_experiment(
+        None, ["dataset=cifar100", "federation.rounds=3", "method=fedit", "budget=higher"]
+    )
+    assert other.experiment.optimizer.lr == 5e-3 != cell.experiment.optimizer.lr
+
+
+def test_sweeps_are_found_by_name(write, monkeypatch, tmp_path):
+    installed = tmp_path / "prefix" / "share" / "trishul-ray" / "sweeps"
+    monkeypatch.setattr(sweep_module.sys, "prefix", str(tmp_path / "prefix"))
+    write("extends: _b.yaml\ntitle: mine\n", "sweeps/smoke/vision.yaml")
+    write("base: {seed: 4}\n", "sweeps/smoke/_b.yaml")
+    write("title: installed\n", f"{installed}/custom/extra.yaml")
+    (vision,) = find_sweeps(["vision"], "smoke")
+    assert (vision.title, vision.cells[0].experiment.seed) == ("mine", 4)  # not the package's
+    assert [sweep.title for sweep in find_sweeps(["all"], "custom")] == ["installed"]
+    # A user's file may extend what comes with the package.
+    extended = write("extends: paper/overhead.yaml\naxes: {seed: [0]}\n", "mine.yaml")
+    assert load_sweep(extended).axes["method"] == ("RAVAN", "TRISHUL")
+    with pytest.raises(InputError, match="has no sweep 'visoin'; did you mean 'vision'"):
+        find_sweeps(["visoin"], "paper")
+    with pytest.raises(InputError, match=r"profile 'big' has no sweeps in .* profiles: paper, sm"):
+        find_sweeps(["all"], "big")
+
+
+LABELS = st.text("abcxyz", min_size=1, max_size=3)
+
+
+@given(
+    st.dictionaries(LABELS, st.lists(LABELS, min_size=1, max_size=4, unique=True), max_size=3),
+    st.data(),
+)
+def test_cells_are_all_combinations_but_the_exceptions(tmp_path_factory, axes, data):
+    """Any axes, with any exceptions that leave a cell."""
+    excluded = data.draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {}, optional={axis: st.sampled_from(labels) for axis, labels in axes.items()}
+            ).filter(bool),
+            max_size=3,
+        )
+        if axes
+        else st.just([])
+    )
+    content = {
+        "base": {"dataset": "digits"},
+        "axes": {axis: {label: {} for label in labels} for axis, labels in axes.items()},
+        "except": excluded,
+    }
+    combinations = [{}]
+    for axis, labels in axes.items():
+        combinations = [{**each, axis: label} for each in combinations for label in labels]
+    expected = [
+        each
+        for each in combinations
+        if not any(all(each[a] == label for a, label in e.items()) for e in excluded)
+    ]
+    path = tmp_path_factory.mktemp("sweep") / "s.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    if expected:
+        assert [dict(cell.labels) for cell in load_sweep(path).cells] == expected
+    else:
+        with pytest.raises(InputError, match="no cell is left"):
+            load_sweep(path)
+
+
+@given(st.text(max_size=60) | st.text("ab:-[]{}&*'\"#,.0123 \n", max_size=60))
+def test_any_text_is_a_sweep_or_one_line_of_error(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        load_sweep(path)
+    except InputError as error:
+        assert "any.yaml" in str(error) and "\n" not in str(error)
