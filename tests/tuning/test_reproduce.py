@@ -16,9 +16,9 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.run.results import read_metrics
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning import tuner
+from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.reproduce import reproduce
 from trishul_ray.tuning.sweep import load_sweep
-from trishul_ray.tuning.tuner import TuneOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 

@@ -190,8 +190,8 @@ def run_sweeps(
         typer.Exit: Interrupted.
     """
     from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tuning.monitor import TuneOptions
     from trishul_ray.tuning.reproduce import reproduce
-    from trishul_ray.tuning.tuner import TuneOptions
 
     options = TuneOptions(retries, stall_minutes, concurrency)
     with SweepProgress(err) as progress:
@@ -212,11 +212,12 @@ def run_sweeps(
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
     from trishul_ray.report.page import write_report
-    from trishul_ray.report.tables import sweep_table
+    from trishul_ray.report.paper import paper_value
+    from trishul_ray.report.sweep_tables import build_tables
+    from trishul_ray.report.table_formats import to_rich
 
-    for outcome in outcomes:
-        for layout in outcome.tables:
-            out.print(sweep_table(layout, outcome))
+    for built in build_tables(outcomes, paper_value):
+        out.print(to_rich(built))
     print_field("report", write_report(outcomes, report))
 
 
