@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,13 @@ def versions() -> dict[str, str]:
         "trishul_ray": __version__,
         "numerics": str(NUMERICS),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
+        **_package_versions(),
     }
+
+
+@cache
+def _package_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _PACKAGES}
 
 
 def hardware() -> dict[str, Any]:
@@ -68,6 +74,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
+@cache
 def processor() -> str:
     """Return the processor's model name."""
     info = Path("/proc/cpuinfo")
