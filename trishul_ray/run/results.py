@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ _KERNEL_VARIABLES = (
 )
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of the software that a run's numbers depend on."""
     return {
