@@ -40,6 +40,7 @@ for command in (
     run.export,
     tables.table,
     tables.sweep,
+    tables.plan,
     data.pretrain,
     data.methods,
     data.models,

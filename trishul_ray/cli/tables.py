@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from trishul_ray.tuning.reproduce import Reproduced
     from trishul_ray.tuning.sweep import Sweep
 
+Profile = Annotated[
+    str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
+]
 Retries = Annotated[
     int,
     typer.Option(min=0, help="How often a failed cell is tried again, from its last round."),
@@ -47,9 +50,7 @@ def table(
             show_default=False,
         ),
     ],
-    profile: Annotated[
-        str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
-    ] = "paper",
+    profile: Profile = "paper",
     retries: Retries = 2,
     stall_minutes: StallMinutes = 30.0,
     concurrency: Concurrency = None,
@@ -108,6 +109,66 @@ def sweep(
         load_sweep(Path(files[0]), overrides) if files else sweep_from_axes(axis or [], overrides)
     )
     run_sweeps([made], retries, stall_minutes, concurrency, report)
+
+
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
+            help="Tables of the paper or sweep files, then key=value overrides of every run",
+            show_default=False,
+        ),
+    ],
+    profile: Profile = "paper",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="What computes: h100, h200, a100, v100, l4 or cpu (this machine). Default: the "
+            "GPU of this machine; without one h100 for the profile paper, and else cpu."
+        ),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Devices that work at the same time.")] = 1,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of a device for an hour.")
+    ] = None,
+    runs: Annotated[
+        str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
+    ] = None,
+) -> None:
+    """Show what sweeps would run, how long it takes and what it costs. Runs nothing.
+
+    - `trishul plan all --price 2.5` — the whole paper
+    - `trishul plan vision glue --device a100 --devices 8`
+    - `trishul plan mine.yaml federation.rounds=5`
+
+    A run that several sweeps need is counted once, in the first of them. Hours are those of
+    finished runs of the same kind where there are any, and else from a cost model.
+    """
+    from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.tuning.plan import make_plan, plan_notes, plan_table, usual_device
+    from trishul_ray.tuning.samples import is_adaptive, with_random_samples
+    from trishul_ray.tuning.state import examine, other_results
+    from trishul_ray.tuning.sweep import distinct, find_sweeps, load_sweep
+
+    names, overrides = split_arguments(arguments)
+    overrides += [f"storage.runs={runs}"] if runs is not None else []
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    tables = [name for name in names if name not in files]
+    if not names:
+        raise InputError("name at least one table or sweep file, or all")
+    sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
+    sweeps += [load_sweep(Path(file), overrides) for file in files]
+    sweeps = [with_random_samples(sweep) for sweep in sweeps]
+    experiments = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+    with RunProgress(1, err) as progress:
+        report = progress.task_progress("reading results")
+        states = examine(experiments, report)
+        measured = other_results(experiments, report)
+    made = make_plan(sweeps, states, device or usual_device(profile), measured)
+    out.print(plan_table(made, devices=devices, price=price))
+    for note in plan_notes(made, states, devices):
+        print_line(note)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
