@@ -225,3 +225,27 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
     assert len(outcome.axes["sample"]) == 4
     again = Followed()
     assert reproduce([sweep], TuneOptions(), again).ran == 0 and again.ended == {}
+
+
+def test_an_optuna_search_goes_the_same_way_again(sweep_file):
+    pytest.importorskip("optuna")
+    text = """
+        axes: {method: [fedit]}
+        search:
+          kind: optuna
+          samples: 5
+          space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
+        early_stopping: {grace: 1, reduction: 2}
+        """
+    sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
+    progress = Followed()
+    result = reproduce([sweep], TuneOptions(concurrency=1), progress)
+    (outcome,) = result.outcomes
+    stopped = [why for why in progress.ended.values() if why is not None]
+    assert stopped and all(why.startswith("stopped early after round") for why in stopped)
+    assert len(outcome.cells) == 5 and result.failures == {}
+    before = {cell.id: cell.home.read("attempt.json") for cell in outcome.cells}
+    again = Followed()
+    (repeated,) = reproduce([sweep], TuneOptions(concurrency=1), again).outcomes
+    assert {cell.id: cell.home.read("attempt.json") for cell in repeated.cells} == before
+    assert again.ended == progress.ended and again.retries == []

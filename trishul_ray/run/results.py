@@ -45,6 +45,7 @@ _KERNEL_VARIABLES = (
 )
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of the software that a run's numbers depend on."""
     return {

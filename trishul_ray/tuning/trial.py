@@ -173,7 +173,8 @@ class CellTrial(tune.Trainable):
             if not self._results:
                 self._metrics = finished.summary["final"]
                 self._add({ROUND: finished.summary["final"]["round"]})
-            self._results[-1] |= {FINISHED: True, DONE: True, NOTES: self._take_notes()}
+            last = self._results[-1]
+            last |= {FINISHED: True, DONE: True, NOTES: [*last[NOTES], *self._take_notes()]}
 
     def _add_rounds(self, report: RoundReport) -> None:
         for record in report.records:
