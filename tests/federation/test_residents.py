@@ -107,7 +107,7 @@ def every_pair(items):
 
 def options_of(name):
     limits = ["federation.compute=uniform"] if method_class(name).takes_limits else []
-    return [f"method={name}", *limits]
+    return [f"method={name}", "federation.local_steps=1", *limits]
 
 
 def test_every_method_after_every_method(make):
