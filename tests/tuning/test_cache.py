@@ -274,10 +274,14 @@ def another_weight(world, rng):
 
 @contextmanager
 def another_architecture(world, rng):
-    file = rng.choice([f for f in own_files(world, ".json") if "config" in f.name])
+    wanted = ("config.json", "preprocessor_config.json")
+    file = rng.choice([f for f in own_files(world, ".json") if f.name in wanted])
     values = json.loads(file.read_text())
-    key = rng.choice(sorted(k for k, v in values.items() if isinstance(v, float) or k == "x"))
-    values[key] = values[key] * 2 + 0.001
+    if "image_mean" in values:
+        values["image_mean"] = [rng.uniform(0.1, 0.4)]
+    else:
+        key = rng.choice(sorted(name for name, v in values.items() if isinstance(v, float)))
+        values[key] = values[key] * 2 + 0.001
     with edited(file, json.dumps(values, indent=2).encode(), rng):
         yield
 

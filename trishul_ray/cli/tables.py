@@ -166,7 +166,8 @@ def plan(
         states = examine(experiments, report)
         measured = other_results(experiments, report)
     made = make_plan(sweeps, states, device or usual_device(profile), measured)
-    out.print(plan_table(made, devices=devices, price=price))
+    # A pipe has 80 columns, which would cut the headings.
+    out.print(plan_table(made, devices=devices, price=price), width=max(out.width, 100))
     for note in plan_notes(made, states, devices):
         print_line(note)
 

@@ -37,16 +37,22 @@ _LATEX = {
 
 def to_markdown(table: SweepTable) -> str:
     """Return a table as Markdown: mean ± standard deviation, and the paper's number in brackets."""
-    names = [_md(" / ".join(filter(None, column))) for column in table.columns]
+    names = [escape_markdown(" / ".join(filter(None, column))) for column in table.columns]
     lines = [
-        _md_row([_md(table.row_axis), *names, "against the best"]),
+        _md_row([escape_markdown(table.row_axis), *names, "against the best"]),
         _md_row(["---", *["---:"] * len(names), "---"]),
     ]
     for group in table.groups:
         if group.label:
-            lines.append(_md_row([f"*{_md(group.label)}*", *[""] * (len(names) + 1)]))
+            lines.append(_md_row([f"*{escape_markdown(group.label)}*", *[""] * (len(names) + 1)]))
         lines += [
-            _md_row([_md(row.label), *map(_md_cell, row.cells), _md(row.verdict.text)])
+            _md_row(
+                [
+                    escape_markdown(row.label),
+                    *map(_md_cell, row.cells),
+                    escape_markdown(row.verdict.text),
+                ]
+            )
             for row in group.rows
         ]
     return "\n".join(lines) + "\n"
@@ -57,14 +63,14 @@ def _md_row(cells: Sequence[str]) -> str:
 
 
 def _md_cell(cell: TableCell) -> str:
-    text = _plain_cell(cell, lambda value: f"**{value}**", _md)
+    text = _plain_cell(cell, lambda value: f"**{value}**", escape_markdown)
     if cell.paper is None:
         return text
     difference = "" if cell.difference is None else f", {cell.format_difference(cell.difference)}"
     return f"{text} [paper {cell.format(cell.paper)}{difference}]"
 
 
-def _md(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape what Markdown, or HTML within it, would read as markup; a table row is one line."""
     return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(text.split()))
 

@@ -52,8 +52,13 @@ def versions() -> dict[str, str]:
         "trishul_ray": __version__,
         "numerics": str(NUMERICS),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
+        **_package_versions(),
     }
+
+
+@cache
+def _package_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _PACKAGES}
 
 
 def hardware() -> dict[str, Any]:
@@ -70,6 +75,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
+@cache
 def processor() -> str:
     """Return the processor's model name."""
     info = Path("/proc/cpuinfo")

@@ -3,7 +3,7 @@
 A run is the local steps of its clients and the evaluations of the global model. A step of a frozen
 backbone is a forward pass and the gradient of its inputs; only full fine-tuning also needs the
 gradient of the weights. Texts are counted at ``task.max_length`` tokens, so that an estimate is an
-upper bound for short ones. What is not counted: starting a run, reading data, sending updates.
+upper bound for short ones. Messages between server and clients are not counted.
 
 Legend: n tokens of a row, m tokens of a generated target, d width.
 """
@@ -30,6 +30,9 @@ from trishul_ray.storage import Places
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
 EFFICIENCY = {"fp32": 0.6, "tf32": 0.4, "bf16": 0.4, "fp64": 0.3}
+
+#: What a run takes beyond its rounds: its data, its clients, its results.
+RUN_SECONDS = 3.0
 
 #: Beginning of the names of a decoder's layers, beside an encoder.
 DECODER = "decoder."
@@ -108,7 +111,7 @@ class Work:
     def seconds(self, device: str, precision: str) -> float:
         """Return the time of the run on one device of :data:`DEVICES`."""
         rate = peak(device, precision) * EFFICIENCY[precision]
-        total = self.prox / (peak(device, "fp64") * EFFICIENCY["fp64"])
+        total = RUN_SECONDS + self.prox / (peak(device, "fp64") * EFFICIENCY["fp64"])
         for phase in (self.training, self.evaluation):
             products = (phase.backbone + phase.adapters) / rate
             total += max(products, phase.layers * DEVICES[device].layer_seconds)

@@ -248,17 +248,21 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
     for each in (*plan.sweeps, plan.total):
         if each is plan.total:
             table.add_section()
-        left = f"{each.hours_left:,.1f}"
+        left = _hours(each.hours_left)
         table.add_row(
             each.name,
             *(f"{n:,}" for n in (each.cells, each.runs, each.shared)),
             *(f"{each.states[s]:,}" for s in statuses),
             f"{each.measured:,}",
-            f"{each.hours_left / devices:,.1f}",
+            _hours(each.hours_left / devices),
             f"{left} + ?" if each.unknown else left,
             *((f"{each.hours_left * price:,.0f}",) if price is not None else ()),
         )
     return table
+
+
+def _hours(number: float) -> str:
+    return f"{number:,.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> list[str]:
@@ -271,7 +275,7 @@ def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> lis
         f"measured, {modelled:,} from the cost model"
     ]
     if plan.total.hours_done:
-        notes.append(f"finished runs took {plan.total.hours_done:,.1f} hours of their devices")
+        notes.append(f"finished runs took {_hours(plan.total.hours_done)} hours of their devices")
     if plan.total.unknown:
         why = "; ".join(plan.why_unknown[:3])
         notes.append(f"{plan.total.unknown:,} runs of unknown time are not counted: {why}")

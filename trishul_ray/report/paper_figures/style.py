@@ -85,7 +85,7 @@ def new_panels(
     columns = min(columns, count)
     rows = -(-count // columns)
     whole = max(columns * width, 5.5)
-    lines = [part for line in note for part in textwrap.wrap(line, int(13.5 * whole))]
+    lines = [part for line in note for part in textwrap.wrap(line, int(15 * whole))]
     figure = new_figure(whole, rows * height + 0.15 * len(lines) + 0.1)
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8, color=GREY)
