@@ -20,17 +20,22 @@ from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.reproduce import reproduce
 from trishul_ray.tuning.sweep import load_sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.timeout(900),  # processes start several times
+]
 
-#: Five cells, of which one always fails: its update is not finite.
+#: Five cells, of which one always fails: its update is not finite. Four need one process each.
 CASES = """
+    base: {resources.backend: inline}
     axes:
       case:
         trishul: {method: trishul}
         other seed: {method: trishul, seed: 1}
         fedit: {method: fedit}
-        scaffold: {method: scaffold}
         broken: {method: fedit, optimizer.lr: 1.0e+30}
+        scaffold: {method: scaffold, resources.backend: ray}
     """
 
 
