@@ -116,7 +116,7 @@ def test_csv_keeps_hostile_text_and_axes_that_are_named_like_its_columns():
 def test_the_terminal_shows_every_row_as_it_is(sweep):
     table = build(sweep)
     console = Console(width=300, record=True, file=io.StringIO())
-    console.print(to_rich(table))
+    console.print(to_rich(table, console.width))
     text = console.export_text()
     for row in table.rows:
         assert row.label in text

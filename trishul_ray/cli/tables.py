@@ -218,7 +218,7 @@ def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
     from trishul_ray.report.table_formats import to_rich
 
     for built in build_tables(outcomes, paper_value):
-        out.print(to_rich(built))
+        out.print(to_rich(built, out.width))
     print_field("report", write_report(outcomes, report))
 
 

@@ -5,8 +5,11 @@ import io
 import re
 from collections.abc import Callable, Sequence
 
+from rich.cells import cell_len
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from trishul_ray.report.sweep_tables import SweepTable, TableCell, TableRow
 
@@ -179,25 +182,63 @@ def to_csv(table: SweepTable) -> str:
     return sink.getvalue()
 
 
-def to_rich(table: SweepTable) -> Table:
-    """Return a table for the terminal."""
-    names = [escape("\n".join(filter(None, column))) for column in table.columns]
-    columns = [Column(name, justify="right") for name in names]
-    view = Table(
-        Column(escape(table.row_axis), no_wrap=True),
-        *columns,
-        "against the best",
-        title=escape(f"{table.layout.title} [{table.profile}]"),
-        caption=escape(caption(table)),
-    )
+def to_rich(table: SweepTable, width: int) -> Group:
+    """Return a table for a terminal of ``width`` letters.
+
+    Columns that do not fit beside each other are shown below, again with the names of the rows.
+    """
+    heads = ["\n".join(filter(None, column)) for column in table.columns]
+    contents = [[_rich_cell(row.cells[i]) for row in table.rows] for i in range(len(heads))]
+    # Headings wrap between words; numbers do not.
+    widths = [
+        max(map(cell_len, [*head.split(), *(line for c in cells for line in _lines(c))]))
+        for head, cells in zip(heads, contents, strict=True)
+    ]
+    left = max(map(cell_len, (table.row_axis, *(row.label for row in table.rows))))
+    parts: list[list[int]] = [[]]
+    for i in range(len(heads)):
+        used = left + 4 + sum(widths[k] + 3 for k in (*parts[-1], i))
+        if parts[-1] and used > width:
+            parts.append([])
+        parts[-1].append(i)
+    columns = [
+        Column(escape(head), justify="right", width=width)
+        for head, width in zip(heads, widths, strict=True)
+    ]
+    views = [_rich_part(table, columns, part, left) for part in parts]
+    views.append(_rich_verdicts(table))
+    views[0].title = escape(f"{table.layout.title} [{table.profile}]")
+    views[-1].caption = escape(caption(table))
+    return Group(*views)
+
+
+def _rich_part(
+    table: SweepTable, columns: Sequence[Column], part: Sequence[int], left: int
+) -> Table:
+    """Return the columns ``part`` of a table; the names of its rows have ``left`` letters."""
+    view = Table(Column(escape(table.row_axis), width=left), *(columns[i].copy() for i in part))
     for group in table.groups:
         if group.label:
             view.add_section()
             view.add_row(f"[italic]{escape(group.label)}[/italic]")
         for row in group.rows:
-            cells = [_rich_cell(cell) for cell in row.cells]
-            view.add_row(escape(row.label), *cells, escape(row.verdict.text))
+            view.add_row(escape(row.label), *(_rich_cell(row.cells[i]) for i in part))
     return view
+
+
+def _rich_verdicts(table: SweepTable) -> Table:
+    """Return what is decided of each row."""
+    view = Table.grid(padding=(0, 2))
+    for group in table.groups:
+        if group.label:
+            view.add_row(f"[italic]{escape(group.label)}[/italic]")
+        for row in group.rows:
+            view.add_row(escape(row.label), escape(row.verdict.text))
+    return view
+
+
+def _lines(markup: str) -> list[str]:
+    return Text.from_markup(markup).plain.split("\n")
 
 
 def _rich_cell(cell: TableCell) -> str:
