@@ -190,12 +190,12 @@ def test_equal_rows_are_not_decided():
 def test_missing_runs():
     rng = np.random.default_rng(0)
     values = simulate(rng, np.zeros((3, 4)), 3)
-    values[0, :, 0] = np.nan  # a row without one column is no candidate for the best
-    values[0] += 100
+    values[:, :, 0] -= 1000  # a difficult column, which the first row lacks
+    values[0, :, 0] = np.nan
     values[1] += 10
     values[2, 1:, 1:] = np.nan
     (result,) = compare_rows([values])
-    assert result.best == 1
+    assert result.best == 1  # though the first row has by far the highest mean
     assert (result.rows[0].seeds, result.rows[0].columns) == (3, 3)
     assert (result.rows[2].seeds, result.rows[2].columns) == (1, 4)
     assert result.rows[2].seeds_needed is None
