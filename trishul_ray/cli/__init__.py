@@ -41,6 +41,7 @@ for command in (
     tables.table,
     tables.sweep,
     tables.plan,
+    tables.report,
     data.pretrain,
     data.methods,
     data.models,

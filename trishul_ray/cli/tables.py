@@ -147,19 +147,11 @@ def plan(
     """
     from trishul_ray.tracking.progress import RunProgress
     from trishul_ray.tuning.plan import make_plan, plan_notes, plan_table, usual_device
-    from trishul_ray.tuning.samples import is_adaptive, with_random_samples
+    from trishul_ray.tuning.samples import is_adaptive
     from trishul_ray.tuning.state import examine, other_results
-    from trishul_ray.tuning.sweep import distinct, find_sweeps, load_sweep
+    from trishul_ray.tuning.sweep import distinct
 
-    names, overrides = split_arguments(arguments)
-    overrides += [f"storage.runs={runs}"] if runs is not None else []
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    tables = [name for name in names if name not in files]
-    if not names:
-        raise InputError("name at least one table or sweep file, or all")
-    sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
-    sweeps += [load_sweep(Path(file), overrides) for file in files]
-    sweeps = [with_random_samples(sweep) for sweep in sweeps]
+    sweeps = load_sweeps(arguments, profile, runs)
     experiments = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
     with RunProgress(1, err) as progress:
         report = progress.task_progress("reading results")
@@ -170,6 +162,73 @@ def plan(
     out.print(plan_table(made, devices=devices, price=price), width=max(out.width, 100))
     for note in plan_notes(made, states, devices):
         print_line(note)
+
+
+def report(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
+            help="Tables of the paper or sweep files, then the overrides that they were run with",
+            show_default=False,
+        ),
+    ],
+    profile: Profile = "paper",
+    runs: Annotated[
+        str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the report is written.")
+    ] = Path("report"),
+) -> None:
+    """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.
+
+    - `trishul report all --profile smoke`
+    - `trishul report vision glue --runs s3://bucket/runs`
+    - `trishul report mine.yaml federation.rounds=5`
+
+    Runs nothing: what is missing is missing on the page, and what failed has its reason there.
+    """
+    from trishul_ray.report.page import write_report
+    from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.tuning.samples import is_adaptive
+    from trishul_ray.tuning.state import collect, examine
+    from trishul_ray.tuning.sweep import distinct
+
+    sweeps = load_sweeps(arguments, profile, runs)
+    searched = [sweep.name for sweep in sweeps if is_adaptive(sweep)]
+    if searched:
+        raise InputError(
+            f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
+            "`trishul sweep` writes the report"
+        )
+    with RunProgress(1, err) as progress:
+        states = examine(distinct(sweeps), progress.task_progress("reading results"))
+    outcomes = collect(sweeps, states)
+    path = write_report(outcomes, output)
+    finished = sum(state.status == "finished" for state in states.values())
+    print_field("runs", f"{finished} of {len(states)} finished")
+    print_field("report", path)
+
+
+def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
+    """Load the sweeps of ``NAME...|all|SWEEP.yaml [KEY=VALUE ...]``, random samples as cells.
+
+    Raises:
+        InputError: There is no name, or a sweep cannot be loaded.
+    """
+    from trishul_ray.tuning.samples import with_random_samples
+    from trishul_ray.tuning.sweep import find_sweeps, load_sweep
+
+    names, overrides = split_arguments(arguments)
+    overrides += [f"storage.runs={runs}"] if runs is not None else []
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    tables = [name for name in names if name not in files]
+    if not names:
+        raise InputError("name at least one table or sweep file, or all")
+    sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
+    sweeps += [load_sweep(Path(file), overrides) for file in files]
+    return [with_random_samples(sweep) for sweep in sweeps]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
