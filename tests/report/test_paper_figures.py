@@ -74,7 +74,8 @@ def test_half_of_the_cells_make_a_figure_that_names_the_others(kind, tmp_path):
     # Vectors alone; ids that do not clash with those of another figure on the page.
     assert "<image" not in svg and "base64" not in svg
     ids = [element.get("id") for element in root.iter() if element.get("id")]
-    assert len({*ids}) == len(ids) and all(i.startswith(f"fake-a-{kind}-") for i in ids)
+    assert len({*ids}) == len(ids) and all(f"{i}-".startswith(f"smoke-fake-a-{kind}-") for i in ids)
+    assert f'<style type="text/css">#{root.get("id")} *' in svg
     for reference in re.findall(r'(?:url\(|href=")#([^")]+)', svg):
         assert reference in ids
 
@@ -311,7 +312,9 @@ def test_styles_differ_without_colour():
     names = [*"abcdefghij", "TRISHUL", "RAVAN"]
     styles = styles_of(names)
     assert len({(style.dash, style.marker) for style in styles.values()}) == len(names)
-    assert styles_of(["RAVAN"])["RAVAN"] == styles["RAVAN"]
+    assert styles_of(["RAVAN (s=1)"])["RAVAN (s=1)"] == styles["RAVAN"]
+    both = styles_of(["TRISHUL (λ=0)", "TRISHUL"])
+    assert both["TRISHUL"] == styles["TRISHUL"] != both["TRISHUL (λ=0)"]
 
 
 @pytest.fixture(scope="module")

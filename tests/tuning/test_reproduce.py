@@ -16,21 +16,26 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.run.results import read_metrics
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning import tuner
+from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.reproduce import reproduce
 from trishul_ray.tuning.sweep import load_sweep
-from trishul_ray.tuning.tuner import TuneOptions
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.timeout(900),  # processes start several times
+]
 
-#: Five cells, of which one always fails: its update is not finite.
+#: Five cells, of which one always fails: its update is not finite. Four need one process each.
 CASES = """
+    base: {resources.backend: inline}
     axes:
       case:
         trishul: {method: trishul}
         other seed: {method: trishul, seed: 1}
         fedit: {method: fedit}
-        scaffold: {method: scaffold}
         broken: {method: fedit, optimizer.lr: 1.0e+30}
+        scaffold: {method: scaffold, resources.backend: ray}
     """
 
 
@@ -225,3 +230,27 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
     assert len(outcome.axes["sample"]) == 4
     again = Followed()
     assert reproduce([sweep], TuneOptions(), again).ran == 0 and again.ended == {}
+
+
+def test_an_optuna_search_goes_the_same_way_again(sweep_file):
+    pytest.importorskip("optuna")
+    text = """
+        axes: {method: [fedit]}
+        search:
+          kind: optuna
+          samples: 5
+          space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
+        early_stopping: {grace: 1, reduction: 2}
+        """
+    sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
+    progress = Followed()
+    result = reproduce([sweep], TuneOptions(concurrency=1), progress)
+    (outcome,) = result.outcomes
+    stopped = [why for why in progress.ended.values() if why is not None]
+    assert stopped and all(why.startswith("stopped early after round") for why in stopped)
+    assert len(outcome.cells) == 5 and result.failures == {}
+    before = {cell.id: cell.home.read("attempt.json") for cell in outcome.cells}
+    again = Followed()
+    (repeated,) = reproduce([sweep], TuneOptions(concurrency=1), again).outcomes
+    assert {cell.id: cell.home.read("attempt.json") for cell in repeated.cells} == before
+    assert again.ended == progress.ended and again.retries == []

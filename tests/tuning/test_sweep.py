@@ -264,6 +264,12 @@ MISTAKES = [
     ),
     ("figures:\n  - {name: a}\n", 2, ["figure a needs a kind"]),
     ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
+    ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of convergence"]),
+    (
+        "axes: {seed: [0]}\nfigures:\n  - name: a\n    kind: overhead\n    options: {series: x}\n",
+        5,
+        ["option series='x' must be null, an axis or a list of axes: seed"],
+    ),
     # Search and early stopping.
     ("search: {kind: rando}\n", 1, ["kind=rando: must be grid or random or optuna"]),
     ("search: {kind: grid, samples: 3}\n", 1, ["a grid is made by `axes`"]),

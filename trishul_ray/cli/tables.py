@@ -166,7 +166,8 @@ def plan(
         states = examine(experiments, report)
         measured = other_results(experiments, report)
     made = make_plan(sweeps, states, device or usual_device(profile), measured)
-    out.print(plan_table(made, devices=devices, price=price))
+    # A pipe has 80 columns, which would cut the headings.
+    out.print(plan_table(made, devices=devices, price=price), width=max(out.width, 100))
     for note in plan_notes(made, states, devices):
         print_line(note)
 
@@ -190,8 +191,8 @@ def run_sweeps(
         typer.Exit: Interrupted.
     """
     from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tuning.monitor import TuneOptions
     from trishul_ray.tuning.reproduce import reproduce
-    from trishul_ray.tuning.tuner import TuneOptions
 
     options = TuneOptions(retries, stall_minutes, concurrency)
     with SweepProgress(err) as progress:
@@ -212,11 +213,12 @@ def run_sweeps(
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
     from trishul_ray.report.page import write_report
-    from trishul_ray.report.tables import sweep_table
+    from trishul_ray.report.paper import paper_value
+    from trishul_ray.report.sweep_tables import build_tables
+    from trishul_ray.report.table_formats import to_rich
 
-    for outcome in outcomes:
-        for layout in outcome.tables:
-            out.print(sweep_table(layout, outcome))
+    for built in build_tables(outcomes, paper_value):
+        out.print(to_rich(built, out.width))
     print_field("report", write_report(outcomes, report))
 
 

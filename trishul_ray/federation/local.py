@@ -89,6 +89,8 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         _check_finite(losses, job, settings.optimizer.lr)
         with torch.no_grad():
             upload, state = method.upload(run, fed.local_steps)
+    # It refers to the run and the workbench: let them be freed before the next garbage collection.
+    del run.gradient
     run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, method)
     run.notes["unsent"] = run.unsent
     active = None if run.active is None else run.active.numpy()

@@ -154,22 +154,23 @@ def compare_rows(groups: Sequence[Array], alpha: float = ALPHA) -> tuple[GroupCo
 
 
 def best_row(values: Array) -> int | None:
-    """Return the row with the largest mean over columns; None if fewer than two have numbers.
+    """Return the row with the best mean over columns; None if fewer than two have numbers.
 
-    Only rows with numbers in the most columns are candidates, for a row that lacks the difficult
-    columns looks better than it is.
+    Where columns are missing, rows are compared by their effects in an additive fit of rows and
+    columns: a row that lacks the difficult columns is not better for it.
 
     Args:
         values: [rows, seeds, columns].
     """
     known = np.isfinite(values)
     counts = known.sum(axis=1)  # [rows, columns]
-    sums = np.where(known, values, 0.0).sum(axis=1)
-    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
-    filled = (counts > 0).sum(axis=1)  # [rows]
-    if (filled > 0).sum() < 2:
+    rows, columns = np.nonzero(counts)
+    if len(np.unique(rows)) < 2:
         return None
-    return int(np.argmax(np.where(filled == filled.max(), means.sum(axis=1), -np.inf)))
+    means = np.where(known, values, 0.0).sum(axis=1)[rows, columns] / counts[rows, columns]
+    design = np.hstack([np.eye(counts.shape[0])[rows], np.eye(counts.shape[1])[columns]])
+    effects = np.linalg.lstsq(design, means)[0][: counts.shape[0]]
+    return int(np.argmax(np.where(counts.any(axis=1), np.round(effects, _DECIMALS), -np.inf)))
 
 
 def complete_block(differences: Array) -> Array:
@@ -254,7 +255,7 @@ def _adjusted_p_values(blocks: Sequence[Array], alpha: float) -> tuple[list[floa
         p_values[position] = max(p_values[position], _sign_flip_p_value(block.tobytes(), flips))
     adjusted = np.ones(len(blocks))
     adjusted[testable] = _holm(p_values)
-    undecided = len(blocks) - int((adjusted <= alpha).sum())
+    undecided = sum(block.size > 0 for block in blocks) - int((adjusted <= alpha).sum())
     return adjusted.tolist(), alpha / max(undecided, 1)
 
 

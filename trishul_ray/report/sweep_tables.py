@@ -102,28 +102,27 @@ class Verdict:
 
     Attributes:
         kind: ``best`` has the best mean; ``worse`` is decided to be worse than the best;
-            ``undecided`` is not; ``reference`` is not compared; ``none`` has nothing to compare.
+            ``undecided`` is not; ``reference`` is not compared; ``apart`` has numbers, but no
+            seed and column in common with the best; ``none`` has nothing to compare.
         best: Label of the best row; empty if there is none.
         comparison: The numbers of ``worse`` and ``undecided``.
     """
 
-    kind: Literal["best", "worse", "undecided", "reference", "none"]
+    kind: Literal["best", "worse", "undecided", "reference", "apart", "none"]
     best: str = ""
     comparison: Comparison | None = None
 
     @property
     def text(self) -> str:
         """The verdict in a few words."""
-        if self.kind == "best":
-            return "best mean"
-        if self.kind == "reference":
-            return "reference"
         if self.comparison is None:
-            return ""
+            return {"best": "best mean", "none": "", "apart": "no run to compare"}.get(
+                self.kind, self.kind
+            )
         if self.comparison.p_value is not None:
-            return f"worse, decided (p ≤ {self.comparison.p_value:.1g})"
+            return f"worse, decided (p = {self.comparison.p_value:.2g})"
         if self.comparison.seeds == 1:
-            return "undecided: one seed shows no spread"
+            return "undecided: one seed"
         if self.comparison.seeds_needed is None:
             return f"undecided: more than {MAX_SEEDS} seeds needed"
         return f"undecided: about {self.comparison.seeds_needed} seeds needed"
@@ -230,15 +229,6 @@ class SweepTable:
             levels.append([(labels[-1], span) for labels, span in spans.items()])
         return levels
 
-    def problems(self) -> list[CellOutcome]:
-        """Return the runs that failed or cannot be used, each once."""
-        found = {c.id: c for c in self.cells if c.status in ("failed", "stale", "corrupt")}
-        return list(found.values())
-
-    def name_of(self, run: CellOutcome) -> str:
-        """Return the displayed labels of a run."""
-        return labels_text(self.sweep, run.labels)
-
 
 def make_slug(*names: str) -> str:
     """Join names to one of lower-case letters, digits and hyphens."""
@@ -293,7 +283,8 @@ def _verdict(row: TableRow, is_best: bool, best: str, comparison: Comparison | N
     if is_best:
         return Verdict("best", best)
     if comparison is None:
-        return Verdict("none", best)
+        has_numbers = any(cell.estimate is not None for cell in row.cells)
+        return Verdict("apart" if best and has_numbers else "none", best)
     return Verdict("worse" if comparison.decided else "undecided", best, comparison)
 
 

@@ -5,8 +5,11 @@ import io
 import re
 from collections.abc import Callable, Sequence
 
+from rich.cells import cell_len
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from trishul_ray.report.sweep_tables import SweepTable, TableCell, TableRow
 
@@ -37,16 +40,22 @@ _LATEX = {
 
 def to_markdown(table: SweepTable) -> str:
     """Return a table as Markdown: mean ± standard deviation, and the paper's number in brackets."""
-    names = [_md(" / ".join(filter(None, column))) for column in table.columns]
+    names = [escape_markdown(" / ".join(filter(None, column))) for column in table.columns]
     lines = [
-        _md_row([_md(table.row_axis), *names, "against the best"]),
+        _md_row([escape_markdown(table.row_axis), *names, "against the best"]),
         _md_row(["---", *["---:"] * len(names), "---"]),
     ]
     for group in table.groups:
         if group.label:
-            lines.append(_md_row([f"*{_md(group.label)}*", *[""] * (len(names) + 1)]))
+            lines.append(_md_row([f"*{escape_markdown(group.label)}*", *[""] * (len(names) + 1)]))
         lines += [
-            _md_row([_md(row.label), *map(_md_cell, row.cells), _md(row.verdict.text)])
+            _md_row(
+                [
+                    escape_markdown(row.label),
+                    *map(_md_cell, row.cells),
+                    escape_markdown(row.verdict.text),
+                ]
+            )
             for row in group.rows
         ]
     return "\n".join(lines) + "\n"
@@ -57,14 +66,14 @@ def _md_row(cells: Sequence[str]) -> str:
 
 
 def _md_cell(cell: TableCell) -> str:
-    text = _plain_cell(cell, lambda value: f"**{value}**", _md)
+    text = _plain_cell(cell, lambda value: f"**{value}**", escape_markdown)
     if cell.paper is None:
         return text
     difference = "" if cell.difference is None else f", {cell.format_difference(cell.difference)}"
     return f"{text} [paper {cell.format(cell.paper)}{difference}]"
 
 
-def _md(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape what Markdown, or HTML within it, would read as markup; a table row is one line."""
     return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(text.split()))
 
@@ -173,25 +182,63 @@ def to_csv(table: SweepTable) -> str:
     return sink.getvalue()
 
 
-def to_rich(table: SweepTable) -> Table:
-    """Return a table for the terminal."""
-    names = [escape("\n".join(filter(None, column))) for column in table.columns]
-    columns = [Column(name, justify="right") for name in names]
-    view = Table(
-        Column(escape(table.row_axis), no_wrap=True),
-        *columns,
-        "against the best",
-        title=escape(f"{table.layout.title} [{table.profile}]"),
-        caption=escape(caption(table)),
-    )
+def to_rich(table: SweepTable, width: int) -> Group:
+    """Return a table for a terminal of ``width`` letters.
+
+    Columns that do not fit beside each other are shown below, again with the names of the rows.
+    """
+    heads = ["\n".join(filter(None, column)) for column in table.columns]
+    contents = [[_rich_cell(row.cells[i]) for row in table.rows] for i in range(len(heads))]
+    # Headings wrap between words; numbers do not.
+    widths = [
+        max(map(cell_len, [*head.split(), *(line for c in cells for line in _lines(c))]))
+        for head, cells in zip(heads, contents, strict=True)
+    ]
+    left = max(map(cell_len, (table.row_axis, *(row.label for row in table.rows))))
+    parts: list[list[int]] = [[]]
+    for i in range(len(heads)):
+        used = left + 4 + sum(widths[k] + 3 for k in (*parts[-1], i))
+        if parts[-1] and used > width:
+            parts.append([])
+        parts[-1].append(i)
+    columns = [
+        Column(escape(head), justify="right", width=width)
+        for head, width in zip(heads, widths, strict=True)
+    ]
+    views = [_rich_part(table, columns, part, left) for part in parts]
+    views.append(_rich_verdicts(table))
+    views[0].title = escape(f"{table.layout.title} [{table.profile}]")
+    views[-1].caption = escape(caption(table))
+    return Group(*views)
+
+
+def _rich_part(
+    table: SweepTable, columns: Sequence[Column], part: Sequence[int], left: int
+) -> Table:
+    """Return the columns ``part`` of a table; the names of its rows have ``left`` letters."""
+    view = Table(Column(escape(table.row_axis), width=left), *(columns[i].copy() for i in part))
     for group in table.groups:
         if group.label:
             view.add_section()
             view.add_row(f"[italic]{escape(group.label)}[/italic]")
         for row in group.rows:
-            cells = [_rich_cell(cell) for cell in row.cells]
-            view.add_row(escape(row.label), *cells, escape(row.verdict.text))
+            view.add_row(escape(row.label), *(_rich_cell(row.cells[i]) for i in part))
     return view
+
+
+def _rich_verdicts(table: SweepTable) -> Table:
+    """Return what is decided of each row."""
+    view = Table.grid(padding=(0, 2))
+    for group in table.groups:
+        if group.label:
+            view.add_row(f"[italic]{escape(group.label)}[/italic]")
+        for row in group.rows:
+            view.add_row(escape(row.label), escape(row.verdict.text))
+    return view
+
+
+def _lines(markup: str) -> list[str]:
+    return Text.from_markup(markup).plain.split("\n")
 
 
 def _rich_cell(cell: TableCell) -> str:

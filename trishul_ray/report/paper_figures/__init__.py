@@ -111,7 +111,7 @@ def draw(figure: FigureLayout, sweep: SweepOutcome) -> list[tuple[str, str]]:
     description = " ".join([data.describe(), *note])
     with figure_style():
         drawing = kind.draw(data, note)
-        name = f"{sweep.name}-{figure.name}"
+        name = f"{sweep.profile}-{sweep.name}-{figure.name}"
         text = to_svg(drawing, name, figure.title, description, timed=kind.timed)
     return [(figure.name, text)]
 

@@ -21,8 +21,12 @@ from matplotlib.figure import Figure
 from trishul_ray.report.figures import COLOURS, GREY, hide_spines, new_figure
 
 INK = "#222222"
-#: Methods that look the same in every figure; other names take what is left.
-_FIXED = ("TRISHUL", "RAVAN", "SCAFFOLD+LoRA", "FedIT", "FedEx-LoRA", "FFA-LoRA", "Fed-SB")
+#: Methods that look the same in every figure, also with more in parentheses behind their names.
+_FIXED = (
+    "TRISHUL", "RAVAN", "TRISHUL without penalty", "SCAFFOLD+LoRA", "FedIT", "FedEx-LoRA",
+    "FFA-LoRA", "Fed-SB",
+)  # fmt: skip
+_COLOURS = (*COLOURS, "#7F7F7F")
 _DASHES = ("solid", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1.5, 1.5)), (0, (3, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "h")
 _HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "--", "oo", "**")
@@ -50,13 +54,15 @@ class Style:
 def styles_of(names: Sequence[str]) -> dict[str, Style]:
     """Return a style for each name; those of different names differ without colour, too."""
     slots = {name: _FIXED.index(name) for name in names if name in _FIXED}
-    free = iter(i for i in range(len(_FIXED) + len(names)) if i not in slots.values())
     for name in names:
-        if name not in slots:
-            slots[name] = next(free)
+        method = name.partition(" (")[0]
+        if method in _FIXED and _FIXED.index(method) not in slots.values():
+            slots.setdefault(name, _FIXED.index(method))
+    free = iter(i for i in range(len(_FIXED) + len(names)) if i not in {*slots.values()})
+    slots |= {name: next(free) for name in names if name not in slots}
     return {
         name: Style(
-            COLOURS[slot % len(COLOURS)],
+            _COLOURS[slot % len(_COLOURS)],
             _DASHES[slot % len(_DASHES)],
             _MARKERS[slot % len(_MARKERS)],
             _HATCHES[slot % len(_HATCHES)],
@@ -79,7 +85,7 @@ def new_panels(
     columns = min(columns, count)
     rows = -(-count // columns)
     whole = max(columns * width, 5.5)
-    lines = [part for line in note for part in textwrap.wrap(line, int(13.5 * whole))]
+    lines = [part for line in note for part in textwrap.wrap(line, int(15 * whole))]
     figure = new_figure(whole, rows * height + 0.15 * len(lines) + 0.1)
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8, color=GREY)
@@ -183,7 +189,8 @@ def to_svg(figure: Figure, name: str, title: str, description: str, *, timed: bo
     prefix = re.sub(r"[^A-Za-z0-9_-]+", "-", name)
     text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
     head, body = text.split(">", 1)
-    attributes = f' role="img" aria-labelledby="{prefix}-title {prefix}-desc"'
+    body = body.replace('<style type="text/css">*{', f'<style type="text/css">#{prefix} *{{')
+    attributes = f' id="{prefix}" role="img" aria-labelledby="{prefix}-title {prefix}-desc"'
     attributes += ' data-timed="true"' * timed
     return (
         f'{head}{attributes}>\n <title id="{prefix}-title">{escape(title)}</title>\n'
