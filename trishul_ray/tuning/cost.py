@@ -164,7 +164,7 @@ def work_of(experiment: Experiment) -> Work:
         layers=steps * 3 * len(shape.widths),
     )
     evaluations = len({*range(0, fed.rounds + 1, options.every), fed.rounds})
-    rows = test_rows(experiment)
+    rows = evaluated_rows(experiment)
     batches = evaluations * -(-rows // options.batch_size)
     # A target is scored at once, and then a text is generated, token by token.
     generated = shape.products(n, m, generated=True) + shape.attention(0, m)
@@ -177,7 +177,7 @@ def work_of(experiment: Experiment) -> Work:
     return Work(training, evaluation, _prox_operations(experiment, adapters.values()) * steps)
 
 
-def test_rows(experiment: Experiment) -> int:
+def evaluated_rows(experiment: Experiment) -> int:
     """Return the number of rows that an evaluation scores.
 
     Raises:
