@@ -93,7 +93,8 @@ class TableCell:
 
     def format_difference(self, value: float) -> str:
         """Return a difference as text, with its sign."""
-        return self.format(value).replace("-", "−") if value < 0 else f"+{self.format(value)}"
+        text = self.format(abs(value))
+        return f"−{text}" if value < 0 and float(text) else f"+{text}"
 
 
 @dataclass(frozen=True)

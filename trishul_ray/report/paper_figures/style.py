@@ -169,9 +169,12 @@ def legend_above(figure: Figure) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         found |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
+    # At this size a letter is about 0.07 inches wide, and a sample 0.5.
+    widest = max(0.07 * len(name) + 0.5 for name in found) if found else 1.0
+    columns = max(1, min(4, int(figure.get_figwidth() / widest)))
     figure.legend(
-        list(found.values()), list(found), loc="outside upper center", ncols=4, frameon=False,
-        fontsize=8,
+        list(found.values()), list(found), loc="outside upper center", ncols=columns,
+        frameon=False, fontsize=8,
     )  # fmt: skip
 
 
