@@ -13,7 +13,7 @@ from invented_outcomes import (
 
 from trishul_ray.report.outcomes import TableLayout
 from trishul_ray.report.paper import paper_value
-from trishul_ray.report.sweep_tables import build_tables, make_slug
+from trishul_ray.report.sweep_tables import TableCell, build_tables, make_slug
 
 
 def build(*sweeps):
@@ -77,6 +77,21 @@ def test_the_best_of_a_column_in_its_group_but_no_reference_is_bold():
     level = {"a": 80.001, "b": 80.0, "c": 79.9}
     tied = invent_sweep("t", axes, ("method",), (), level=lambda x: level[x["method"]], noise=0)
     assert [row.cells[0].best for row in build(tied)[0].rows] == [True, True, False]
+    equal = invent_sweep("t", axes, ("method",), (), level=lambda x: 80.0, noise=0)
+    assert not any(row.cells[0].best for row in build(equal)[0].rows)
+    assert [row.verdict.text for row in build(equal)[0].rows] == [
+        "best mean",
+        *["undecided: equal means"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "±0.00"), (-0.0, "±0.00"), (-0.004, "±0.00"), (-1.5, "−1.50")]
+)
+def test_differences_have_a_sign(value, text):
+    cell = TableCell((), {}, percent=True)
+    assert cell.format_difference(value) == text
+    assert cell.format_difference(2.345) == "+2.35"
 
 
 def test_the_average_is_taken_seed_by_seed():
@@ -109,6 +124,7 @@ def test_a_loss_is_better_if_lower():
     assert first.cells[0].best
     assert first.verdict.kind == "best"
     assert second.verdict.kind == "worse"
+    assert second.verdict.comparison.difference == pytest.approx(0.4, abs=0.05)
     assert first.cells[0].estimate.mean == pytest.approx(0.6, abs=0.05)
     # Rows are not compared over columns in different units.
     both = {"measure": ("accuracy", "loss"), **axes}
@@ -133,7 +149,7 @@ def test_verdicts():
     worse = by_row["vision", lower, "FFA-LoRA"]
     assert worse.kind == "worse"
     assert worse.best == "TRISHUL"
-    assert worse.text.startswith("worse, decided (p = 0.0")
+    assert worse.text.startswith("worse, decided: p = 0.0")
     near = by_row["vision", lower, "RAVAN"]
     assert near.kind == "undecided"
     assert near.text.endswith(" seeds needed")

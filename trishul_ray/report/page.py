@@ -96,7 +96,8 @@ class SweepPart:
         for _, run in _distinct([self.sweep]).values():
             if run.status not in ("finished", "missing"):
                 found.setdefault((run.status, run.reason), []).append(run)
-        return [(status, reason, runs) for (status, reason), runs in found.items()]
+        groups = [(status, reason, runs) for (status, reason), runs in found.items()]
+        return sorted(groups, key=lambda group: _STATUSES.index(group[0]))
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,15 @@ def compare_rows(groups: Sequence[Array], alpha: float = ALPHA) -> tuple[GroupCo
     by_pair = dict(zip(pairs, zip(blocks, adjusted, strict=True), strict=True))
 
     def compare(group: int, row: int, best: int) -> Comparison | None:
-        swapped = row > best
         block, p_value = by_pair[group, min(row, best), max(row, best)]
         if not block.size:
             return None
-        decided = p_value <= alpha
+        mean = round(float(block.mean()), _DECIMALS) + 0.0
+        difference = mean if row < best else 0.0 - mean
+        # Where runs are missing, a row may be ahead of the best in what both have.
+        decided = p_value <= alpha and difference < 0
         return Comparison(
-            difference=float(-block.mean() if swapped else block.mean()),
+            difference=difference,
             seeds=block.shape[0],
             columns=block.shape[1],
             p_value=p_value if decided else None,

@@ -93,8 +93,9 @@ class TableCell:
 
     def format_difference(self, value: float) -> str:
         """Return a difference as text, with its sign."""
-        text = self.format(abs(value))
-        return f"−{text}" if value < 0 and float(text) else f"+{text}"
+        size = self.format(abs(value))
+        sign = "±" if float(size) == 0 else "−" if value < 0 else "+"
+        return sign + size
 
 
 @dataclass(frozen=True)
@@ -114,19 +115,30 @@ class Verdict:
     comparison: Comparison | None = None
 
     @property
-    def text(self) -> str:
-        """The verdict in a few words."""
+    def label(self) -> str:
+        """The verdict in a word or two."""
+        labels = {"best": "best mean", "worse": "worse, decided", "apart": "no run to compare"}
+        return "" if self.kind == "none" else labels.get(self.kind, self.kind)
+
+    @property
+    def detail(self) -> str:
+        """How sure it is, or what would decide it."""
         if self.comparison is None:
-            return {"best": "best mean", "none": "", "apart": "no run to compare"}.get(
-                self.kind, self.kind
-            )
+            return ""
         if self.comparison.p_value is not None:
-            return f"worse, decided (p = {self.comparison.p_value:.2g})"
+            return f"p = {self.comparison.p_value:.2g}"
+        if self.comparison.difference == 0:
+            return "equal means"
         if self.comparison.seeds == 1:
-            return "undecided: one seed"
+            return "one seed"
         if self.comparison.seeds_needed is None:
-            return f"undecided: more than {MAX_SEEDS} seeds needed"
-        return f"undecided: about {self.comparison.seeds_needed} seeds needed"
+            return f"more than {MAX_SEEDS} seeds needed"
+        return f"about {self.comparison.seeds_needed} seeds needed"
+
+    @property
+    def text(self) -> str:
+        """Label and detail."""
+        return f"{self.label}: {self.detail}" if self.detail else self.label
 
 
 @dataclass(frozen=True)
@@ -265,12 +277,14 @@ def build_tables(sweeps: Sequence[SweepOutcome], paper: PaperValue) -> tuple[Swe
     results = iter(compare_rows([_oriented(t, group) for t in tables for group in t.groups]))
     judged = []
     for table in tables:
+        # Larger is better in a comparison; a table shows differences of what it shows.
+        sign = -1.0 if table.metrics and all(map(is_loss, table.metrics)) else 1.0
         new = []
         for group in table.groups:
             result = next(results)
             best = "" if result.best is None else group.rows[result.best].label
             rows = [
-                replace(row, verdict=_verdict(row, index == result.best, best, comparison))
+                replace(row, verdict=_verdict(row, index == result.best, best, comparison, sign))
                 for index, (row, comparison) in enumerate(zip(group.rows, result.rows, strict=True))
             ]
             new.append(replace(group, rows=tuple(rows)))
@@ -278,7 +292,9 @@ def build_tables(sweeps: Sequence[SweepOutcome], paper: PaperValue) -> tuple[Swe
     return tuple(judged)
 
 
-def _verdict(row: TableRow, is_best: bool, best: str, comparison: Comparison | None) -> Verdict:
+def _verdict(
+    row: TableRow, is_best: bool, best: str, comparison: Comparison | None, sign: float
+) -> Verdict:
     if row.is_reference:
         return Verdict("reference")
     if is_best:
@@ -286,7 +302,8 @@ def _verdict(row: TableRow, is_best: bool, best: str, comparison: Comparison | N
     if comparison is None:
         has_numbers = any(cell.estimate is not None for cell in row.cells)
         return Verdict("apart" if best and has_numbers else "none", best)
-    return Verdict("worse" if comparison.decided else "undecided", best, comparison)
+    kind: Literal["worse", "undecided"] = "worse" if comparison.decided else "undecided"
+    return Verdict(kind, best, replace(comparison, difference=sign * comparison.difference))
 
 
 def _oriented(table: SweepTable, group: RowGroup) -> Array:
@@ -409,7 +426,7 @@ def _with_paper(
 
 
 def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
-    """Mark the best of each column, as displayed; where only one row has a number, none is."""
+    """Mark the best of each column, as displayed; where all numbers are equal, none is."""
     marks = [[False] * len(row.cells) for row in rows]
     for c in range(len(rows[0].cells)):
         known = {
@@ -418,7 +435,7 @@ def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
             if cell.estimate is not None and not rows[r].is_reference
         }
         for r, value in known.items():
-            marks[r][c] = len(known) > 1 and value == max(known.values())
+            marks[r][c] = value == max(known.values()) > min(known.values())
     return tuple(
         replace(
             row,
