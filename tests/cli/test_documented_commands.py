@@ -87,7 +87,7 @@ def test_a_documented_command_works(where, words, places, called):
         get_builtin(context.params["name"], context.params["dataset"])
     if words[0] == "run":
         check_run(load_arguments(context.params["arguments"]))
-    if words[0] in ("table", "sweep", "plan"):
+    if words[0] in ("table", "sweep", "plan", "report"):
         check_sweeps(**context.params)
 
 

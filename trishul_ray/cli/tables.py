@@ -61,8 +61,8 @@ def table(
     - `trishul table all --profile smoke` — every cell of every table, on embedded data
     - `trishul table vision glue` — two tables by the paper's protocol
 
-    Repeat the command to continue: finished cells are never run again. `trishul plan` shows what
-    would run.
+    Repeat the command to continue: finished cells are never run again. The command `plan` shows
+    what would run.
     """
     from trishul_ray.tuning.sweep import find_sweeps
 
@@ -200,7 +200,7 @@ def report(
     if searched:
         raise InputError(
             f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
-            "`trishul sweep` writes the report"
+            "the command `sweep` writes the report"
         )
     with RunProgress(1, err) as progress:
         states = examine(distinct(sweeps), progress.task_progress("reading results"))
