@@ -13,7 +13,7 @@ from trishul_ray.errors import RunError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
-    from trishul_ray.run.runner import FinishedRun
+    from trishul_ray.runs.runner import FinishedRun
 
 
 def run(
@@ -51,8 +51,8 @@ def run(
     can change a result makes a different run, with a different id.
     """
     from trishul_ray.report.tables import data_sentence, summary_table
-    from trishul_ray.run.results import config_yaml
-    from trishul_ray.run.runner import central_twin
+    from trishul_ray.runs.results import config_yaml
+    from trishul_ray.runs.runner import central_twin
 
     experiment = load_arguments(arguments)
     if show:
@@ -90,7 +90,7 @@ def export(
 
     Reads the newest checkpoint, so that a run in progress can be exported too.
     """
-    from trishul_ray.run.artifacts import export_run
+    from trishul_ray.runs.artifacts import export_run
 
     rounds = export_run(run_id, directory, merged=merged, runs=runs)
     kind = "merged model" if merged else "PEFT adapter"
@@ -108,7 +108,7 @@ def load_arguments(arguments: list[str] | None) -> "Experiment":
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
     from trishul_ray.report.tables import describe
-    from trishul_ray.run.runner import run_experiment
+    from trishul_ray.runs.runner import run_experiment
     from trishul_ray.tracking.progress import RunProgress
 
     print_line(f"{label}: {describe(experiment)}", err)

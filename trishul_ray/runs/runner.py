@@ -45,8 +45,8 @@ from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
-from trishul_ray.run.artifacts import write_artifacts
-from trishul_ray.run.results import (
+from trishul_ray.runs.artifacts import write_artifacts
+from trishul_ray.runs.results import (
     TABLES,
     config_yaml,
     flat_config,
