@@ -34,6 +34,8 @@ MAY_IMPORT = {
     "pretrain": {"config", "data", "models", "storage", "tasks"},
     "tracking": {"config"},
 }
+#: The Python interface, which everything else leaves alone.
+INTERFACE = {"api", "result"}
 #: What a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
     "federation": {"cli", "doctor", "loading", "report", "runs", "tracking", "tuning"},
@@ -121,6 +123,15 @@ def test_a_part_imports_only_what_lies_below(part):
 def test_a_part_imports_nothing_that_lies_above(part):
     for path in of_part(part):
         assert not parts(path) & MAY_NOT_IMPORT[part], module(path)
+
+
+def test_the_python_interface_stands_above_everything_but_sweeps_and_commands():
+    for path in FILES:
+        part = module(path).split(".")[0]
+        if part not in {"", "api", "cli"}:
+            assert "api" not in parts(path) and (part in INTERFACE or "result" not in parts(path))
+        if part in INTERFACE:
+            assert not parts(path) & {"cli", "doctor", "report", "tuning"}, module(path)
 
 
 def test_no_folder_imports_back():

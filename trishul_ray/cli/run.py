@@ -66,11 +66,12 @@ def run(
     out.print(summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
     print_field("data", data_sentence(first.summary))
+    exported = first.summary.get("export") or {"note": "PEFT or merged"}
     for label, name, note in (
         ("result", "result.json", ""),
         ("figures", "figures", ""),
-        ("adapter", "adapter", " (PEFT)"),
-        ("model", "model", " (merged)"),
+        ("adapter", "adapter", f" ({exported['note']})"),
+        ("model", "model", f" ({exported['note']})"),
     ):
         if first.home.exists(name):
             print_field(label, f"{first.home.place(name)}{note}")
@@ -88,13 +89,14 @@ def export(
 ) -> None:
     """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
 
-    Reads the newest checkpoint, so that a run in progress can be exported too.
+    Reads the newest checkpoint, so that a run in progress can be exported too, and needs no data.
+    Beside it are a model card, the class names, and the image processor or the tokenizer. Full
+    fine-tuning has no adapter: its model is written.
     """
-    from trishul_ray.runs.artifacts import export_run
+    from trishul_ray.runs.trained import export_run
 
-    rounds = export_run(run_id, directory, merged=merged, runs=runs)
-    kind = "merged model" if merged else "PEFT adapter"
-    print_line(f"{kind} after round {rounds}: {directory}")
+    written = export_run(run_id, directory, merged=merged, runs=runs)
+    print_line(f"{written.note}, after round {written.round}: {directory}")
 
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":

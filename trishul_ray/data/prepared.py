@@ -71,6 +71,14 @@ class DatasetInfo:
         """Number of classes."""
         return len(self.classes)
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "DatasetInfo":
+        """Return the description whose ``asdict`` was stored as JSON."""
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
+        return cls(**values)
+
 
 def fingerprint(columns: Mapping[str, Column]) -> str:
     """Return the hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
@@ -173,10 +181,7 @@ class Split:
     @cached_property
     def info(self) -> DatasetInfo:
         """Description of the dataset."""
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in self._meta["info"].items()
-        }
-        return DatasetInfo(**values)
+        return DatasetInfo.from_json(self._meta["info"])
 
     @property
     def fingerprint(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.methods.base import SURVEY
 from trishul_ray.tasks.base import Task
 
@@ -123,12 +124,14 @@ class Expected:
 class Blueprint:
     """What the server needs to know of a workbench, so that it holds no backbone.
 
+    ``info`` describes the data; with it, the model of a checkpoint is built without them.
     ``sources`` identifies what the configuration names only by its place: the SHA-256 of the
     dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
     (``answers``), and the weights and configuration of the ``backbone``.
     Unknown sources are left out.
     """
 
+    info: DatasetInfo
     layout: Layout
     wire: tuple[str, ...]
     initial: np.ndarray  # [P] float32, the untrained vector

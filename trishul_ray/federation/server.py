@@ -321,4 +321,5 @@ class Server:
             matrices=self.matrices,
             survey=self.survey,
             sources=self.blueprint.sources,
+            info=self.blueprint.info,
         )

@@ -185,6 +185,10 @@ class Classification(Task):
         """Return the mean cross-entropy of logits [b, K], in float32."""
         return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
 
+    def class_logits(self, outputs: Any) -> Tensor:
+        """Return the logits of the classes [b, K]; the largest is the prediction."""
+        return logits_of(outputs)
+
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
         return class_sums(logits_of(outputs), batch, self.groups)
