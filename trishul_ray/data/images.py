@@ -12,6 +12,7 @@ Legend of shapes: N images, C channels, H x W pixels.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -106,9 +107,7 @@ def decode_and_resize(
     pixels = {}
     for split, images in splits.items():
         shape = (MODE_CHANNELS[mode], height, width)
-        pixels[split] = resize_images(
-            images, shape, lambda done, split=split: progress(split, done)
-        )
+        pixels[split] = resize_images(images, shape, partial(progress, split))
         progress(split, 1.0)
     resized = sizes.total() - sizes[height, width]
     note = f", {resized} of {sizes.total()} images resized to {width}x{height}"

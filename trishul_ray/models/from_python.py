@@ -131,7 +131,7 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         return passed
 
     @property
-    def location(self) -> str:  # type: ignore[override]  # a cached property there
+    def location(self) -> str:
         """The name: there are no files."""
         return self.name
 
@@ -141,9 +141,10 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         own = getattr(self.passed.module, "config", None)
         if isinstance(own, PretrainedConfig):
             return own
-        tokenizer = self.passed.tokenizer
-        known = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
-        return PythonConfig(**known)
+        config = PythonConfig()
+        if self.passed.tokenizer is not None:
+            config.vocab_size = len(self.passed.tokenizer)
+        return config
 
     @property
     def family(self) -> "ModelKind":
@@ -153,7 +154,7 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         )
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":  # type: ignore[override]  # as above
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer that the model was passed with."""
         if self.passed.tokenizer is None:
             raise InputError(f"model.name={self.name!r} was passed without a tokenizer=...")

@@ -62,7 +62,7 @@ class BackboneName:
 
 
 def name_backbone(bench: ModelBench, place: str) -> BackboneName:
-    """Return how ``from_pretrained`` finds the backbone of an adapter, which will be at ``place``."""
+    """Return how ``from_pretrained`` finds the backbone of an adapter that will be at ``place``."""
     backbone = Backbone.of(bench.settings)
     if isinstance(backbone, PythonBackbone):
         return BackboneName(backbone.name.partition(":")[2])
