@@ -67,6 +67,18 @@ class Result:
         untouched: dict[str, Any] = self.summary["untouched"]
         return untouched
 
+    @property
+    def recall(self) -> dict[str, float | None]:
+        """The recall of every class after the last round; None for one without test rows."""
+        recall: dict[str, float | None] = self.summary.get("recall", {})
+        return recall
+
+    @property
+    def per_client(self) -> dict[str, float]:
+        """The headline metric of every client after the last round (``evaluation.per_client``)."""
+        scores: dict[str, float] = self.summary.get("per_client", {})
+        return scores
+
     @cached_property
     def history(self) -> "pd.DataFrame":
         """One row per round: metrics, traffic, seconds; what was not measured is NaN.

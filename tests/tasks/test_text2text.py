@@ -106,7 +106,7 @@ def test_metrics_by_hand(byte_tokens):
     merged = task.merge([sums])
     assert merged["loss"] == pytest.approx(want, rel=1e-6)
     assert merged["accuracy"] == merged["accuracy_y"] == 0.5 and "accuracy_x" not in merged
-    assert task.metrics == ("accuracy", "loss", "accuracy_x", "accuracy_y")
+    assert task.metrics == ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y")
     assert float(task.loss(logits, batch)) == pytest.approx(want, rel=1e-6)
     assert task.loss(logits.bfloat16(), batch).dtype == torch.float32
     # Two batches of unequal tokens: still the mean over tokens.

@@ -50,6 +50,7 @@ class DatasetInfo:
         source: origin of the rows, for messages and reports.
         classes: class names; empty for ``qa``.
         groups: names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
+        clients: names of the natural clients, indexed by the column ``client``; may be empty.
         fields: text columns in reading order; ``text`` only.
         image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
         mean: mean per channel of pixels / 255 over the first split.
@@ -65,6 +66,7 @@ class DatasetInfo:
     image_shape: tuple[int, int, int] = (0, 0, 0)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    clients: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:

@@ -128,7 +128,8 @@ class Blueprint:
     ``sources`` identifies what the configuration names only by its place: the SHA-256 of the
     dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
     (``answers``), and the weights and configuration of the ``backbone``.
-    Unknown sources are left out.
+    Unknown sources are left out. ``client_mix`` is there if clients are scored by it
+    (``evaluation.per_client``).
     """
 
     info: DatasetInfo
@@ -142,6 +143,7 @@ class Blueprint:
     heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
     sources: dict[str, str] = field(default_factory=dict)
+    client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:

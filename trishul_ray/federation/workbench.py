@@ -198,7 +198,31 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             for block, layers in bench.site.blocks().items()
         },
         sources=bench.sources,
+        client_mix=_client_mix(bench),
     )
+
+
+def _client_mix(bench: Workbench) -> np.ndarray | None:
+    """Return the rows of every client and class [C, K], if clients are scored by them.
+
+    Raises:
+        InputError: ``evaluation.per_client`` is set, but the data have neither clients nor classes.
+    """
+    if not bench.settings.evaluation.per_client or "client" in bench.test.columns:
+        return None
+    if "label" not in bench.train.columns:
+        raise InputError(
+            f"evaluation.per_client: the test rows of dataset {bench.info.name} have neither a "
+            "client column nor classes, by which clients could be scored"
+        )
+    return class_mix(bench.shards, bench.train.labels, bench.info.num_classes)
+
+
+def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray:
+    """Count the rows of every client and class, int64 [C, K]."""
+    owner = np.repeat(np.arange(shards.clients), shards.sizes)
+    cells = owner * classes + labels[shards.permutation]
+    return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
 
 
 def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:

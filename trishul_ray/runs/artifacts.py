@@ -4,17 +4,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trishul_ray.data.coverage import Coverage
-from trishul_ray.data.partition import skewed_by
+from trishul_ray.data.partition import client_names, skewed_by
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
-from trishul_ray.federation.workbench import build_model_bench
+from trishul_ray.federation.workbench import build_model_bench, class_mix
 from trishul_ray.report.figures import heads_per_layer, label_distribution, metric_curve
+from trishul_ray.report.scores import scores_by_name
 from trishul_ray.report.tables import LabelCounts
 from trishul_ray.report.uploads import (
     PANELS,
@@ -78,6 +77,14 @@ def _draw_figures(
         metric="loss",
         note=note,
     )
+    last = measured[-1]
+    if recall := dict(zip(prepared.dataset.info.classes, last.get("recall", ()), strict=False)):
+        path = figures / "recall.png"
+        scores_by_name(recall, path, what="class", metric="recall on the test rows", note=note)
+    if scores := last.get("per_client"):
+        path = figures / "per_client.png"
+        metric = f"test {headline} of the client"
+        scores_by_name(scores, path, what="client", metric=metric, note=note)
     held = client_labels(prepared, experiment)
     path = figures / "label_distribution.png"
     label_distribution(held.counts, path, classes=held.names, what=held.what, note=note)
@@ -117,11 +124,10 @@ def client_labels(prepared: Prepared, experiment: Experiment) -> LabelCounts:
     info, train, shards = prepared.dataset.info, prepared.dataset.train, prepared.shards
     candidates = (skewed_by(info, experiment.partition), "label", "group")
     column = next((name for name in candidates if name in train.columns), None)
+    clients = client_names(info, experiment.partition, shards.clients)
     if column is None:
-        return LabelCounts(shards.sizes[:, None], ("all",), "rows")
+        return LabelCounts(shards.sizes[:, None], ("all",), "rows", clients)
     names = info.classes if column == "label" else info.groups
-    owner = np.repeat(np.arange(shards.clients), shards.sizes)
-    cells = owner * len(names) + train.column(column)[shards.permutation]
-    counts = np.bincount(cells, minlength=shards.clients * len(names))
+    counts = class_mix(shards, train.column(column), len(names))
     what = "class" if column == "label" else "sub-dataset"
-    return LabelCounts(counts.reshape(-1, len(names)), names, what)
+    return LabelCounts(counts, names, what, clients)

@@ -50,6 +50,11 @@ class Verbalizer(Classification):
 
     model_kind = "causal-lm"
 
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, K."""
+        return len(self.answer_ids)
+
     def __init__(
         self,
         tokens: TokenizerRef,
