@@ -73,7 +73,7 @@ def run(
         arguments |= _dataset_fields(dataset, fields)
     module = None if model is None or isinstance(model, str | Mapping) else model
     if module is not None:
-        arguments["model"] = _pass_module(module, tokenizer, fields.pop("model", None))
+        arguments["model"] = _pass_module(module, tokenizer)
     elif model is not None:
         arguments["model"] = model
     if isinstance(config, str):
@@ -141,9 +141,7 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"data.name": "rows", "data.path": str(folder)}
 
 
-def _pass_module(
-    module: Any, tokenizer: "PreTrainedTokenizerBase | None", section: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _pass_module(module: Any, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
     """Return the section ``model`` of a module, which becomes known to this process."""
     from torch import nn
 
@@ -154,8 +152,7 @@ def _pass_module(
             f"model of type {type(module).__name__}: it must be a name, a section, or an nn.Module"
         )
     passed = pass_model(module, tokenizer)
-    name = passed.name
-    return {**(section or {}), "name": name, "content": f"{passed.content} {name}"}
+    return {"name": passed.name, "content": f"{passed.content} {passed.name}"}
 
 
 def _progress(kind: Progress, rounds: int) -> "RunProgress":

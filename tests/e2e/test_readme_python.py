@@ -23,7 +23,11 @@ def test_the_python_of_the_readme_runs_and_predicts(cache, tmp_path):
     pixels = np.rint(images[seven] * (255 / 16)).astype(np.uint8).reshape(8, 8)
     Image.fromarray(pixels).save(tmp_path / "seven.png")
     assert '"runs/<id>/adapter"' in adapter
+    # In one process and without MLflow, which other tests start.
+    setup = "import functools, trishul_ray\n"
+    setup += "run = functools.partial(trishul_ray.run, backend='inline', mlflow=False)\n"
     code = f"{interface}\nfirst = result\n{objects}\nprint(result.final)\n"
+    code = setup + code.replace("trishul_ray.run(", "run(")
     code += adapter.replace('"runs/<id>/adapter"', "first.adapter_path")
     code += "\nprint(first.predict(['seven.png'])[0], first.predict([images[7]])[0])\n"
     code += "assert same.summary == first.summary\n"

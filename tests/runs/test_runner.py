@@ -92,8 +92,9 @@ def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch)
     full = run_experiment(experiment, quiet())
     assert full.repeated and full.home.exists("adapter/adapter_model.safetensors")
     recorded = read_result(full.home)
+    assert recorded["export"]["form"] == "adapter" and plain.summary["export"] is None
     assert recorded["files"] == full.summary["files"]
-    timeless = {"files", "checksum"}
+    timeless = {"files", "checksum", "export"}
     assert {k: v for k, v in recorded.items() if k not in timeless} == json.loads(
         json.dumps({k: v for k, v in plain.summary.items() if k not in timeless})
     )
