@@ -210,6 +210,8 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
         texts.predict([{"words": "a"}])
     with pytest.raises(trishul_ray.InputError, match="pass a list of rows"):
         texts.predict("word 1")
+    with pytest.raises(trishul_ray.InputError, match="there are no rows"):
+        texts.predict([])
 
 
 class Net(nn.Module):

@@ -81,5 +81,5 @@ def test_the_field_leaves_the_ids_of_other_runs_as_they_were(small):
 def test_nothing_to_score_clients_by_is_refused(run):
     rows = [{"question": "q", "context": "c", "answers": ["a"]}] * 20
     with pytest.raises(trishul_ray.InputError, match=r"evaluation\.per_client: the test rows"):
-        run(rows, per_client=True, model={"name": "t5-tiny", "init": "random"}, max_length=16,
+        run(rows, per_client=True, model={"name": "t5-tiny", "init": "random"}, max_length=64,
             budget=2, partition={"kind": "iid"})  # fmt: skip

@@ -68,8 +68,9 @@ def content_of(tables: Mapping[str, pa.Table]) -> str:
         names = [(name, class_names(table, name)) for name in table.column_names]
         digest.update(json.dumps([split, names]).encode())
         for batch in table.to_batches(max_chunksize=1000):
-            text = json.dumps(batch.to_pylist(), sort_keys=True, default=_as_json)
-            digest.update(text.encode())
+            for row in batch.to_pylist():  # one by one: batches end where the rows' chunks do
+                text = json.dumps(row, sort_keys=True, default=_as_json)
+                digest.update(f"{text}\n".encode())
     return f"sha256:{digest.hexdigest()}"
 
 

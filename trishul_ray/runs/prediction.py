@@ -99,7 +99,7 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         rows: Texts or images alone, or rows with columns.
 
     Raises:
-        InputError: A column is missing.
+        InputError: There are no rows, or a column is missing.
     """
     wanted = {"image": ("image",), "text": info.fields, "qa": _QUESTIONS}[info.kind]
     if isinstance(rows, str | bytes | Path) or (is_image(rows) and np.ndim(rows) < 4):
@@ -107,7 +107,9 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
     alone = not isinstance(rows, Mapping | pa.Table) and not hasattr(rows, "columns")
     if alone and not hasattr(rows, "features"):
         rows = list(rows)
-        if not rows or not isinstance(rows[0], Mapping):
+        if not rows:
+            raise InputError("predict: there are no rows")
+        if not isinstance(rows[0], Mapping):
             rows = {wanted[0]: [str(v) if isinstance(v, Path) else v for v in rows]}
     if isinstance(rows, Mapping):
         rows = {name: list(values) for name, values in rows.items()}
