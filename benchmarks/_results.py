@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trishul_ray.run.results import hardware, processor, versions
+from trishul_ray.runs.results import hardware, processor, versions
 
 #: Results land beside the scripts, so that they are part of the repository.
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.run.runner import FinishedRun, run_experiment
+from trishul_ray.runs.runner import FinishedRun, run_experiment
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
 

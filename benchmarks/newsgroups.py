@@ -21,7 +21,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import load_experiment
 from trishul_ray.report.figures import metric_curve
-from trishul_ray.run.runner import central_twin
+from trishul_ray.runs.runner import central_twin
 from trishul_ray.tracking.progress import format_count
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.on_ray.workers import Workers
-from trishul_ray.run.runner import run_steps
+from trishul_ray.runs.runner import run_steps
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning.monitor import TuneOptions

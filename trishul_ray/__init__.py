@@ -1,5 +1,49 @@
-"""Federated parameter-efficient fine-tuning with spectral multi-head adapters, on Ray."""
+"""Federated parameter-efficient fine-tuning with spectral multi-head adapters, on Ray.
 
+Run an experiment, or load one that has run::
+
+    import trishul_ray
+
+    result = trishul_ray.run("digits", method="fedit", rounds=10)
+    result.history["accuracy"].plot()
+    result.predict(images)
+
+Importing the package loads nothing else: torch, transformers and Ray are imported by the first run.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError
 from trishul_ray.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from trishul_ray.api import load, run
+    from trishul_ray.result import Result
+
+__all__ = [
+    "CorruptFileError",
+    "InputError",
+    "Result",
+    "RunError",
+    "StorageError",
+    "__version__",
+    "load",
+    "run",
+]
+
+#: Where the names that are imported at their first use come from.
+_LAZY = {"Result": "result", "load": "api", "run": "api"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,6 +31,16 @@ def not_in_id(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
+def in_id_if_set(default: Any, description: str, **limits: Any) -> Any:
+    """Return a field that is left out of a run's id at its default, at which it has no effect.
+
+    A field that is added later must be one of these, so that existing runs keep their ids.
+    """
+    return Field(
+        default, description=description, json_schema_extra={"identity": "if set"}, **limits
+    )
+
+
 def _usable_path(text: str) -> str:
     """Return ``text`` if a file system accepts it as a path; names and URIs pass, too."""
     parts = text.encode(errors="surrogateescape").split(b"/")
@@ -313,6 +323,11 @@ class EvaluationConfig(Section):
         1, ge=0, description="rounds between spectral diagnostics; 0: never"
     )
     top_k: int = Field(8, ge=1, description="directions in the principal-angle similarity")
+    per_client: bool = in_id_if_set(
+        False,
+        "also score every client: on its own test rows where they have a client column, and "
+        "otherwise on all test rows, weighted by the client's class mix",
+    )
 
 
 class ResourcesConfig(Section):

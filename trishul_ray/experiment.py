@@ -140,6 +140,8 @@ def _identity_of(section: BaseModel) -> dict[str, Any]:
         if isinstance(extra, dict) and extra.get("identity") is False:
             continue
         value = getattr(section, name)
+        if isinstance(extra, dict) and extra.get("identity") == "if set" and value == field.default:
+            continue
         if isinstance(value, BaseModel):
             nested = _identity_of(value)
             if nested:

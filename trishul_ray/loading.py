@@ -9,7 +9,7 @@ YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -46,6 +46,56 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
         key, value = split_override(text)
         _set_field(user, SHORT_FIELDS.get(key, key), value, text)
     return resolve_experiment(user)
+
+
+def experiment_of_arguments(
+    config: Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]
+) -> Experiment:
+    """Read, merge and validate the layers of an experiment described in Python.
+
+    Args:
+        config: a YAML file, or nested fields; None uses the preset of the dataset alone.
+        arguments: fields by name: a section (``federation={"rounds": 10}``), a dotted name, or the
+            last part of a name that only one field has (``rounds``).
+
+    Raises:
+        InputError: one line that names the field, the value and what is allowed.
+    """
+    user: dict[str, Any] = {}
+    if config is not None:
+        read = _read_yaml(config) if isinstance(config, Path) else config
+        user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in read.items()}
+    _expand_short_fields(user)
+    for key in ("dataset", "model", "method"):  # further fields of the method depend on its name
+        if isinstance(arguments.get(key), str):
+            _set_field(user, SHORT_FIELDS[key], arguments[key], key)
+    known = list(field_names(_method_of(user)))
+    for key, value in arguments.items():
+        if isinstance(value, Mapping) and key in Experiment.model_fields:
+            for inner, content in value.items():
+                _set_field(user, f"{key}.{inner}", content, key)
+        elif key not in SHORT_FIELDS or not isinstance(value, str):
+            _set_field(user, _full_name(key, known), _as_field(value), key)
+    return resolve_experiment(user)
+
+
+def _full_name(key: str, known: Sequence[str]) -> str:
+    """Return the dotted name of the field that a keyword argument means."""
+    if "." in key or key in Experiment.model_fields or key in SHORT_FIELDS:
+        return key
+    meant = [name for name in known if name.rpartition(".")[2] == key]
+    if len(meant) == 1:
+        return meant[0]
+    if not meant:
+        raise InputError(describe_unknown_field(key, known))
+    section, _, field = meant[0].partition(".")
+    raise InputError(
+        f"{key!r} may be {' or '.join(meant)}: name its section, e.g. {section}={{{field!r}: ...}}"
+    )
+
+
+def _as_field(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 def resolve_experiment(user: dict[str, Any]) -> Experiment:

@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
-from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.adapters.export import FOLDED_ERROR, decompose, export_merged, export_peft
 from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError
 
@@ -25,7 +25,9 @@ def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_
     bench = make(family, adapters, train_head=train_head)
     state = bench.random_state()
     expected = trained_logits(bench, state)
-    folder = export_peft(bench.adapted, Trained(state), tmp_path / "adapter", f"tiny/{family}")
+    folder = tmp_path / "adapter"
+    exported = export_peft(bench.adapted, Trained(state), folder, f"tiny/{family}")
+    assert not exported.folded and exported.error == 0
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing.*")  # an adapter key not found
         loaded = PeftModel.from_pretrained(bench.twin, folder)
@@ -81,8 +83,10 @@ def test_only_an_empty_folder_is_written_to(make, export, tmp_path):
 
     def write(directory):
         if export == "peft":
-            return export_peft(bench.adapted, Trained(state), directory, "tiny/vit")
-        return export_merged(bench.adapted, Trained(state), directory)
+            export_peft(bench.adapted, Trained(state), directory, "tiny/vit")
+        else:
+            export_merged(bench.adapted, Trained(state), directory)
+        return [p.name for p in directory.iterdir()]
 
     full = tmp_path / "full"
     full.mkdir()
@@ -94,8 +98,7 @@ def test_only_an_empty_folder_is_written_to(make, export, tmp_path):
         write(full / "notes.txt")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert write(empty) == empty
-    assert write(tmp_path / "deep" / "new") == tmp_path / "deep" / "new"
+    assert write(empty) == write(tmp_path / "deep" / "new") != []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "empty", "full"]
     with pytest.raises(InputError):
         write(empty)
@@ -108,3 +111,35 @@ def test_a_model_without_adapters_has_nothing_to_export(make, tmp_path):
     with pytest.raises(InputError, match="no layer is adapted"):
         export_peft(empty, Trained(empty.initial()), tmp_path / "adapter", "tiny/vit")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5, 12])
+def test_an_update_is_decomposed_at_its_rank(rank):
+    generator = torch.Generator().manual_seed(rank)
+    left, right = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((12, rank), (rank, 20))
+    )
+    noise = 1e-8 * torch.randn(12, 20, generator=generator, dtype=torch.float64)
+    update = left @ right + (noise if rank else 0)
+    factor_B, factor_A, error = decompose(update)
+    assert factor_A.shape[0] == max(1, rank)
+    lost = (factor_B @ factor_A - update).norm() / max(float(update.norm()), 1e-300)
+    assert error <= FOLDED_ERROR and abs(float(lost) - error) <= 1e-12
+
+
+def test_a_change_of_a_frozen_weight_is_part_of_the_adapter(make, tmp_path):
+    bench = make("vit", "lora")
+    state = bench.random_state()
+    name = bench.adapted.specs[0].name
+    weight = bench.adapted.model.get_parameter(f"{name}.weight")
+    change = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) / 10
+    bench.adapted.bind(state, base={name: change})
+    with torch.no_grad():
+        expected = bench.adapted.forward(**bench.inputs).logits
+    bench.adapted.unbind()
+    exported = export_peft(bench.adapted, Trained(state, {name: change}), tmp_path / "a", "tiny")
+    assert exported.folded and exported.ranks[name] == min(weight.shape)
+    loaded = PeftModel.from_pretrained(bench.twin, tmp_path / "a")
+    with torch.no_grad():
+        assert (loaded(**bench.inputs).logits - expected).abs().max() <= 1e-4

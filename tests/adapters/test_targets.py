@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -90,9 +92,23 @@ def test_targets_that_match_nothing_adaptable_raise(backbone, family, targets, m
 
 def test_a_family_without_defaults_needs_targets():
     model = nn.Sequential(nn.Linear(3, 3))
+    model.config = SimpleNamespace(model_type="nobodys")
     with pytest.raises(InputError, match=r"adapter.targets must be set .* bert"):
         find_layers(model)
     assert [layer.name for layer in find_layers(model, ["0"])] == ["0"]
+
+
+def test_a_model_of_no_library_is_adapted_in_all_linear_layers_but_its_head():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+            self.attention = nn.MultiheadAttention(3, 1)  # reads the weight of its own layer
+            self.classifier = nn.Linear(3, 2)
+
+    assert [layer.name for layer in find_layers(Net())] == ["blocks.0", "blocks.1"]
+    with pytest.raises(InputError, match="Sequential has no linear layer to adapt"):
+        find_layers(nn.Sequential(nn.ReLU()))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_files_that_cannot_be_restored_are_named_and_not_listed(trishul_here, ho
     shutil.rmtree(home / "figures")
     code, out, error = trishul_here("run", *TINY)
     assert code == 0, error
-    assert "cannot be restored: adapter/adapter_config.json" in words_of(error)
+    assert "cannot be restored: adapter/README.md" in words_of(error)
     assert "its last checkpoint is missing or corrupt" in words_of(error)
     assert f"{home}/adapter" not in out and f"{home}/figures" not in out
     assert f"{home}/result.json" in out

@@ -8,7 +8,7 @@ from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import LEVELS, PROFILES, build_workbench, capacity, new_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.run.runner import central_twin
+from trishul_ray.runs.runner import central_twin
 
 CUSTOM = ["federation.compute=custom", "federation.compute_shares=[0, 0.5, 0.5, 0]"]
 

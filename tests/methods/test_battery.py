@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from pydantic import ValidationError
 
-from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.adapters.export import FOLDED_ERROR, export_merged, export_peft
 from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
@@ -266,11 +266,12 @@ def test_exports_give_the_same_logits(name, executor, tmp_path):
     merged = type(base).from_pretrained(tmp_path / "merged").eval()
     with torch.inference_mode():
         torch.testing.assert_close(merged(**batch).logits, ours, atol=1e-4, rtol=1e-4)
-    if trained.base or not bench.model.specs:
-        with pytest.raises(InputError, match="export: "):
+    if not bench.model.specs:
+        with pytest.raises(InputError, match="export: no layer is adapted"):
             export_peft(bench.model, trained, tmp_path / "adapter", "base")
         return
-    export_peft(bench.model, trained, tmp_path / "adapter", "base")
+    exported = export_peft(bench.model, trained, tmp_path / "adapter", "base")
+    assert exported.folded == bool(trained.base) and exported.error <= FOLDED_ERROR
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     with torch.inference_mode():
         torch.testing.assert_close(loaded(**batch).logits, ours, atol=1e-4, rtol=1e-4)

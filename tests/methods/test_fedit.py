@@ -69,10 +69,9 @@ def test_alpha_scales_the_update(executor, tmp_path, name):
         torch.testing.assert_close(update, 24 / adapter.rank * left @ right.double())
         torch.testing.assert_close(found[layer], update, atol=1e-6, rtol=1e-5)
     trained = global_model(bench, server.broadcast(), 1)
-    if not trained.base:
-        folder = export_peft(bench.model, trained, tmp_path / "adapter", "base")
-        tensors = load_file(folder / "adapter_model.safetensors")
-        for layer, update in found.items():
-            path = f"base_model.model.{layer}"
-            left, right = (tensors[f"{path}.lora_{side}.weight"].double() for side in "BA")
-            torch.testing.assert_close(left @ right, update, atol=1e-6, rtol=1e-5)
+    export_peft(bench.model, trained, tmp_path / "adapter", "base")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for layer, update in found.items():
+        path = f"base_model.model.{layer}"
+        left, right = (tensors[f"{path}.lora_{side}.weight"].double() for side in "BA")
+        torch.testing.assert_close(left @ right, update, atol=1e-6, rtol=1e-5)

@@ -30,7 +30,7 @@ from trishul_ray.report.paper_figures import KINDS, check_figure, data_of, draw
 from trishul_ray.report.paper_figures.lines import log_positions
 from trishul_ray.report.paper_figures.selection import Estimate
 from trishul_ray.report.paper_figures.style import spread_out, styles_of
-from trishul_ray.run.runner import run_experiment
+from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
 

@@ -33,34 +33,34 @@ def build(info, *overrides):
 @pytest.mark.parametrize(
     ("info", "overrides", "kind", "model_kind", "metrics"),
     [
-        (IMAGES, [], ImageClassification, "image-classification", ("accuracy", "loss")),
+        (IMAGES, [], ImageClassification, "image-classification", ("accuracy", "loss", "macro_f1")),
         (
             TEXTS,
             ["model=bert-tiny"],
             SequenceClassification,
             "sequence-classification",
-            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
         ),
         (
             TEXTS,
             ["model=llama-tiny", "task.kind=classification"],
             SequenceClassification,
             "sequence-classification",
-            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
         ),
         (
             TEXTS,
             ["model=llama-tiny", *PROMPT],
             Verbalizer,
             "causal-lm",
-            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
         ),
         (
             TEXTS,
             ["model=t5-tiny"],
             TextToClass,
             "seq2seq-lm",
-            ("accuracy", "loss", "accuracy_x", "accuracy_y"),
+            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
         ),
         (
             QUESTIONS,

@@ -111,6 +111,7 @@ def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
     assert merged == {
         "loss": pytest.approx(want, rel=1e-6),
         "accuracy": pytest.approx(2 / 3),
+        "macro_f1": pytest.approx((4 / 5 + 0) / 2),
         "accuracy_matched": 1.0,
         "accuracy_mis_matched": 0.5,
     }

@@ -106,7 +106,7 @@ def test_metrics_by_hand(byte_tokens):
     merged = task.merge([sums])
     assert merged["loss"] == pytest.approx(want, rel=1e-6)
     assert merged["accuracy"] == merged["accuracy_y"] == 0.5 and "accuracy_x" not in merged
-    assert task.metrics == ("accuracy", "loss", "accuracy_x", "accuracy_y")
+    assert task.metrics == ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y")
     assert float(task.loss(logits, batch)) == pytest.approx(want, rel=1e-6)
     assert task.loss(logits.bfloat16(), batch).dtype == torch.float32
     # Two batches of unequal tokens: still the mean over tokens.
@@ -129,13 +129,14 @@ def test_it_pickles_small_and_merges_without_transformers(byte_tokens):
         "import pickle, sys\n"
         f"task = pickle.loads({stored!r})\n"
         "sums = {'loss_sum': 3.0, 'tokens': 6.0, 'accuracy': 1.0, 'count': 2.0}\n"
+        "sums |= {'labelled/1': 2.0, 'predicted/1': 1.0, 'hit/1': 1.0, 'predicted/0': 1.0}\n"
         "print(task.merge([sums]), 'transformers' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "{'loss': 0.5, 'accuracy': 0.5} False"
+    assert done.stdout.strip() == (f"{{'loss': 0.5, 'accuracy': 0.5, 'macro_f1': {1 / 3}}} False")
 
 
 @pytest.mark.parametrize(

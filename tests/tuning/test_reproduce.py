@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.run.results import read_metrics
+from trishul_ray.runs.results import read_metrics
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning import tuner
 from trishul_ray.tuning.monitor import TuneOptions

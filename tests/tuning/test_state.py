@@ -12,8 +12,8 @@ from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment
-from trishul_ray.run.results import result_json
-from trishul_ray.run.runner import run_steps
+from trishul_ray.runs.results import result_json
+from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tuning.state import CellState, collect, examine, other_results, record_failure

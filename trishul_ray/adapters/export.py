@@ -2,25 +2,35 @@
 
 An update ``sum_i s_i B_i H_i A_i`` is a LoRA pair of rank h r, ``[B_i s_i H_i]`` and ``[A_i]``; a
 PEFT alpha equal to the rank makes its scale 1. Layers may differ in rank, and layers without heads
-are left out. A folder is written under a temporary name and renamed when it is complete.
+are left out. Where a method has changed a frozen weight, change and update together are decomposed
+(SVD) and written at the lowest rank that is exact up to :data:`FOLDED_ERROR`. A folder is written
+under a temporary name and renamed when it is complete.
 """
 
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
 
 from trishul_ray.adapters.base import LOW_PRECISION
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_module, classifier_parameters
 from trishul_ray.errors import InputError
+
+#: Largest relative error, in the Frobenius norm, of an update with a changed frozen weight. The
+#: method rounds such a change to float32 in every round, which is an error of this size.
+FOLDED_ERROR = 1e-6
+
+#: Writes further files into a folder that is being exported.
+Beside = Callable[[Path], None]
 
 #: PEFT's prefix of a base model's module paths.
 _PEFT_PREFIX = "base_model.model."
@@ -34,31 +44,53 @@ _TASKS = {
 }
 
 
+@dataclass(frozen=True)
+class AdapterExport:
+    """What an exported adapter holds.
+
+    Attributes:
+        ranks: LoRA rank by layer.
+        folded: whether the updates include changes of the frozen weights.
+        error: the largest relative error of an update, in the Frobenius norm.
+    """
+
+    ranks: dict[str, int]
+    folded: bool
+    error: float
+
+
 def export_peft(
-    adapted: AdaptedModel, trained: Trained, directory: Path | str, base_model_name: str
-) -> Path:
+    adapted: AdaptedModel,
+    trained: Trained,
+    directory: Path | str,
+    base_model_name: str,
+    *,
+    revision: str | None = None,
+    beside: Beside | None = None,
+) -> AdapterExport:
     """Write a folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
     Args:
         adapted: the model with its adapters.
         trained: the trained state.
-        directory: a new or empty folder; it is returned.
+        directory: a new or empty folder.
         base_model_name: name or path of the backbone, recorded in the adapter's config.
+        revision: commit of the backbone on the hub, likewise.
+        beside: writes further files into the folder.
 
     Raises:
-        InputError: the folder is not empty, no layer is adapted, or the method changed the frozen
-            weights themselves, which an adapter cannot represent.
+        InputError: the folder is not empty, or no layer is adapted.
     """
-    if trained.base:
-        raise InputError(
-            "export: this method changes the frozen weights, which a LoRA adapter cannot "
-            "represent; export the merged model instead (--merged)"
-        )
     ranks: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
+    error = 0.0
     for name, adapter, params in adapted.iter_layers(trained.vector):
         constants = trained.constants.get(name, adapted.constants(name))
         factor_B, factor_A = adapter.lora_factors(constants, params)
+        if name in trained.base:
+            update = factor_B @ factor_A + trained.base[name].double()
+            factor_B, factor_A, lost = decompose(update)
+            error = max(error, lost)
         ranks[name] = factor_A.shape[0]
         tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = _portable(factor_A)
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = _portable(factor_B)
@@ -84,38 +116,80 @@ def export_peft(
         bias="none",
         task_type=next((task for end, task in _TASKS.items() if kind.endswith(end)), None),
         base_model_name_or_path=base_model_name,
+        revision=revision,
         inference_mode=True,
     )
     with _temporary_folder(Path(directory)) as folder:
         config.save_pretrained(str(folder))
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return Path(directory)
+        if beside is not None:
+            beside(folder)
+    return AdapterExport(ranks, bool(trained.base), error)
 
 
-def export_merged(adapted: AdaptedModel, trained: Trained, directory: Path | str) -> Path:
-    """Write the model with the updates in its weights, using ``save_pretrained``.
-
-    A bfloat16 or float16 model is written in float32, which represents its weights exactly and
-    keeps updates that its dtype would round away.
+def decompose(update: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return an update as a product of the lowest rank that is exact up to :data:`FOLDED_ERROR`.
 
     Args:
-        adapted: a Hugging Face model with its adapters.
-        trained: the trained state.
-        directory: a new or empty folder; it is returned.
+        update: float64 [d_out, d_in].
 
-    Raises:
-        InputError: the folder is not empty, or the model has no ``save_pretrained``.
+    Returns:
+        float64 [d_out, R] and [R, d_in], and the relative error of their product.
+    """
+    u, s, vt = torch.linalg.svd(update, full_matrices=False)
+    # tails[R] is the norm of what a product of rank R leaves out.
+    tails = s.square().flip(0).cumsum(0).flip(0).sqrt()
+    rank = max(1, int((tails > FOLDED_ERROR * tails[0]).sum()))  # PEFT has no rank 0
+    lost = float(tails[rank] / tails[0]) if rank < len(s) and tails[0] > 0 else 0.0
+    return u[:, :rank] * s[:rank], vt[:rank], lost
+
+
+def merge_trained(adapted: AdaptedModel, trained: Trained) -> nn.Module:
+    """Return the model with the updates in its weights.
+
+    A bfloat16 or float16 model becomes float32, which represents its weights exactly and keeps
+    updates that its dtype would round away.
     """
     low = any(p.dtype in LOW_PRECISION for p in adapted.model.parameters())
-    merged = adapted.merge(
-        trained.vector, trained.base, trained.constants, torch.float32 if low else None
-    )
-    save = getattr(merged, "save_pretrained", None)
-    if save is None:
-        raise InputError(f"export: {type(adapted.model).__name__} has no save_pretrained")
+    dtype = torch.float32 if low else None
+    return adapted.merge(trained.vector, trained.base, trained.constants, dtype)
+
+
+def export_merged(
+    adapted: AdaptedModel,
+    trained: Trained,
+    directory: Path | str,
+    *,
+    beside: Beside | None = None,
+) -> Path:
+    """Write :func:`merge_trained`, using ``save_pretrained``.
+
+    A model that is not of transformers is written as ``model.safetensors`` alone.
+
+    Args:
+        adapted: the model with its adapters.
+        trained: the trained state.
+        directory: a new or empty folder; it is returned.
+        beside: writes further files into the folder.
+
+    Raises:
+        InputError: the folder is not empty.
+    """
+    merged = merge_trained(adapted, trained)
     with _temporary_folder(Path(directory)) as folder:
-        save(str(folder))
+        save_module(merged, folder)
+        if beside is not None:
+            beside(folder)
     return Path(directory)
+
+
+def save_module(model: nn.Module, folder: Path) -> None:
+    """Write a model by its ``save_pretrained``; one without it as ``model.safetensors``."""
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
+        save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    else:
+        save(str(folder))
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
 
     Args:
         model: a Hugging Face model (on any device, including meta).
-        targets: names; None takes query and value of the model's family.
+        targets: names; None takes query and value of the model's family, and of a model that is
+            not of transformers every linear layer but the classification head.
 
     Raises:
         InputError: a target matches no module (the message lists the nearest names) or a module
@@ -96,6 +97,8 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
     """
     if targets is None:
         targets = _default_targets(model)
+        if targets is None:
+            return _all_linear_layers(model)
     if not targets:
         raise InputError("adapter.targets is empty: name at least one module")
     paths = [name for name, _ in model.named_modules() if name]
@@ -157,8 +160,22 @@ def classifier_module(name: str) -> str | None:
     return _POOLER[0] if tuple(parts[1:3]) == _POOLER else None
 
 
-def _default_targets(model: nn.Module) -> tuple[str, ...]:
+def _all_linear_layers(model: nn.Module) -> list[LayerSpec]:
+    # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    inner = [name for name in names if classifier_module(name) is None]
+    if not inner:
+        raise InputError(
+            f"{type(model).__name__} has no linear layer to adapt, apart from a classification head"
+        )
+    return [spec_of(model, name) for name in inner]
+
+
+def _default_targets(model: nn.Module) -> tuple[str, ...] | None:
+    """Return the targets of the model's family; None for a model that is not of transformers."""
     family = getattr(getattr(model, "config", None), "model_type", None)
+    if family is None:
+        return None
     if family not in DEFAULT_TARGETS:
         raise InputError(
             f"adapter.targets must be set for the model family {family!r}; families with defaults: "

@@ -84,7 +84,7 @@ def datasets(
     from trishul_ray.loading import load_experiment
     from trishul_ray.report.figures import label_distribution
     from trishul_ray.report.tables import datasets_table, describe_partition, partition_table
-    from trishul_ray.run.artifacts import client_labels
+    from trishul_ray.runs.artifacts import client_labels
     from trishul_ray.tracking.progress import RunProgress
 
     if not arguments:

@@ -13,7 +13,7 @@ from trishul_ray.errors import RunError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
-    from trishul_ray.run.runner import FinishedRun
+    from trishul_ray.runs.runner import FinishedRun
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
     """
     experiment = load_arguments(arguments)
     if show:
-        from trishul_ray.run.results import config_yaml
+        from trishul_ray.runs.results import config_yaml
 
         out.print(f"# id: {experiment.id}", highlight=False)
         out.print(config_yaml(experiment).decode(), highlight=False, end="")
@@ -62,7 +62,7 @@ def run(
 
         fork_early()  # before anything imports Ray
     from trishul_ray.report.tables import data_sentence, summary_table
-    from trishul_ray.run.runner import central_twin
+    from trishul_ray.runs.runner import central_twin
 
     experiments = [("federated", experiment)]
     if central:
@@ -71,11 +71,12 @@ def run(
     out.print(summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
     print_field("data", data_sentence(first.summary))
+    exported = first.summary.get("export") or {"note": "PEFT or merged"}
     for label, name, note in (
         ("result", "result.json", ""),
         ("figures", "figures", ""),
-        ("adapter", "adapter", " (PEFT)"),
-        ("model", "model", " (merged)"),
+        ("adapter", "adapter", f" ({exported['note']})"),
+        ("model", "model", f" ({exported['note']})"),
     ):
         if first.home.exists(name):
             print_field(label, f"{first.home.place(name)}{note}")
@@ -93,13 +94,14 @@ def export(
 ) -> None:
     """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
 
-    Reads the newest checkpoint, so that a run in progress can be exported too.
+    Reads the newest checkpoint, so that a run in progress can be exported too, and needs no data.
+    Beside it are a model card, the class names, and the image processor or the tokenizer. Full
+    fine-tuning has no adapter: its model is written.
     """
-    from trishul_ray.run.artifacts import export_run
+    from trishul_ray.runs.trained import export_run
 
-    rounds = export_run(run_id, directory, merged=merged, runs=runs)
-    kind = "merged model" if merged else "PEFT adapter"
-    print_line(f"{kind} after round {rounds}: {directory}")
+    written = export_run(run_id, directory, merged=merged, runs=runs)
+    print_line(f"{written.note}, after round {written.round}: {directory}")
 
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":
@@ -113,7 +115,7 @@ def load_arguments(arguments: list[str] | None) -> "Experiment":
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
     from trishul_ray.report.tables import describe
-    from trishul_ray.run.runner import run_experiment
+    from trishul_ray.runs.runner import run_experiment
     from trishul_ray.tracking.progress import RunProgress
 
     print_line(f"{label}: {describe(experiment)}", err)

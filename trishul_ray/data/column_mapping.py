@@ -137,7 +137,7 @@ def build_dataset(
         source += note
         for split, array in pixels.items():
             splits[split]["pixels"] = array
-    for column, field in (("label", "classes"), ("group", "groups"), ("client", None)):
+    for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
         raw = {split: values[column] for split, values in splits.items() if column in values}
         if not raw:
             continue
@@ -147,8 +147,7 @@ def build_dataset(
         numbered, names = number_values(raw, what=mapping.columns[column])
         for split, values in numbered.items():
             splits[split][column] = values
-        if field is not None:
-            fields[field] = names
+        fields[field] = names
     if "test" not in splits:
         splits = split_off_test(splits["train"], test_share)
     return make_info(name, mapping.kind, source, splits, fields), splits

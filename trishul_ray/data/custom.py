@@ -36,13 +36,16 @@ from trishul_ray.data.tables import (
 from trishul_ray.errors import InputError
 from trishul_ray.files import digest
 
+#: Name of the dataset of rows passed from Python, and of their folder in the cache.
+ROWS = "rows"
+
 #: Suffixes of the files that are read as images in a class folder.
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 @dataclass(frozen=True)
 class CustomDataset:
-    """Base of the three kinds of your own data, with the settings of the section ``data``."""
+    """Base of the kinds of your own data, with the settings of the section ``data``."""
 
     path: str | None
     columns: Mapping[str, str]
@@ -51,7 +54,8 @@ class CustomDataset:
     official = None
 
     def _key(self, source: str) -> str:
-        return f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}"
+        # The number rises when the same rows get another description.
+        return f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n2"
 
     def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
         return self._key(file_signature(file for split in files.values() for file in split))
@@ -184,8 +188,8 @@ class LocalTable(CustomDataset):
         files = self._find_files()
         tables = {split: read_files(split_files) for split, split_files in files.items()}
         return build_dataset(
-            "table",
-            f"table:{self.path}",
+            self.name,
+            f"{self.name}:{self.path}",
             tables,
             self.columns,
             self.test_share,
@@ -233,6 +237,17 @@ class LocalTable(CustomDataset):
                 if is_text(values.type):
                     images += [folder / name for name in values.to_pylist() if name]
         return [image for image in images if image.is_file()]
+
+
+class PassedRows(LocalTable):
+    """Rows passed from Python: a folder of the cache, named by the hash of their values."""
+
+    name = ROWS
+    description = "rows passed from Python: trishul_ray.run(rows)"
+
+    def content(self) -> str | None:
+        """Return the hash that the folder is named by."""
+        return f"sha256:{self._existing_path('passed from Python').name}"
 
 
 class CustomHubDataset(CustomDataset):
@@ -346,5 +361,5 @@ def _hash_of(parts: Any) -> str:
 
 #: The classes for your own data, by dataset name.
 CUSTOM: dict[str, type[LocalImages] | type[LocalTable] | type[CustomHubDataset]] = {
-    source.name: source for source in (LocalImages, LocalTable, CustomHubDataset)
+    source.name: source for source in (LocalImages, LocalTable, CustomHubDataset, PassedRows)
 }

@@ -12,6 +12,7 @@ Legend of shapes: N images, C channels, H x W pixels.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -105,20 +106,39 @@ def decode_and_resize(
     mode = "L" if all_gray else "RGB"
     pixels = {}
     for split, images in splits.items():
-        stored = np.empty((len(images), MODE_CHANNELS[mode], height, width), dtype=np.uint8)
-        for row, (encoded, where) in enumerate(images):
-            with _open_image(encoded, where) as image:
-                converted = image.convert(mode)
-            if converted.size != (width, height):
-                converted = converted.resize((width, height), Image.Resampling.BILINEAR)
-            stored[row] = _to_array(converted)
-            if row % 500 == 0:
-                progress(split, row / len(images))
-        pixels[split] = stored
+        shape = (MODE_CHANNELS[mode], height, width)
+        pixels[split] = resize_images(images, shape, partial(progress, split))
         progress(split, 1.0)
     resized = sizes.total() - sizes[height, width]
     note = f", {resized} of {sizes.total()} images resized to {width}x{height}"
     return pixels, note if resized else ""
+
+
+def resize_images(
+    images: Sequence[NamedImage],
+    shape: tuple[int, int, int],
+    progress: Callable[[float], None] = lambda done: None,
+) -> np.ndarray:
+    """Decode images of any size and mode, and convert them to one ``shape``, (C, H, W).
+
+    Returns:
+        the pixels, uint8 [N, C, H, W].
+
+    Raises:
+        CorruptFileError: an image cannot be read; the message names it.
+    """
+    channels, height, width = shape
+    mode = next(mode for mode, count in MODE_CHANNELS.items() if count == channels)
+    pixels = np.empty((len(images), *shape), dtype=np.uint8)
+    for row, (encoded, where) in enumerate(images):
+        with _open_image(encoded, where) as image:
+            converted = image.convert(mode)
+        if converted.size != (width, height):
+            converted = converted.resize((width, height), Image.Resampling.BILINEAR)
+        pixels[row] = _to_array(converted)
+        if row % 500 == 0:
+            progress(row / len(images))
+    return pixels
 
 
 @contextmanager

@@ -71,6 +71,12 @@ def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label"
     return "group" if info.groups else None
 
 
+def client_names(info: "DatasetInfo", config: "PartitionConfig", clients: int) -> tuple[str, ...]:
+    """Return the names of ``clients`` clients, where each is one client of the data; else none."""
+    one_each = config.kind == "natural" and clients == len(info.clients)
+    return info.clients if one_each else ()
+
+
 def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     """Return the labels by which :func:`partition` distributes the rows of ``split``, integers [n].
 

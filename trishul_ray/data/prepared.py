@@ -50,6 +50,7 @@ class DatasetInfo:
         source: origin of the rows, for messages and reports.
         classes: class names; empty for ``qa``.
         groups: names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
+        clients: names of the natural clients, indexed by the column ``client``; may be empty.
         fields: text columns in reading order; ``text`` only.
         image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
         mean: mean per channel of pixels / 255 over the first split.
@@ -65,11 +66,20 @@ class DatasetInfo:
     image_shape: tuple[int, int, int] = (0, 0, 0)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    clients: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.classes)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "DatasetInfo":
+        """Return the description whose ``asdict`` was stored as JSON."""
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
+        return cls(**values)
 
 
 def fingerprint(columns: Mapping[str, Column]) -> str:
@@ -173,10 +183,7 @@ class Split:
     @cached_property
     def info(self) -> DatasetInfo:
         """Description of the dataset."""
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in self._meta["info"].items()
-        }
-        return DatasetInfo(**values)
+        return DatasetInfo.from_json(self._meta["info"])
 
     @property
     def fingerprint(self) -> str:

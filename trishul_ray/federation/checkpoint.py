@@ -9,7 +9,7 @@ reported and skipped, and the one before it is used.
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.storage import Store
@@ -40,6 +41,7 @@ class Checkpoint:
         matrices: comparisons between clients in every diagnosed round; see ``append_round``.
         survey: the averaged answers to the survey before round 1.
         sources: hashes of data and weights; see ``Blueprint``.
+        info: description of the data; None in a checkpoint of an older version.
     """
 
     experiment_id: str
@@ -52,6 +54,7 @@ class Checkpoint:
     matrices: Arrays = field(default_factory=dict)
     survey: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    info: DatasetInfo | None = None
 
     def _groups(self) -> dict[str, Arrays]:
         """Return the groups of tensors, by the first part of their names in the file."""
@@ -77,6 +80,7 @@ class Checkpoint:
             "round": self.round,
             "records": self.records,
             "sources": self.sources,
+            "info": None if self.info is None else asdict(self.info),
         }
         # As a tensor of bytes: the order of entries in safetensors' own metadata is not fixed.
         tensors[_META] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
@@ -101,6 +105,7 @@ class Checkpoint:
             state={},
             records=meta["records"],
             sources=meta.get("sources", {}),
+            info=DatasetInfo.from_json(meta["info"]) if meta.get("info") else None,
         )
         groups = checkpoint._groups()
         for name, value in tensors.items():

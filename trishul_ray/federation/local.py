@@ -189,7 +189,10 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
         if job.round > 0:
             trained = global_model(bench, broadcast, job.round)
         with _bound(bench, trained):
-            batch = bench.task.prepare_batch(bench.test.batch(rows), bench.device, bench.dtype)
+            stored = bench.test.batch(rows)
+            if not bench.settings.evaluation.per_client:
+                stored.pop("client", None)
+            batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
             sums = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
     return EvalReport(round=job.round, start=job.start, sums=sums)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.methods.base import SURVEY
 from trishul_ray.tasks.base import Task
 
@@ -123,12 +124,15 @@ class Expected:
 class Blueprint:
     """What the server needs to know of a workbench, so that it holds no backbone.
 
+    ``info`` describes the data; with it, the model of a checkpoint is built without them.
     ``sources`` identifies what the configuration names only by its place: the SHA-256 of the
     dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
     (``answers``), and the weights and configuration of the ``backbone``.
-    Unknown sources are left out.
+    Unknown sources are left out. ``client_mix`` is there if clients are scored by it
+    (``evaluation.per_client``).
     """
 
+    info: DatasetInfo
     layout: Layout
     wire: tuple[str, ...]
     initial: np.ndarray  # [P] float32, the untrained vector
@@ -139,6 +143,7 @@ class Blueprint:
     heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
     sources: dict[str, str] = field(default_factory=dict)
+    client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:

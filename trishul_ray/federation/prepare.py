@@ -20,7 +20,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.shared_weights import local_weights_source
+from trishul_ray.models.from_python import PassedModel, passed_model
 from trishul_ray.rng import numpy_rng
 from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
@@ -36,11 +36,13 @@ class Prepared:
         dataset: the dataset as the task trains on it.
         shards: the training rows of each client.
         sources: hashes of the data; see :class:`~trishul_ray.federation.messages.Blueprint`.
+        passed: the backbone, if it was passed from Python.
     """
 
     dataset: PreparedDataset
     shards: Partition
     sources: dict[str, str] = field(default_factory=dict)
+    passed: PassedModel | None = None
 
 
 def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
@@ -52,7 +54,8 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     """
     check_content(experiment)
     dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment), progress)
-    return Prepared(dataset, partition_rows(dataset, experiment), sources)
+    shards = partition_rows(dataset, experiment)
+    return Prepared(dataset, shards, sources, passed_model(experiment.model))
 
 
 def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
@@ -118,7 +121,7 @@ def local_sources(
     except InputError as error:
         unknown.append(f"the data ({error})")
     try:
-        weights = local_weights_source(backbone)
+        weights = backbone.local_source()
         if weights is None:
             unknown.append(f"the weights of {backbone.name} (not on this machine)")
         elif weights:

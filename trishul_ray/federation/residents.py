@@ -9,7 +9,7 @@ from torch import nn
 
 from trishul_ray.models.backbone import Backbone, ModelKind
 from trishul_ray.models.compute import run_dtype
-from trishul_ray.models.shared_weights import set_head, weights_file
+from trishul_ray.models.shared_weights import set_head
 
 #: Backbones to keep on a CPU, where their pages are shared with other processes and reclaimable.
 KEPT_ON_CPU = 3
@@ -61,9 +61,8 @@ class Residents:
             InputError: The model cannot be found, or cannot be used as this kind.
             CorruptFileError: The checkpoint is malformed.
         """
-        # The name of the file has everything that decides the weights, besides a drawn head.
-        file = weights_file(backbone, backbone.model_config(kind, num_classes), kind, seed=seed)
-        key = (file, backbone.config.model_dump_json(), kind, device)
+        weights = backbone.resident_key(kind, num_classes, seed=seed)
+        key = (weights, backbone.config.model_dump_json(), kind, device)
         kept = self._kept.pop(key, None)
         if kept is None:
             # Before loading, so that a GPU need not hold both.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trishul_ray.data.partition import client_names
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -42,6 +43,7 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.reduce import Partial, Reducer, finish
 from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan, build_method
 from trishul_ray.rng import numpy_rng
+from trishul_ray.tasks.breakdown import score_by_mix, summarize_clients
 
 
 class Executor(Protocol):
@@ -195,12 +197,32 @@ class Server:
             if outcome.evaluations:
                 sums = [report.sums for report in outcome.evaluations]
                 complete.update(self.blueprint.task.merge(sums))
+                complete.update(self._breakdown(sums))
             if cohort:
                 record = self._aggregate(number, cohort, broadcast, outcome)
                 record["seconds"] = time.perf_counter() - began
                 self.records.append(record)
             self.checkpoints.save(self.checkpoint())
         return self._report([complete])
+
+    def _breakdown(self, sums: list[dict[str, float]]) -> dict[str, Any]:
+        """Return the scores by class and, if asked for, by client, of which the last are kept."""
+        task, info = self.blueprint.task, self.blueprint.info
+        recall = task.recall(sums)
+        found: dict[str, Any] = {"recall": recall} if recall else {}
+        if self.experiment.evaluation.per_client:
+            mix = self.blueprint.client_mix
+            scores = task.by_client(sums) if mix is None else score_by_mix(recall, mix)
+            names = info.clients if mix is None else self._client_names()
+            found |= summarize_clients(scores)
+            found["per_client"] = {names[c] if names else str(c): s for c, s in scores.items()}
+            for record in self.records:
+                record.pop("per_client", None)
+        return found
+
+    def _client_names(self) -> tuple[str, ...]:
+        fed, info = self.experiment.federation, self.blueprint.info
+        return client_names(info, self.experiment.partition, fed.clients)
 
     def cohort(self, round_number: int) -> list[int]:
         """Return the clients of a round, ascending, drawn uniformly without replacement."""
@@ -321,4 +343,5 @@ class Server:
             matrices=self.matrices,
             survey=self.survey,
             sources=self.blueprint.sources,
+            info=self.blueprint.info,
         )

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.data.partition import Partition
-from trishul_ray.data.prepared import Split
+from trishul_ray.data.prepared import DatasetInfo, Split
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensors
@@ -22,6 +22,7 @@ from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State, build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
+from trishul_ray.models.from_python import remember
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.base import Task
@@ -39,19 +40,16 @@ PROFILES = {
 }
 
 
-@dataclass
-class Workbench:
-    """Everything that a worker keeps resident; clients differ by shard, state and rng alone."""
+@dataclass(kw_only=True)
+class ModelBench:
+    """What computes the global model of a run: the adapted backbone, the task and the method."""
 
     settings: Experiment
+    info: DatasetInfo
     model: AdaptedModel
     initial: Tensor  # float32 [P], P trainables of a client: the untrained vector
     method: Method
     task: Task
-    train: Split
-    test: Split
-    test_rows: np.ndarray  # rows of the test split that are evaluated
-    shards: Partition
     device: torch.device
     dtype: torch.dtype
     site: Site
@@ -60,6 +58,16 @@ class Workbench:
     def close(self) -> None:
         """Detach the adapters, so that another workbench can use the backbone."""
         self.model.detach()
+
+
+@dataclass(kw_only=True)
+class Workbench(ModelBench):
+    """Everything that a worker keeps resident; clients differ by shard, state and rng alone."""
+
+    train: Split
+    test: Split
+    test_rows: np.ndarray  # rows of the test split that are evaluated
+    shards: Partition
 
 
 def build_workbench(
@@ -74,19 +82,47 @@ def build_workbench(
         InputError: backbone, budget and data do not fit together, or this node has other data
             than the driver.
     """
-    backbone = Backbone.of(experiment)
+    if prepared.passed is not None:
+        remember(prepared.passed)
     dataset = prepared.dataset
-    if dataset.folder.is_dir():
-        task = build_task(experiment, dataset.info, backbone)
-    else:
+    if not dataset.folder.is_dir():
         # The node does not see the driver's cache. Prepare the data again: the same source gives
         # the same bytes.
-        dataset, task, sources = prepare_dataset(experiment, backbone)
+        dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment))
         if changed := changed_sources(prepared.sources, sources):
             raise InputError(
                 f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
                 "storage.hub and model folders must have the same content on every node"
             )
+    bench = build_model_bench(experiment, dataset.info, residents)
+    test_rows = np.arange(len(dataset.test))
+    limit = experiment.evaluation.limit
+    if limit is not None and limit < len(test_rows):
+        # Drawn by the raw rows and not by the seed, so that all seeds, methods and backbones are
+        # evaluated on the same rows.
+        rows = prepared.sources.get("rows", dataset.fingerprint)
+        rng = numpy_rng(0, "evaluation-subset", rows)
+        test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
+    parts = {part.name: getattr(bench, part.name) for part in fields(bench)}
+    return Workbench(
+        **(parts | {"sources": prepared.sources | bench.sources}),
+        train=dataset.train,
+        test=dataset.test,
+        test_rows=test_rows,
+        shards=prepared.shards,
+    )
+
+
+def build_model_bench(
+    experiment: Experiment, info: DatasetInfo, residents: Residents | None = None
+) -> ModelBench:
+    """Load the backbone and attach the method's adapters; the description of the data is enough.
+
+    Raises:
+        InputError: backbone, budget and the kind of the data do not fit together.
+    """
+    backbone = Backbone.of(experiment)
+    task = build_task(experiment, info, backbone)
     name = experiment.resources.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,28 +134,17 @@ def build_workbench(
     method = build_method(experiment.method, experiment.adapter)
     site = build_site(loaded.module, experiment, loaded.norms)
     model = _attach(loaded.module, experiment, method, site, device)
-    test_rows = np.arange(len(dataset.test))
-    limit = experiment.evaluation.limit
-    if limit is not None and limit < len(test_rows):
-        # Drawn by the raw rows and not by the seed, so that all seeds, methods and backbones are
-        # evaluated on the same rows.
-        rows = prepared.sources.get("rows", dataset.fingerprint)
-        rng = numpy_rng(0, "evaluation-subset", rows)
-        test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
-    return Workbench(
+    return ModelBench(
         settings=experiment,
+        info=info,
         model=model,
         initial=model.initial().to(device),
         method=method,
         task=task,
-        train=dataset.train,
-        test=dataset.test,
-        test_rows=test_rows,
-        shards=prepared.shards,
         device=device,
         dtype=run_dtype(experiment.model),
         site=site,
-        sources=prepared.sources | ({"backbone": loaded.source} if loaded.source else {}),
+        sources={"backbone": loaded.source} if loaded.source else {},
     )
 
 
@@ -136,7 +161,7 @@ def _attach(
     )  # fmt: skip
 
 
-def adapt_to(bench: Workbench, survey: Arrays) -> None:
+def adapt_to(bench: ModelBench, survey: Arrays) -> None:
     """Replace the adapters of a workbench if they were built for another survey."""
     new = to_tensors(survey)
     old = bench.site.survey
@@ -155,6 +180,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     counts = count_parameters(model.adapters, model.specs)
     adapters = [(spec.block, model.adapters[spec.name]) for spec in model.specs]
     return Blueprint(
+        info=bench.info,
         layout=layout,
         wire=wire,
         initial=bench.initial.cpu().numpy(),
@@ -172,7 +198,31 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             for block, layers in bench.site.blocks().items()
         },
         sources=bench.sources,
+        client_mix=_client_mix(bench),
     )
+
+
+def _client_mix(bench: Workbench) -> np.ndarray | None:
+    """Return the rows of every client and class [C, K], if clients are scored by them.
+
+    Raises:
+        InputError: ``evaluation.per_client`` is set, but the data have neither clients nor classes.
+    """
+    if not bench.settings.evaluation.per_client or "client" in bench.test.columns:
+        return None
+    if "label" not in bench.train.columns:
+        raise InputError(
+            f"evaluation.per_client: the test rows of dataset {bench.info.name} have neither a "
+            "client column nor classes, by which clients could be scored"
+        )
+    return class_mix(bench.shards, bench.train.labels, bench.info.num_classes)
+
+
+def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray:
+    """Count the rows of every client and class, int64 [C, K]."""
+    owner = np.repeat(np.arange(shards.clients), shards.sizes)
+    cells = owner * classes + labels[shards.permutation]
+    return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
 
 
 def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:
@@ -185,7 +235,9 @@ def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | Non
     return LEVELS[int(level)]
 
 
-def new_run(bench: Workbench, broadcast: Arrays, round_number: int, client: int | None) -> LocalRun:
+def new_run(
+    bench: ModelBench, broadcast: Arrays, round_number: int, client: int | None
+) -> LocalRun:
     """Return the local run of a client before its start; None is the global model, to evaluate."""
     settings, fed = bench.settings, bench.settings.federation
     seed, vector = settings.seed, torch.empty_like(bench.initial)
@@ -221,7 +273,7 @@ def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str
     return base, constants
 
 
-def global_model(bench: Workbench, broadcast: Arrays, round_number: int) -> Trained:
+def global_model(bench: ModelBench, broadcast: Arrays, round_number: int) -> Trained:
     """Return the global model that a broadcast describes."""
     run = new_run(bench, broadcast, round_number, None)
     bench.method.start(run, bench.initial)

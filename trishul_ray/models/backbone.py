@@ -43,6 +43,10 @@ class Backbone:
     def __init__(self, config: "ModelConfig", places: "Places") -> None:
         self.config, self.places = config, places
 
+    def __init_subclass__(cls, *, prefix: str) -> None:
+        """Make :meth:`of` return this kind for names that begin with ``prefix`` and a colon."""
+        _kinds[prefix] = cls
+
     @classmethod
     def of(cls, experiment: "Experiment") -> "Backbone":
         """Return the backbone that an experiment names.
@@ -52,7 +56,8 @@ class Backbone:
         """
         from trishul_ray.storage import Places
 
-        backbone = cls(experiment.model, Places.of(experiment))
+        kind = _kinds.get(experiment.model.name.partition(":")[0], cls)
+        backbone = kind(experiment.model, Places.of(experiment))
         if (key := backbone._files_key()) is None:
             return backbone
         backbone = _recent.pop(key, backbone)
@@ -76,7 +81,7 @@ class Backbone:
         return self.config.model_dump_json(), self.places, location, stamps
 
     def __reduce__(self) -> tuple[type["Backbone"], tuple["ModelConfig", "Places"]]:
-        return Backbone, (self.config, self.places)
+        return type(self), (self.config, self.places)
 
     @property
     def name(self) -> str:
@@ -262,6 +267,22 @@ class Backbone:
 
         return load_resident(self, kind, num_classes, seed=seed)
 
+    def resident_key(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> Hashable:
+        """Return what the weights of :meth:`load_resident` depend on, besides a drawn head."""
+        from trishul_ray.models.shared_weights import weights_file
+
+        return weights_file(self, self.model_config(kind, num_classes), kind, seed=seed)
+
+    def local_source(self) -> str | None:
+        """Return the identity of the weights on this machine, see ``Resident``; None if none are.
+
+        Raises:
+            InputError: The name matches no model.
+        """
+        from trishul_ray.models.shared_weights import local_weights_source
+
+        return local_weights_source(self)
+
     def load_error(self, error: Exception) -> InputError:
         """Return the one-line error for files that did not load; it says where they were sought."""
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -287,6 +308,9 @@ class Backbone:
         except READ_ERRORS as error:
             raise self.load_error(error) from error
 
+
+#: Other kinds of backbones, by the beginning of their names.
+_kinds: dict[str, type[Backbone]] = {}
 
 #: The backbones that :meth:`Backbone.of` returned last, by :meth:`Backbone._files_key`.
 _recent: OrderedDict[Hashable, Backbone] = OrderedDict()

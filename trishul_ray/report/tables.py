@@ -130,6 +130,7 @@ class LabelCounts:
     counts: np.ndarray  # [clients, classes]
     names: tuple[str, ...]  # of the classes
     what: str  # what a class is called: ``class``, ``sub-dataset``
+    clients: tuple[str, ...] = ()  # names of the clients, if they have any
 
 
 def describe_partition(labels: LabelCounts, experiment: Experiment) -> str:
@@ -157,7 +158,8 @@ def partition_table(labels: LabelCounts) -> Table:
         return (str(int((rows > 0).sum())), largest) if several else ()
 
     for client in range(shown):
-        table.add_row(str(client), str(sizes[client]), *cells(counts[client]))
+        name = escape(labels.clients[client]) if labels.clients else str(client)
+        table.add_row(name, str(sizes[client]), *cells(counts[client]))
     if shown < len(counts):
         more = ("", f"{len(counts) - shown} more") if several else ()
         table.add_row("...", f"{sizes.min()} to {sizes.max()}", *more)

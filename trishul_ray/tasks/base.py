@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trishul_ray.tasks.breakdown import (
+    class_counts,
+    client_counts,
+    macro_f1,
+    recall_by_class,
+    score_by_client,
+)
+
 if TYPE_CHECKING:
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.data.prepare import Encoder
@@ -32,6 +40,8 @@ class Task(ABC):
     targets: tuple[str, ...] = ("labels",)
     #: Outputs of the classification head; None for a model without one.
     num_classes: int | None = None
+    #: The sum in :meth:`evaluate` that the headline is the mean of.
+    row_score: str
     #: Names of groups of test rows, indexed by the ``group`` column. Each has its own headline.
     groups: tuple[str, ...] = ()
 
@@ -76,6 +86,19 @@ class Task(ABC):
             ValueError: There are no rows.
         """
 
+    @property
+    def classes(self) -> int | None:
+        """Number of classes whose rows :meth:`evaluate` counts; None if there are no classes."""
+        return None
+
+    def recall(self, sums: Sequence[Mapping[str, float]]) -> list[float | None]:
+        """Return the recall of every class, None for one without rows; empty without classes."""
+        return recall_by_class(sums, self.classes) if self.classes is not None else []
+
+    def by_client(self, sums: Sequence[Mapping[str, float]]) -> dict[int, float]:
+        """Return the headline of every client that has test rows of its own."""
+        return score_by_client(sums, self.row_score)
+
     def predict(self, model: "AdaptedModel", batch: Mapping[str, Tensor]) -> Any:
         """Return what :meth:`evaluate` scores: the model's outputs, or the text it generates."""
         return model.forward(**self.inputs(batch))
@@ -104,8 +127,8 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def group_column(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the stored ``group`` column [b], if any, as part of a batch; it stays on the CPU."""
-    return {"group": batch["group"]} if "group" in batch else {}
+    """Return the stored columns ``group`` and ``client`` [b], if any; they stay on the CPU."""
+    return {name: batch[name] for name in ("group", "client") if name in batch}
 
 
 def sum_rows(
@@ -117,7 +140,8 @@ def sum_rows(
         scores: Scores [b] by name.
         batch: A prepared batch, with ``group`` int64 [b] if the rows are in groups.
         groups: Names of the groups.
-        by: The score that is also summed by group, as ``<by>/<group>`` and ``count/<group>``.
+        by: The score that is also summed by group, as ``<by>/<group>`` and ``count/<group>``, and
+            by client if the batch has them; see :func:`~trishul_ray.tasks.breakdown.client_counts`.
     """
     rows = {name: values.detach().to("cpu", torch.float64) for name, values in scores.items()}
     sums = {name: float(values.sum()) for name, values in rows.items()}
@@ -127,6 +151,8 @@ def sum_rows(
         chosen = rows[by][member.bool()] if len(member) else member
         sums[f"{by}/{group}"] = float(chosen.sum())
         sums[f"count/{group}"] = float(len(chosen))
+    if "client" in batch:
+        sums |= client_counts(rows[by], by, batch["client"].cpu())
     return sums
 
 
@@ -161,6 +187,7 @@ def class_sums(
 ) -> dict[str, float]:
     """Return ``loss_sum``, ``correct`` and ``count`` of logits [b, K] for ``batch["labels"]`` [b].
 
+    Rows are counted by class, too; see :func:`~trishul_ray.tasks.breakdown.class_counts`.
     A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
     NaN.
 
@@ -172,28 +199,46 @@ def class_sums(
     choices = logits if class_columns is None else logits[:, class_columns]
     columns = labels if class_columns is None else class_columns[labels]
     losses = F.cross_entropy(logits, columns, reduction="none")
-    correct = (choices.argmax(dim=-1) == labels) & choices.isfinite().all(dim=-1)
-    return sum_rows({"loss_sum": losses, "correct": correct}, batch, groups, by="correct")
+    predicted = choices.argmax(dim=-1).where(choices.isfinite().all(dim=-1), -1)
+    scores = {"loss_sum": losses, "correct": predicted == labels}
+    return sum_rows(scores, batch, groups, by="correct") | class_counts(predicted, labels)
 
 
 class Classification(Task):
     """Base of the tasks that predict one of K classes from logits [b, K]."""
 
-    targets = ("labels", "group")
+    targets = ("labels", "group", "client")
+    row_score = "correct"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics: accuracy, loss, macro-F1, accuracy by group."""
+        headline, loss, *by_group = super().metrics
+        return (headline, loss, "macro_f1", *by_group)
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, K."""
+        return self.num_classes
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean cross-entropy of logits [b, K], in float32."""
         return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
+
+    def class_logits(self, outputs: Any) -> Tensor:
+        """Return the logits of the classes [b, K]; the largest is the prediction."""
+        return logits_of(outputs)
 
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
         return class_sums(logits_of(outputs), batch, self.groups)
 
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return ``loss`` and ``accuracy`` over all rows, and the accuracy of each group."""
+        """Return ``loss``, ``accuracy`` and ``macro_f1``, and the accuracy of each group."""
         count = count_rows(sums)
         return {
             "loss": exact_sum(sums, "loss_sum") / count,
             "accuracy": exact_sum(sums, "correct") / count,
+            "macro_f1": macro_f1(sums),
             **group_means(sums, self.groups, "correct", "accuracy"),
         }

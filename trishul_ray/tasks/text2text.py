@@ -28,6 +28,7 @@ from trishul_ray.tasks.base import (
     logits_of,
     sum_rows,
 )
+from trishul_ray.tasks.breakdown import class_counts, macro_f1
 from trishul_ray.tasks.text import (
     PromptTokenizer,
     Template,
@@ -67,7 +68,7 @@ class Text2Text(Task):
     """
 
     model_kind = "seq2seq-lm"
-    targets = ("labels", "classes", "references", "group")
+    targets = ("labels", "classes", "references", "group", "client")
     #: Metrics that are means over rows, each in [0, 1], the headline first. Set by subclasses.
     row_metrics: tuple[str, ...] = ()
 
@@ -84,6 +85,11 @@ class Text2Text(Task):
         self.tokens, self.template = tokens, template
         self.max_length, self.target_length = max_length, target_length
         self.start_id, self.groups = start_id, tuple(groups)
+
+    @property
+    def row_score(self) -> str:  # type: ignore[override]  # an attribute there
+        """The headline."""
+        return self.row_metrics[0]
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -203,15 +209,38 @@ class TextToClass(Text2Text):
             seen[normalized] = text
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics: accuracy, loss, macro-F1, accuracy by group."""
+        headline, loss, *rest = super().metrics
+        return (headline, loss, "macro_f1", *rest)
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, K."""
+        return len(self.class_texts)
+
+    @property
     def encoder(self) -> "Encoder":
         """Encoder of inputs, with the text of the class as the target."""
         return ClassTextEncoder(self)
 
+    def predicted(self, texts: Sequence[str]) -> Tensor:
+        """Return the class of every text [b], apart from case and white space; -1 for none."""
+        numbers = {normalize(text): number for number, text in enumerate(self.class_texts)}
+        return torch.tensor([numbers.get(normalize(text), -1) for text in texts])
+
     def score(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``accuracy`` [b]: whether the texts agree, apart from case and white space."""
-        expected = [normalize(self.class_texts[label]) for label in batch["classes"].tolist()]
-        correct = [normalize(text) == want for text, want in zip(texts, expected, strict=True)]
-        return {"accuracy": torch.tensor(correct, dtype=torch.float64)}
+        """Return ``accuracy`` [b]: whether a text is that of the row's class."""
+        return {"accuracy": (self.predicted(texts) == batch["classes"].cpu()).double()}
+
+    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the sums of :class:`Text2Text`, and the rows by class."""
+        counts = class_counts(self.predicted(outputs.texts), batch["classes"].cpu())
+        return super().evaluate(outputs, batch) | counts
+
+    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return the metrics of :class:`Text2Text`, and ``macro_f1``."""
+        return super().merge(sums) | {"macro_f1": macro_f1(sums)}
 
 
 def normalize(text: str) -> str:

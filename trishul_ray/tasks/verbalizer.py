@@ -50,6 +50,11 @@ class Verbalizer(Classification):
 
     model_kind = "causal-lm"
 
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, K."""
+        return len(self.answer_ids)
+
     def __init__(
         self,
         tokens: TokenizerRef,
@@ -95,6 +100,11 @@ class Verbalizer(Classification):
         """Return the mean cross-entropy over the vocabulary at the last position, in float32."""
         logits = self._answer_logits(outputs)
         return F.cross_entropy(logits.float(), self._answer_columns(logits)[batch["labels"]])
+
+    def class_logits(self, outputs: Any) -> Tensor:
+        """Return the logits of the verbalizers' tokens [b, K]."""
+        logits = self._answer_logits(outputs)
+        return logits[:, self._answer_columns(logits)]
 
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Return ``loss_sum`` over the vocabulary, ``correct`` among verbalizers, ``count``."""
@@ -169,7 +179,7 @@ class PromptEncoder:
         Raises:
             InputError: The template leaves no room for its fields.
         """
-        prefix = self._begin_ids()
+        prefix = begin_ids(self._tokens)
         limit = self._max_length - len(prefix) - len(self._suffix)
         prompts = PromptTokenizer(self._tokens, self._template, limit, add_special_tokens=False)
 
@@ -180,8 +190,9 @@ class PromptEncoder:
         ids, length = self._tokens.padded_columns(len(split), self._max_length, rows, progress)
         return {"input_ids": ids, "length": length}
 
-    def _begin_ids(self) -> list[int]:
-        """The begin token, if the tokenizer sets one; an end token would end the prompt."""
-        begin_id = self._tokens.tokenizer.bos_token_id
-        special_ids = self._tokens.encode([""])["input_ids"][0]
-        return [begin_id] if begin_id is not None and special_ids[:1] == [begin_id] else []
+
+def begin_ids(tokens: TokenizerRef) -> list[int]:
+    """Return the begin token, if the tokenizer sets one; an end token would end the prompt."""
+    begin_id = tokens.tokenizer.bos_token_id
+    special_ids = tokens.encode([""])["input_ids"][0]
+    return [begin_id] if begin_id is not None and special_ids[:1] == [begin_id] else []

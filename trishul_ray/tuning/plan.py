@@ -19,7 +19,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
 from trishul_ray.report.outcomes import Status
-from trishul_ray.run.results import flatten
+from trishul_ray.runs.results import flatten
 from trishul_ray.tuning.cost import DEVICES, work_of
 from trishul_ray.tuning.samples import is_adaptive
 from trishul_ray.tuning.state import CellState

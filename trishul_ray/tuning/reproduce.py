@@ -14,7 +14,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
 from trishul_ray.report.outcomes import SweepOutcome
-from trishul_ray.run.results import read_metrics
+from trishul_ray.runs.results import read_metrics
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
 from trishul_ray.tracking.store import tracking_uri

@@ -20,8 +20,8 @@ from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.federation.prepare import local_sources
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
-from trishul_ray.run.results import read_result
-from trishul_ray.run.runner import FAILURE
+from trishul_ray.runs.results import read_result
+from trishul_ray.runs.runner import FAILURE
 from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
 

@@ -22,8 +22,8 @@ from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
-from trishul_ray.run.results import flat_metrics
-from trishul_ray.run.runner import FinishedRun, RunSteps, run_steps
+from trishul_ray.runs.results import flat_metrics
+from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import HEADLINES, RunProgress
 from trishul_ray.tuning.state import read_failure

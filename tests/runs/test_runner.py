@@ -11,8 +11,8 @@ from tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment
-from trishul_ray.run.results import read_result
-from trishul_ray.run.runner import run_experiment, run_steps
+from trishul_ray.runs.results import read_result
+from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress
 
 
@@ -62,7 +62,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
     experiment = tiny("tracking.mlflow=true")
     steps = run_steps(experiment, quiet(), tags={"trishul.sweep": "mine"})
     assert [next(steps).round, next(steps).round] == [0, 1]
-    monkeypatch.setattr("trishul_ray.run.runner.LOCK_SECONDS", 0)
+    monkeypatch.setattr("trishul_ray.runs.runner.LOCK_SECONDS", 0)
     with pytest.raises(RunError, match="is being driven by another process"):
         next(run_steps(experiment, quiet()))
     steps.close()
@@ -92,8 +92,9 @@ def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch)
     full = run_experiment(experiment, quiet())
     assert full.repeated and full.home.exists("adapter/adapter_model.safetensors")
     recorded = read_result(full.home)
+    assert recorded["export"]["form"] == "adapter" and plain.summary["export"] is None
     assert recorded["files"] == full.summary["files"]
-    timeless = {"files", "checksum"}
+    timeless = {"files", "checksum", "export"}
     assert {k: v for k, v in recorded.items() if k not in timeless} == json.loads(
         json.dumps({k: v for k, v in plain.summary.items() if k not in timeless})
     )

@@ -45,7 +45,7 @@ from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
-from trishul_ray.run.results import (
+from trishul_ray.runs.results import (
     TABLES,
     config_yaml,
     flat_config,
@@ -242,11 +242,12 @@ def _restore_files(
                 prepared = prepare_run(experiment, report("preparing data"))
                 ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                note = coverage_of(experiment, prepared.dataset).sentence
                 # Imports matplotlib and PEFT, which takes seconds.
-                from trishul_ray.run.artifacts import write_artifacts
+                from trishul_ray.runs.artifacts import write_artifacts
 
-                write_artifacts(experiment, prepared, result, folder, note)
+                coverage = coverage_of(experiment, prepared.dataset)
+                export = write_artifacts(experiment, prepared, result, folder, coverage)
+                summary = {**summary, "export": asdict(export)}
             if adds:
                 missing += [name for name in _files_in(folder) if name not in listed]
             for name in missing:
@@ -304,14 +305,16 @@ def _run(
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             write_tables(experiment, result, folder)
+            export = None
             if options.extras:
                 # Imports matplotlib and PEFT, which takes seconds.
-                from trishul_ray.run.artifacts import write_artifacts
+                from trishul_ray.runs.artifacts import write_artifacts
 
-                write_artifacts(experiment, prepared, result, folder, coverage.sentence)
+                export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
             wall = time.perf_counter() - began
             summary = summarize(experiment, result, coverage, wall, tracker.run_id)
+            summary["export"] = None if export is None else asdict(export)
             summary["files"] = _files_in(folder)
             summary["sha256"] = table_hashes(folder)
             content = result_json(summary)

@@ -7,12 +7,14 @@ import sys
 
 import torch
 
-from trishul_ray.run.results import hardware, kernels
+from trishul_ray.runs.results import hardware, kernels
 
 
 def test_the_kernels_in_use_are_recorded():
     """In another process: limits of the instruction set are read when torch is loaded."""
-    code = "import json; from trishul_ray.run.results import hardware;print(json.dumps(hardware()))"
+    code = (
+        "import json; from trishul_ray.runs.results import hardware;print(json.dumps(hardware()))"
+    )
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     done = subprocess.run(
         [sys.executable, "-c", code],

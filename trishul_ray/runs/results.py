@@ -193,6 +193,8 @@ def summarize(
         "final": _metrics(measured[-1], ("round", *task.metrics)),
         "best": _metrics(best, ("round", *task.metrics)),
         "untouched": _metrics(measured[0], task.metrics),
+        "recall": _by_class(measured[-1], result.blueprint.info.classes),
+        "per_client": measured[-1].get("per_client", {}),
         "parameters": result.blueprint.parameters,
         "uploaded_parameters": sum(r.get("uploaded_parameters", 0) for r in result.records),
         "downloaded_parameters": sum(r.get("downloaded_parameters", 0) for r in result.records),
@@ -214,6 +216,11 @@ def summarize(
         "identity": experiment.identity(),
         "sources": result.blueprint.sources,
     }
+
+
+def _by_class(record: dict[str, Any], classes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the recall of a round by the name of the class; empty if it was not measured."""
+    return dict(zip(classes, record.get("recall", ()), strict=False))
 
 
 def _last_diagnostics(records: list[dict[str, Any]]) -> dict[str, Any]:

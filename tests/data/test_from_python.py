@@ -1,0 +1,93 @@
+"""Rows passed from Python: one dataset, whatever form they come in."""
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from trishul_ray.data.from_python import encode_image, store_rows, to_splits, to_table
+from trishul_ray.errors import InputError
+
+COLUMNS = {"text": ["b", "a", "c"], "label": [1, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": t, "label": n} for t, n in zip(*COLUMNS.values(), strict=True)],
+        pd.DataFrame(COLUMNS),
+        pa.table(COLUMNS),
+        datasets.Dataset.from_dict({k: [v[1], v[0], v[2]] for k, v in COLUMNS.items()}).select(
+            [1, 0, 2]
+        ),
+        {"train": COLUMNS},
+        {"text": np.array(COLUMNS["text"]), "label": np.array(COLUMNS["label"])},
+    ],
+)
+def test_the_same_rows_have_one_folder(rows, tmp_path):
+    folder = store_rows(rows, tmp_path, {})
+    assert folder == store_rows(COLUMNS, tmp_path, {})
+    assert pq.read_table(folder / "train.parquet").to_pydict() == COLUMNS
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_other_values_orders_names_and_splits_are_other_folders(tmp_path):
+    others = [
+        COLUMNS,
+        {**COLUMNS, "label": [1, 0, 0]},
+        {k: v[::-1] for k, v in COLUMNS.items()},
+        {"words": COLUMNS["text"], "label": COLUMNS["label"]},
+        {"train": COLUMNS, "test": COLUMNS},
+        datasets.Dataset.from_dict(
+            COLUMNS,
+            datasets.Features(
+                {
+                    "text": datasets.Value("string"),
+                    "label": datasets.ClassLabel(names=["no", "yes"]),
+                }
+            ),
+        ),
+    ]
+    assert len({store_rows(rows, tmp_path, {}) for rows in others}) == len(others)
+
+
+def test_images_are_stored_as_bytes_wherever_they_came_from(tmp_path):
+    pixels = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
+    (tmp_path / "a.png").write_bytes(encode_image(pixels))
+    image = Image.fromarray(pixels)
+    forms = [[pixels], [image], [encode_image(pixels)], [str(tmp_path / "a.png")]]
+    tables = [
+        pq.read_table(
+            store_rows({"picture": f}, tmp_path / "c", {"image": "picture"}) / "train.parquet"
+        )
+        for f in forms
+    ]
+    assert {table.column("picture")[0].as_py() for table in tables} == {encode_image(pixels)}
+    features = datasets.Features({"picture": datasets.Image()})
+    dataset = datasets.Dataset.from_dict({"picture": [str(tmp_path / "a.png")]}, features)
+    (stored,) = to_table(dataset).column("picture").to_pylist()
+    assert stored["bytes"] == encode_image(pixels)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (3, "rows of type int: pass a Hugging Face Dataset"),
+        ([], "rows of type list"),
+        ({"a": [1, 2], "b": [1]}, "these rows are no table"),
+        ({"test": COLUMNS}, "have the splits test; a train split is needed"),
+        ({"image": [np.zeros((4, 4, 2), np.uint8)]}, r"uint8 \(4, 4, 2\); it must be uint8"),
+        ({"image": [np.zeros((4, 4))]}, r"float64 \(4, 4\)"),
+    ],
+)
+def test_what_is_no_table_is_refused(rows, message):
+    with pytest.raises(InputError, match=message):
+        to_splits(rows)
+
+
+def test_an_image_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"image '.*none\.png' cannot be read: No such file"):
+        store_rows({"image": [str(tmp_path / "none.png")], "label": ["a"]}, tmp_path, {})

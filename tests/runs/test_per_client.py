@@ -1,0 +1,85 @@
+"""Scores by class and by client, from the rows to the result."""
+
+import pytest
+
+import trishul_ray
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.workbench import class_mix
+from trishul_ray.loading import load_experiment
+
+CITIES = ("Aarhus", "Bergen", "Cork")
+
+
+@pytest.fixture
+def run(cache, tmp_path):
+    def make(*dataset, **fields):
+        places = {"runs": tmp_path / "runs", "cache": cache}
+        common = {"rounds": 2, "local_steps": 2, "backend": "inline", "mlflow": False}
+        common |= {"clients": 3, "clients_per_round": 2, "progress": "off", "method": "fedit"}
+        return trishul_ray.run(*dataset, **(common | places | fields))
+
+    return make
+
+
+def test_clients_are_scored_by_name_on_their_own_test_rows(run, called, tmp_path, cache):
+    rows = {
+        split: [
+            {"text": f"{n}", "label": f"{n % 2}", "client": CITIES[n % 3]} for n in range(count)
+        ]
+        for split, count in (("train", 36), ("test", 18))
+    }
+    options = {"model": {"name": "bert-tiny", "init": "random"}, "max_length": 16, "budget": 2}
+    options |= {"partition": {"kind": "natural"}}
+    result = run(rows, per_client=True, **options)
+    assert tuple(result.per_client) == CITIES
+    mean = sum(result.per_client.values()) / 3
+    assert result.final["accuracy"] == pytest.approx(mean)  # as many rows each
+    history = result.history
+    assert history["per_client_mean"][2] == pytest.approx(mean)
+    assert history["per_client_worst_decile"][2] == min(result.per_client.values())
+    assert result.recall.keys() == {"0", "1"} and "macro_f1" in result.final
+    figures = {path.name for path in (tmp_path / "runs" / result.id / "figures").iterdir()}
+    assert {"per_client.png", "recall.png"} <= figures
+    path = result.config["data"]["path"]
+    code, said, error = called(
+        "datasets", "rows", f"data.path={path}", "partition.kind=natural", "federation.clients=3",
+        "federation.clients_per_round=2", "model=bert-tiny", f"storage.cache={cache}",
+    )  # fmt: skip
+    assert code == 0 and all(city in said for city in CITIES), error
+    # It is not asked for by default, and changes no number.
+    plain = run(rows, **options)
+    assert plain.per_client == {} and plain.id != result.id
+    assert plain.summary["state_sha256"] == result.summary["state_sha256"]
+
+
+def test_without_test_rows_of_their_own_clients_are_scored_by_their_class_mix(run):
+    result = run(per_client=True, model={"init": "random"}, evaluation={"limit": 64})
+    experiment = result._experiment
+    prepared = prepare_run(experiment)
+    mix = class_mix(prepared.shards, prepared.dataset.train.labels, 10)
+    recall = [value or 0.0 for value in result.recall.values()]
+    for client, score in result.per_client.items():
+        weights = [
+            n * (r is not None)
+            for n, r in zip(mix[int(client)], result.recall.values(), strict=True)
+        ]
+        want = sum(w * r for w, r in zip(weights, recall, strict=True)) / sum(weights)
+        assert score == pytest.approx(want)
+
+
+def test_the_field_leaves_the_ids_of_other_runs_as_they_were(small):
+    assert "per_client" not in small().identity()["evaluation"]
+    assert (
+        small("evaluation.per_client=true").id
+        != small().id
+        == small("evaluation.per_client=false").id
+    )
+    # As before the field was added.
+    assert load_experiment(None, []).id == "e76852cb29c0"
+
+
+def test_nothing_to_score_clients_by_is_refused(run):
+    rows = [{"question": "q", "context": "c", "answers": ["a"]}] * 20
+    with pytest.raises(trishul_ray.InputError, match=r"evaluation\.per_client: the test rows"):
+        run(rows, per_client=True, model={"name": "t5-tiny", "init": "random"}, max_length=64,
+            budget=2, partition={"kind": "iid"})  # fmt: skip

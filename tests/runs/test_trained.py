@@ -1,0 +1,165 @@
+"""Exports of finished runs, used where only transformers and peft are installed."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import trishul_ray
+from trishul_ray.methods.base import method_names
+
+#: Runs the code of each model card and prints the score of the given rows.
+STRANGER = """
+import io, json, os, re, sys
+for name in ("trishul_ray", "ray", "mlflow"):
+    sys.modules[name] = None
+import torch
+from PIL import Image
+
+def prompt_ids(task, row):
+    ids = tokenizer(task["template"].format(**row), add_special_tokens=False)["input_ids"]
+    return torch.tensor([[*task["begin_ids"], *ids, *task["prompt_end_ids"]]])
+
+for folder, rows, classes in json.load(sys.stdin):
+    os.chdir(folder)
+    card = open("README.md").read()
+    exec(re.search("```python\\n(.*?)```", card, re.S).group(1))
+    task = json.load(open("task.json"))
+    right = 0
+    with torch.no_grad():
+        for row in rows:
+            if task["task"] == "ImageClassification":
+                image = Image.new("L", (8, 8))
+                image.putdata(row["pixels"])
+                logits = model(**processor(image, return_tensors="pt")).logits
+            elif task["task"] == "SequenceClassification":
+                inputs = tokenizer(*(row[f] for f in task["fields"]), return_tensors="pt",
+                                   truncation="longest_first", max_length=task["max_length"])
+                logits = model(**inputs).logits
+            elif task["task"] == "Verbalizer":
+                logits = model(prompt_ids(task, row)).logits[:, -1, task["answer_ids"]]
+            else:
+                inputs = tokenizer(task["template"].format(**row), return_tensors="pt")
+                out = model.generate(**inputs, max_new_tokens=task["target_length"])
+                text = tokenizer.decode(out[0], skip_special_tokens=True)
+                right += text.strip().lower() == task["class_texts"][int(row["label"])]
+                continue
+            if model.config.id2label.get(0) != "LABEL_0":
+                assert list(model.config.id2label.values()) == classes
+            right += int(logits.argmax()) == row["label"]
+    print(right / len(rows))
+"""
+
+
+def score(exports, tmp_path):
+    """Score ``(folder, rows, classes)`` of every export in one process without this package."""
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER], input=json.dumps(exports), capture_output=True,
+        text=True, cwd=tmp_path, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [float(line) for line in done.stdout.split()]
+
+
+@pytest.fixture
+def run(cache, tmp_path):
+    def make(*dataset, **fields):
+        places = {"runs": tmp_path / "runs", "cache": cache}
+        shape = {"clients": 3, "clients_per_round": 2, "local_steps": 3}
+        common = {"federation": shape, "rounds": 2, "lr": 0.02, "backend": "inline"}
+        common |= {"mlflow": False, "progress": "off"}
+        return trishul_ray.run(*dataset, **(common | places | fields))
+
+    return make
+
+
+@pytest.mark.slow
+def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
+    methods = [{"name": name} for name in method_names()]
+    methods.append({"name": "flexlora", "truncate": False})
+    results = [run(method=method, evaluation={"limit": 100}) for method in methods]
+    bench = results[0]._trained.bench
+    test = trishul_ray_rows(results[0])
+    exports = []
+    for method, result in zip(methods, results, strict=True):
+        export = result.summary["export"]
+        folder = result.adapter_path or result.model_path
+        if method["name"] == "fullft":
+            assert export["form"] == "model" and "fullft trains every weight" in export["note"]
+            assert result.adapter_path is None
+        else:
+            assert export["form"] == "adapter" and result.model_path is None
+            folded = method["name"] in ("fedex", "flora") or "truncate" in method
+            assert ("changes of the frozen weights" in export["note"]) == folded
+            assert export["relative_error"] <= 1e-6 and export["ranks"][1] <= 64
+        exports.append((folder, test, list(bench.info.classes)))
+    found = score(exports, tmp_path)
+    for result, accuracy in zip(results, found, strict=True):
+        # One row may be at the border of two classes.
+        assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0101), result
+
+
+def trishul_ray_rows(result):
+    """The test rows that a run on digits scored."""
+    from trishul_ray.federation.prepare import prepare_run
+    from trishul_ray.federation.workbench import build_workbench
+
+    bench = build_workbench(result._experiment, prepare_run(result._experiment))
+    batch = bench.test.batch(bench.test_rows)
+    return [
+        {"pixels": pixels.flatten().tolist(), "label": int(label)}
+        for pixels, label in zip(batch["pixels"], batch["label"], strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_text_models_come_with_their_tokenizer_and_need_no_data(merged, run, called, tmp_path):
+    labels = np.arange(60) % 2
+    rows = [
+        {"text": f"{('left', 'right')[label]} {n}", "label": int(label)}
+        for n, label in enumerate(labels)
+    ]
+    splits = {
+        split: [{**row, "label": ("left", "right")[row["label"]]} for row in part]
+        for split, part in {"train": rows[:40], "test": rows[40:]}.items()
+    }
+    own = tmp_path / "cache"
+    results = [
+        run(splits, model={"name": name, "init": "random"}, method="fedit", budget=2, cache=own,
+            max_length=24, target_length=8, local_steps=20, template="say {text}:")
+        for name in ("bert-tiny", "t5-tiny", "llama-tiny")
+    ]  # fmt: skip
+    shutil.rmtree(own / "rows")
+    shutil.rmtree(own / "data")
+    exports = []
+    for number, result in enumerate(results):
+        folder = tmp_path / f"export{number}"
+        words = ["export", result.path, folder, *(["--merged"] if merged else [])]
+        code, said, error = called(*words)
+        assert code == 0 and "after round 2" in said, error
+        assert (folder / "tokenizer.json").is_file()
+        exports.append((str(folder), rows[40:], ["left", "right"]))
+    for result, accuracy in zip(results, score(exports, tmp_path), strict=True):
+        assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0501), result
+
+
+def test_the_backbone_is_named_so_that_it_is_found(run, tmp_path, vit_folder):
+    from transformers import AutoModelForImageClassification, ViTConfig
+
+    from trishul_ray.models.weights import draw_weights
+
+    config = ViTConfig.from_pretrained(vit_folder())
+    backbone = AutoModelForImageClassification.from_config(config)
+    draw_weights(backbone, 3)
+    backbone.save_pretrained(tmp_path / "mine")
+    result = run(model=str(tmp_path / "mine"), method="fedit", budget=2, evaluation={"limit": 16})
+    saved = json.loads((tmp_path / "runs" / result.id / "adapter/adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path / "mine")
+    assert not (tmp_path / "runs" / result.id / "adapter/backbone").exists()
+    test = trishul_ray_rows(result)
+    (accuracy,) = score([(result.adapter_path, test, list("0123456789"))], tmp_path)
+    assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0626)

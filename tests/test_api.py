@@ -1,0 +1,291 @@
+"""The Python interface: the same runs as the command's, from names, rows and modules."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from peft import PeftModel
+from sklearn.datasets import load_digits
+from torch import nn
+from transformers import AutoModelForImageClassification
+
+import trishul_ray
+from trishul_ray.loading import load_experiment
+from trishul_ray.models.builtin import byte_tokenizer
+from trishul_ray.runs.runner import run_steps
+from trishul_ray.tracking.progress import RunProgress
+
+#: A run of a second, in this process.
+TINY = {
+    "model": {"init": "random"},
+    "federation": {"clients": 3, "clients_per_round": 2, "local_steps": 2},
+    "rounds": 2,
+    "evaluation": {"limit": 32},
+    "backend": "inline",
+    "mlflow": False,
+    "progress": "off",
+}
+
+
+@pytest.fixture
+def tiny(cache, tmp_path):
+    """``tiny("digits", rounds=3)`` -> the result of a run of a second in this test's folder."""
+
+    def run(*dataset, **fields):
+        places = {"runs": tmp_path / "runs", "cache": cache}
+        return trishul_ray.run(*dataset, **(TINY | places | fields))
+
+    return run
+
+
+def digits(count):
+    """Images uint8 [8, 8] and labels."""
+    images, labels = load_digits(return_X_y=True)
+    pixels = np.rint(images[:count] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
+    return list(pixels), [int(label) for label in labels[:count]]
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    script = (
+        "import sys, trishul_ray\n"
+        "assert issubclass(trishul_ray.InputError, ValueError) and 'run' in dir(trishul_ray)\n"
+        "heavy = {'torch', 'transformers', 'ray', 'mlflow', 'pydantic', 'numpy', 'pandas'}\n"
+        "print(*sorted(heavy & {*sys.modules}))\n"
+        "import trishul_ray.runs\n"
+        "print(trishul_ray.run.__module__, trishul_ray.load.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["", "trishul_ray.api trishul_ray.api"], done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'rum'"):
+        trishul_ray.rum  # noqa: B018
+
+
+def test_a_run_is_the_commands_and_says_nothing(tiny, called, tmp_path, cache, capsys):
+    result = tiny("digits", method="fedit", seed=1)
+    assert capsys.readouterr() == ("", "")
+    words = [
+        "method=fedit", "seed=1", "model.init=random", "federation.clients=3",
+        "federation.clients_per_round=2", "federation.local_steps=2", "federation.rounds=2",
+        "evaluation.limit=32", "resources.backend=inline", "tracking.mlflow=false",
+        f"storage.runs={tmp_path / 'runs'}", f"storage.cache={cache}",
+    ]  # fmt: skip
+    assert result.id == load_experiment(None, words).id and not result.repeated
+    code, _, error = called("run", *words)
+    assert code == 0 and "this run had finished before" in error
+    assert tiny(method="fedit", seed=1).repeated  # digits is the default
+    stored = json.loads((tmp_path / "runs" / result.id / "result.json").read_text())
+    del stored["checksum"]
+    assert result.summary == stored and "export" in stored
+    loaded = trishul_ray.load(result.id, runs=str(tmp_path / "runs"))
+    assert loaded.summary == stored and loaded.repeated
+    assert trishul_ray.load(tmp_path / "runs" / result.id).final == result.final
+
+
+def test_the_history_is_a_table_by_round(tiny):
+    result = tiny(rounds=3, evaluation={"limit": 32, "every": 2})
+    assert list(result.history.index) == [0, 1, 2, 3] and result.history.index.name == "round"
+    accuracy = result.history["accuracy"]
+    assert np.isnan(accuracy[1]) and accuracy[3] == result.final["accuracy"]
+    assert accuracy.max() == result.best["accuracy"] and accuracy[0] == result.untouched["accuracy"]
+    assert result.config["federation"]["rounds"] == 3
+    assert result.id in repr(result) and "after round 3" in repr(result)
+
+
+def test_the_model_predicts_as_the_exported_adapter_does(tiny):
+    result = tiny(
+        method={"name": "trishul", "lam": 0.0}, model={"init": "pretrained"}, local_steps=9
+    )
+    images, _ = digits(40)
+    model = result.model()
+    pixels = torch.from_numpy(np.stack(images)[:, None] / 255).float()
+    task = result._trained.bench.task
+    pixels = (pixels - task.mean[0]) / task.std[0]
+    with torch.no_grad():
+        logits = model(pixel_values=pixels).logits
+    assert result.predict(images) == [model.config.id2label[k] for k in logits.argmax(1).tolist()]
+    probabilities = result.predict_probabilities(images, batch_size=7)
+    torch.testing.assert_close(torch.from_numpy(probabilities), logits.softmax(1))
+    base = AutoModelForImageClassification.from_pretrained(f"{result.adapter_path}/backbone")
+    adapted = PeftModel.from_pretrained(base, result.adapter_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(pixels).logits, logits, atol=1e-4, rtol=1e-4)
+    assert result.classes == tuple("0123456789") and result.model_path is None
+
+
+def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
+    words = ["model.init=random", "federation.clients=3", "federation.clients_per_round=2",
+             "federation.local_steps=2", "federation.rounds=2", "evaluation.limit=32",
+             "resources.backend=inline", "tracking.mlflow=false",
+             f"storage.runs={tmp_path / 'runs'}", f"storage.cache={cache}"]  # fmt: skip
+    experiment = load_experiment(None, words)
+    steps = run_steps(experiment, RunProgress(2))
+    assert [next(steps).round, next(steps).round] == [0, 1]
+    steps.close()
+    with pytest.raises(trishul_ray.InputError, match=r"has not finished: no result\.json"):
+        trishul_ray.load(experiment.id, runs=str(tmp_path / "runs"))
+    capsys.readouterr()
+    result = tiny(progress="plain")
+    said = capsys.readouterr().err
+    assert result.id == experiment.id and "continuing after round 1" in said
+    assert "round 2/2" in said and "\x1b" not in said
+    assert tiny(fresh=True).summary["state_sha256"] == result.summary["state_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mehtod": "fedit"}, "unknown field 'mehtod'"),
+        ({"alpha": 0.1}, "'alpha' may be partition.alpha or adapter.alpha"),
+        ({"lr": -1}, "optimizer.lr=-1: input should be greater than 0"),
+        ({"method": "fedit", "lam": 0.1}, "unknown field 'lam'"),
+        ({"progress": "loud"}, "progress='loud': must be 'off', 'plain', 'rich'"),
+        ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
+        ({"dataset": "digit"}, "'digit' is unknown; .* did you mean digits"),
+        ({"dataset": [1, 2]}, "rows of type list: pass a Hugging Face Dataset"),
+        ({"dataset": {"test": [{"text": "a"}]}}, "a train split is needed"),
+        ({"config": "no.yaml"}, "no.yaml does not exist"),
+    ],
+)
+def test_wrong_input_is_one_line(fields, message, tiny, tmp_path):
+    with pytest.raises(trishul_ray.InputError, match=message) as caught:
+        tiny(**fields)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/*"))
+    with pytest.raises(trishul_ray.InputError, match=r"does not exist: no config\.yaml"):
+        trishul_ray.load("0" * 12, runs=str(tmp_path))
+
+
+def test_a_configuration_may_be_a_file_or_a_dictionary(tiny, tmp_path):
+    content = {"method": "ffalora", "federation": {"clients": 4}}
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(content))
+    federation = {"clients_per_round": 2, "local_steps": 2}
+    one = tiny(config=str(file), federation=federation)
+    assert one.config["method"]["name"] == "ffalora" and one.config["federation"]["clients"] == 4
+    assert tiny(config=content, federation=federation).repeated
+
+
+def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
+    import datasets
+
+    images, labels = digits(60)
+    names = [f"digit {label}" for label in labels]
+    result = tiny([{"pixels": i, "label": n} for i, n in zip(images, names, strict=True)],
+                  columns={"image": "pixels"}, model={"name": "vit-digits", "init": "random"},
+                  budget=4)  # fmt: skip
+    assert result.config["data"]["name"] == "rows"
+    assert result.summary["data"]["train"]["used"] == 48  # the rest are test rows
+    assert set(result.predict(images[:4])) <= set(names)
+    options = {"columns": {"image": "pixels"}, "budget": 4}
+    options |= {"model": {"name": "vit-digits", "init": "random"}}
+    assert tiny({"pixels": images, "label": names}, **options).id == result.id
+    assert tiny(pd.DataFrame({"pixels": images, "label": names}), **options).id == result.id
+    shuffled = [*names[1:], names[0]]
+    assert tiny({"pixels": images, "label": shuffled}, **options).id != result.id
+    # Where the cache is, is not in the id.
+    elsewhere = tiny({"pixels": images, "label": names}, cache=tmp_path / "cache", **options)
+    assert elsewhere.id == result.id
+    dataset = datasets.Dataset.from_dict(
+        {"text": [f"word {n}" for n in labels], "label": labels},
+        datasets.Features(
+            {
+                "text": datasets.Value("string"),
+                "label": datasets.ClassLabel(names=list("abcdefghij")),
+            }
+        ),
+    ).shuffle(seed=0)
+    splits = datasets.DatasetDict(
+        {"train": dataset.select(range(40)), "test": dataset.select(range(40, 60))}
+    )
+    texts = tiny(splits, model={"name": "bert-tiny", "init": "random"}, max_length=16, budget=2)
+    assert texts.classes == tuple("abcdefghij")
+    assert texts.summary["data"]["test"]["used"] == 20
+    assert set(texts.predict(["word 1", "word 2"])) <= set("abcdefghij")
+    assert texts.predict(dataset) == texts.predict({"text": dataset["text"]})
+    with pytest.raises(trishul_ray.InputError, match="have the columns text; these have words"):
+        texts.predict([{"words": "a"}])
+    with pytest.raises(trishul_ray.InputError, match="pass a list of rows"):
+        texts.predict("word 1")
+    with pytest.raises(trishul_ray.InputError, match="there are no rows"):
+        texts.predict([])
+
+
+class Net(nn.Module):
+    """A model of nobody's library."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden, self.classifier = nn.Linear(64, 24), nn.Linear(24, 10)
+        for parameter in self.parameters():
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, images):
+        return self.classifier(self.hidden(images.flatten(1)).relu())
+
+
+def test_any_module_is_a_model(tiny, tmp_path):
+    net = Net()
+    result = tiny(model=net, method="fedit", budget=2, rounds=3)
+    assert result.id == tiny(model=Net(), method="fedit", budget=2, rounds=3).id
+    assert result.id != tiny(model=Net(seed=1), method="fedit", budget=2, rounds=3).id
+    assert result.config["model"]["name"] == "python:Net"
+    images, _ = digits(30)
+    model = result.model()
+    assert type(model) is Net and not torch.equal(model.hidden.weight, net.hidden.weight)
+    task = result._trained.bench.task
+    pixels = (torch.from_numpy(np.stack(images)[:, None] / 255).float() - task.mean[0]) / task.std[
+        0
+    ]
+    with torch.no_grad():
+        logits = model(pixels)
+        adapted = PeftModel.from_pretrained(Net(), result.adapter_path).eval()
+        torch.testing.assert_close(adapted(pixels), logits, atol=1e-5, rtol=1e-5)
+    assert result.predict(images) == [str(k) for k in logits.argmax(1).tolist()]
+    # Another process knows nothing of the module, and is told to pass it.
+    script = (
+        "import trishul_ray\n"
+        f"result = trishul_ray.load({result.id!r}, runs={str(tmp_path / 'runs')!r})\n"
+        "print(result.final['accuracy'])\n"
+        "result.model()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert float(done.stdout) == result.final["accuracy"]
+    assert "was passed from Python, and is not stored: pass the same one again" in done.stderr
+
+
+def test_a_module_reads_texts_with_its_tokenizer(tiny):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(400, 16)
+            self.hidden, self.classifier = nn.Linear(16, 16), nn.Linear(16, 2)
+            for number, parameter in enumerate(self.parameters()):
+                generator = torch.Generator().manual_seed(number)
+                parameter.data = torch.randn(parameter.shape, generator=generator)
+
+        def forward(self, input_ids, attention_mask):
+            mask = attention_mask[..., None]
+            mean = (self.words(input_ids) * mask).sum(1) / mask.sum(1)
+            return self.classifier(self.hidden(mean).relu())
+
+    rows = [{"text": f"{'left' if n % 2 else 'right'} {n}", "label": str(n % 2)} for n in range(40)]
+    result = tiny(rows, model=Reader(), tokenizer=byte_tokenizer("bert"), method="trishul",
+                  budget=2, max_length=16, heads=2, rank=4)  # fmt: skip
+    assert set(result.predict(["left 1", "right 2"])) <= {"0", "1"}
+
+
+@pytest.mark.slow
+def test_a_module_and_rows_go_to_the_workers_of_a_cluster(tiny, tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    images, labels = digits(60)
+    rows = [{"image": i, "label": str(n)} for i, n in zip(images, labels, strict=True)]
+    inline = tiny(rows, model=net, method="fedit", budget=2)
+    ray = tiny(rows, model=net, method="fedit", budget=2, backend="ray", runs=tmp_path / "ray",
+               resources={"actors": 2})  # fmt: skip
+    assert ray.summary["state_sha256"] == inline.summary["state_sha256"]

@@ -1,0 +1,238 @@
+"""Models that are passed from Python, as objects: any ``nn.Module`` with named linear layers.
+
+Such a model has the name ``python:<class>``, and its content is a hash of its structure, its
+weights and its classes' source, so that the same module is the same run. It is kept in this process
+and sent to the workers of a run; nothing of it is written to disk, since code cannot be stored
+safely. Another process has to pass it again to continue the run.
+
+A module is called with its task's inputs by name where its ``forward`` has parameters of these
+names (``pixel_values``; ``input_ids``, ``attention_mask``), and otherwise with as many of them, in
+this order, as it takes. It returns logits [b, K], or an object with an attribute ``logits``.
+"""
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from trishul_ray.errors import InputError
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.compute import cast, configure_compute, run_dtype
+from trishul_ray.models.lookup import Preprocessing
+from trishul_ray.models.shared_weights import Resident
+from trishul_ray.models.tokenizers import tokenizer_key
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trishul_ray.config import ModelConfig
+    from trishul_ray.models.backbone import ModelKind
+
+#: Beginning of the names of models that are passed from Python.
+PREFIX = "python"
+
+
+@dataclass(frozen=True)
+class PassedModel:
+    """A model as it was passed: a copy on the CPU, in eval mode.
+
+    Attributes:
+        name: ``python:<class>``.
+        content: Hash of everything that decides what it computes.
+        module: The model.
+        tokenizer: The tokenizer of a model that reads texts; None for images.
+    """
+
+    name: str
+    content: str
+    module: nn.Module
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+
+
+#: The models that this process was passed, by content.
+_passed: dict[str, PassedModel] = {}
+
+
+def pass_model(
+    module: nn.Module, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> PassedModel:
+    """Copy a model, compute its content, and remember it in this process."""
+    own = copy.deepcopy(module).cpu().eval()
+    name = f"{PREFIX}:{type(module).__name__}"
+    return remember(PassedModel(name, content_of(own, tokenizer), own, tokenizer))
+
+
+def remember(passed: PassedModel) -> PassedModel:
+    """Make a model known to this process; workers do it with the model that they are sent."""
+    return _passed.setdefault(passed.content, passed)
+
+
+def passed_model(config: "ModelConfig") -> PassedModel | None:
+    """Return the passed model that a configuration names; None if it names another kind of model.
+
+    Raises:
+        InputError: It was not passed to this process.
+    """
+    if not config.name.startswith(f"{PREFIX}:"):
+        return None
+    if config.content_hash in _passed:
+        return _passed[config.content_hash]
+    raise InputError(
+        f"model.name={config.name!r} is a model that was passed from Python, and is not stored: "
+        "pass the same one again, as trishul_ray.run(..., model=...) or "
+        "trishul_ray.load(..., model=...)"
+    )
+
+
+def content_of(module: nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """Return a hash of structure, simple attributes, source and tensors, as ``sha256:<hex>``."""
+    digest = hashlib.sha256(f"{type(module).__qualname__}\n{module!r}\n".encode())
+    for name, part in module.named_modules():
+        simple = {
+            k: v for k, v in vars(part).items() if isinstance(v, bool | int | float | str | tuple)
+        }
+        simple.pop("training", None)
+        digest.update(f"{name} {sorted(simple.items())!r}\n".encode())
+    for kind in sorted({type(part) for part in module.modules()}, key=lambda k: k.__qualname__):
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+            try:
+                digest.update(inspect.getsource(kind).encode())
+            except (OSError, TypeError):
+                digest.update(kind.__qualname__.encode())  # typed in at a prompt
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if tokenizer is not None:
+        digest.update(tokenizer_key(tokenizer).encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+class PythonConfig(PretrainedConfig):
+    """Stands for the architecture of a model that is passed from Python."""
+
+    model_type = "python"
+
+
+class PythonBackbone(Backbone, prefix=PREFIX):
+    """A backbone that was passed from Python."""
+
+    @cached_property
+    def passed(self) -> PassedModel:
+        """The model; an InputError if this process was not passed it."""
+        passed = passed_model(self.config)
+        assert passed is not None  # the name says so
+        return passed
+
+    @property
+    def location(self) -> str:
+        """The name: there are no files."""
+        return self.name
+
+    @cached_property
+    def architecture(self) -> PretrainedConfig:
+        """The model's own configuration if it has one, and one that says nothing otherwise."""
+        own = getattr(self.passed.module, "config", None)
+        if isinstance(own, PretrainedConfig):
+            return own
+        config = PythonConfig()
+        if self.passed.tokenizer is not None:
+            config.vocab_size = len(self.passed.tokenizer)
+        return config
+
+    @property
+    def family(self) -> "ModelKind":
+        """Images, or texts if it came with a tokenizer."""
+        return (
+            "image-classification" if self.passed.tokenizer is None else "sequence-classification"
+        )
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer that the model was passed with."""
+        if self.passed.tokenizer is None:
+            raise InputError(f"model.name={self.name!r} was passed without a tokenizer=...")
+        return self.passed.tokenizer
+
+    @cached_property
+    def preprocessing(self) -> Preprocessing:
+        """The images of the dataset as they are, of side ``model.image_size`` where that is set."""
+        own = self.architecture
+        size = self.config.image_size or getattr(own, "image_size", None)
+        return Preprocessing(size, getattr(own, "num_channels", None), None, None)
+
+    def meta_model(
+        self, kind: "ModelKind | None" = None, num_classes: int | None = None
+    ) -> nn.Module:
+        """Return the modules on the meta device."""
+        return copy.deepcopy(self.passed.module).to("meta")
+
+    def load(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> nn.Module:
+        """Return a copy of the model in float32; the seed draws nothing."""
+        return self._copy(kind, torch.float32)
+
+    def load_resident(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> Resident:
+        """Return a copy of the model in the run's precision."""
+        model = self._copy(kind, run_dtype(self.config))
+        if isinstance(getattr(model, "config", None), PretrainedConfig):
+            configure_compute(model, self.config)
+        return Resident(model, self.passed.content, ())
+
+    def resident_key(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> Hashable:
+        """Return what the weights depend on."""
+        return self.passed.content
+
+    def local_source(self) -> str | None:
+        """Return the content of the model."""
+        return self.passed.content
+
+    def _copy(self, kind: "ModelKind", dtype: torch.dtype) -> nn.Module:
+        if kind != self.family:
+            raise InputError(
+                f"model.name={self.name!r} was passed from Python, which can {self.family}, not "
+                f"{kind}; set task.kind=classification"
+            )
+        model = copy.deepcopy(self.passed.module)
+        cast(model, dtype)
+        model.register_forward_pre_hook(_PassInputs(model), with_kwargs=True)
+        return model
+
+
+class _PassInputs:
+    """A hook that passes a task's inputs, given by name, as the module's ``forward`` takes them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        kinds = [p.kind for p in parameters]
+        self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        self.names = frozenset(p.name for p in parameters)
+        self.positional = sum(
+            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for kind in kinds
+        )
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return args, inputs
+        if self.takes_any:
+            return (), inputs
+        if named := {name: value for name, value in inputs.items() if name in self.names}:
+            return (), named
+        return tuple(inputs.values())[: self.positional], {}
+
+
+def as_passed(model: nn.Module) -> nn.Module:
+    """Let a model take its arguments as its author wrote them; others are returned as they are."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _PassInputs):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    return model

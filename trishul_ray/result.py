@@ -1,0 +1,157 @@
+"""The result of a run, for Python: its history, its scores, its adapter, its model."""
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trishul_ray.storage import Store
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from torch import nn
+
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.runs.trained import TrainedRun
+
+
+class Result:
+    """A finished run.
+
+    Attributes:
+        id: Its id.
+        summary: The content of its ``result.json``.
+        repeated: Whether it had finished before, so that nothing was run.
+    """
+
+    def __init__(
+        self, experiment: "Experiment", home: Store, summary: dict[str, Any], *, repeated: bool
+    ) -> None:
+        self._experiment, self._home = experiment, home
+        self.summary = {key: value for key, value in summary.items() if key != "checksum"}
+        self.repeated = repeated
+        self.id = str(summary["id"])
+
+    def __repr__(self) -> str:
+        final, headline = self.final, self.summary["headline"]
+        return (
+            f"<Result {self.id}: {self.config['method']['name']} on {self.config['data']['name']}, "
+            f"{headline} {final[headline]:.2%} after round {final['round']}>"
+        )
+
+    @property
+    def path(self) -> str:
+        """The folder of the run, or its address on another filesystem."""
+        return self._home.uri
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every field of the experiment, by section."""
+        config: dict[str, Any] = self.summary["config"]
+        return config
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The metrics after the last round, and its number."""
+        final: dict[str, Any] = self.summary["final"]
+        return final
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The metrics of the round with the best headline metric, and its number."""
+        best: dict[str, Any] = self.summary["best"]
+        return best
+
+    @property
+    def untouched(self) -> dict[str, Any]:
+        """The metrics of the backbone before the first round."""
+        untouched: dict[str, Any] = self.summary["untouched"]
+        return untouched
+
+    @property
+    def recall(self) -> dict[str, float | None]:
+        """The recall of every class after the last round; None for one without test rows."""
+        recall: dict[str, float | None] = self.summary.get("recall", {})
+        return recall
+
+    @property
+    def per_client(self) -> dict[str, float]:
+        """The headline metric of every client after the last round (``evaluation.per_client``)."""
+        scores: dict[str, float] = self.summary.get("per_client", {})
+        return scores
+
+    @cached_property
+    def history(self) -> "pd.DataFrame":
+        """One row per round: metrics, traffic, seconds; what was not measured is NaN.
+
+        Round 0 is the backbone before the first round.
+        """
+        import pandas as pd
+
+        from trishul_ray.runs.results import read_metrics
+
+        table = pd.DataFrame(read_metrics(self._home)).astype({"round": int})
+        return table.set_index("round")
+
+    @property
+    def adapter_path(self) -> str | None:
+        """The folder of the PEFT adapter; None for full fine-tuning, which has a model instead."""
+        return self._home.place("adapter") if self._home.exists("adapter") else None
+
+    @property
+    def model_path(self) -> str | None:
+        """The folder of the whole model, where the method has no adapter; otherwise None."""
+        return self._home.place("model") if self._home.exists("model") else None
+
+    @cached_property
+    def _trained(self) -> "TrainedRun":
+        from trishul_ray.runs.trained import load_trained
+
+        return load_trained(self._experiment)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the columns of probabilities."""
+        return self._trained.bench.info.classes
+
+    def model(self) -> "nn.Module":
+        """Return the trained model, with the update in its weights, in evaluation mode.
+
+        It is a plain model of transformers, or of the class that was passed, on the CPU or the
+        run's device; every call returns a new one.
+
+        Raises:
+            RunError: The last checkpoint is missing, or the backbone has changed.
+        """
+        from trishul_ray.adapters.export import merge_trained
+        from trishul_ray.models.from_python import as_passed
+        from trishul_ray.runs.model_files import name_classes
+
+        run = self._trained
+        name_classes(run.bench.model.model, run.bench)
+        return as_passed(merge_trained(run.bench.model, run.trained)).eval()
+
+    def predict(self, rows: Any, *, batch_size: int = 64) -> list[str]:
+        """Return the class of every row, by name, or the answer to a question.
+
+        Args:
+            rows: Texts alone, or images alone (paths, Pillow images, arrays uint8 [H, W] or
+                [H, W, 3]), or rows with the columns of the run's dataset, in any form that
+                :func:`trishul_ray.run` takes.
+            batch_size: Rows computed at once.
+
+        Raises:
+            InputError: These are no rows of the run's dataset.
+            RunError: The last checkpoint is missing, or the backbone has changed.
+        """
+        from trishul_ray.runs.prediction import predict
+
+        return predict(self._trained, rows, batch_size=batch_size)
+
+    def predict_probabilities(self, rows: Any, *, batch_size: int = 64) -> "np.ndarray":
+        """Return the probability of every class, float32 [N, K], in the order of :attr:`classes`.
+
+        See :meth:`predict`; a task that writes texts has no probabilities.
+        """
+        from trishul_ray.runs.prediction import predict_probabilities
+
+        return predict_probabilities(self._trained, rows, batch_size=batch_size)

@@ -1,0 +1,156 @@
+"""Predict with a trained model, from rows as its dataset has them.
+
+Rows take the way of the test rows of the run: the same columns, image size, prompt and tokens.
+
+Shapes: N rows, K classes.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from trishul_ray.data.from_python import encode_image, is_image, to_table
+from trishul_ray.data.images import resize_images
+from trishul_ray.data.prepared import Column, DatasetInfo, Split, write_split
+from trishul_ray.data.tables import get_column, read_texts
+from trishul_ray.errors import InputError
+from trishul_ray.federation.determinism import deterministic
+from trishul_ray.runs.trained import TrainedRun
+from trishul_ray.tasks.base import Classification
+from trishul_ray.tasks.text2text import Text2Text, TextToClass, normalize
+
+#: Columns of texts that rows of questions must have.
+_QUESTIONS = ("question", "context")
+
+
+def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
+    """Return the class of every row, by name; of a question the answer.
+
+    Args:
+        run: The model.
+        rows: Texts or images alone, or rows with columns, as a dataset would be passed.
+        batch_size: Rows computed at once.
+
+    Raises:
+        InputError: These are no rows of the run's dataset.
+    """
+    task, classes = run.bench.task, run.bench.info.classes
+    outputs = _outputs(run, rows, batch_size)
+    if isinstance(task, Classification):
+        return [classes[k] for logits in outputs for k in logits.argmax(dim=1).tolist()]
+    texts = [text for generated in outputs for text in generated]
+    if isinstance(task, TextToClass):
+        known = {normalize(text): classes[k] for k, text in enumerate(task.class_texts)}
+        texts = [known.get(normalize(text), text) for text in texts]
+    return texts
+
+
+def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> np.ndarray:
+    """Return the probability of every class, float32 [N, K], in the order of the run's classes.
+
+    Raises:
+        InputError: These are no rows of the run's dataset, or the task writes texts.
+    """
+    if not isinstance(run.bench.task, Classification):
+        raise InputError(
+            f"probabilities: task {type(run.bench.task).__name__} writes a text, and has no "
+            "probabilities of classes"
+        )
+    logits = torch.cat(_outputs(run, rows, batch_size))
+    return logits.softmax(dim=1).numpy()
+
+
+def _outputs(run: TrainedRun, rows: Any, batch_size: int) -> list[Any]:
+    """Return the logits [b, K] of the classes, or the texts, of every batch."""
+    bench, trained = run.bench, run.trained
+    task = bench.task
+    columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
+    count = len(next(iter(columns.values())))
+    outputs: list[Any] = []
+    with deterministic(bench.settings), torch.inference_mode():
+        bench.model.bind(trained.vector, None, trained.base, trained.constants)
+        try:
+            for start in range(0, count, batch_size):
+                stored = {
+                    k: torch.from_numpy(v[start : start + batch_size]) for k, v in columns.items()
+                }
+                batch = task.prepare_batch(stored, bench.device, bench.dtype)
+                output = task.predict(bench.model, batch)
+                if isinstance(task, Classification):
+                    outputs.append(task.class_logits(output).float().cpu())
+                else:
+                    outputs.append(output.texts)
+        finally:
+            bench.model.unbind()
+    return outputs
+
+
+def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
+    """Return the columns of a dataset's rows that a model reads.
+
+    Args:
+        info: Description of the dataset.
+        names: ``data.columns``: names of the user's columns by those of the platform.
+        rows: Texts or images alone, or rows with columns.
+
+    Raises:
+        InputError: There are no rows, or a column is missing.
+    """
+    wanted = {"image": ("image",), "text": info.fields, "qa": _QUESTIONS}[info.kind]
+    if isinstance(rows, str | bytes | Path) or (is_image(rows) and np.ndim(rows) < 4):
+        raise InputError("predict: pass a list of rows, even of one")
+    alone = not isinstance(rows, Mapping | pa.Table) and not hasattr(rows, "columns")
+    if alone and not hasattr(rows, "features"):
+        rows = list(rows)
+        if not rows:
+            raise InputError("predict: there are no rows")
+        if not isinstance(rows[0], Mapping):
+            rows = {wanted[0]: [str(v) if isinstance(v, Path) else v for v in rows]}
+    if isinstance(rows, Mapping):
+        rows = {name: list(values) for name, values in rows.items()}
+    table = to_table(rows)
+    found = {c: names.get(c, c) for c in wanted}
+    found = {c: name if name in table.column_names else c for c, name in found.items()}
+    missing = [c for c in found.values() if c not in table.column_names]
+    if missing:
+        raise InputError(
+            f"predict: rows of dataset {info.name} have the columns {', '.join(wanted)}; these "
+            f"have {', '.join(table.column_names)}"
+        )
+    if info.kind == "image":
+        values = get_column(table, found["image"], "predict").to_pylist()
+        return {"pixels": resize_images([_encoded_image(v) for v in values], info.image_shape)}
+    return {c: read_texts(table, name, "predict") for c, name in found.items()}
+
+
+def _encoded_image(value: Any) -> tuple[bytes | Path, str]:
+    """Return an image as bytes or as the path of its file, and its name in messages."""
+    if isinstance(value, Mapping):
+        value = value["bytes"]
+    if isinstance(value, str):
+        return Path(value).expanduser(), value
+    return (encode_image(value) if is_image(value) else value), "predict"
+
+
+def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
+    """Return the columns as the task trains on them; what a row is scored by is left empty."""
+    info, task = run.bench.info, run.bench.task
+    count = len(next(iter(columns.values())))
+    labels = np.zeros(count, dtype=np.int64)
+    if task.encoder is None:
+        return {**{k: np.asarray(v) for k, v in columns.items()}, "label": labels}
+    if isinstance(task, Text2Text) and info.kind == "qa":
+        columns = {**columns, "answers": pa.array(['["-"]'] * count, pa.large_string())}
+    else:
+        columns = {**columns, "label": labels}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "rows.arrow"
+        write_split(file, columns, info)
+        split = Split(file)
+        encoded = {k: np.array(v) for k, v in task.encoder.encode(split, lambda done: None).items()}
+    return encoded if info.kind == "qa" else encoded | {"label": labels}
