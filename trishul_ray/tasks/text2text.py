@@ -27,13 +27,13 @@ from trishul_ray.tasks.base import (
     group_means,
     logits_of,
     sum_rows,
+    to_device,
 )
 from trishul_ray.tasks.text import (
     PromptTokenizer,
     Template,
     TokenizerRef,
     field_rows,
-    to_device,
     trim_padding,
 )
 
