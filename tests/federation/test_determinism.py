@@ -11,8 +11,6 @@ from trishul_ray.config import ModelConfig, ResourcesConfig
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import ENVIRONMENT, deterministic
-from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.prepare import prepare_run
 
 
 def settings():

@@ -82,6 +82,15 @@ def test_equals_the_float64_svd_at_the_papers_size(route, share):
     assert_is_prox(route(cores, threshold), cores, threshold)
 
 
+@pytest.mark.parametrize("share", [1e-3, 0.1])
+def test_the_iteration_in_float32_is_within_1e_5(share):
+    cores = gaussian(3, 110, 110).float() * 5e-4
+    largest = spectral_norm(cores).max()
+    error = svt_by_iteration(cores, share * float(largest), torch.float32).double()
+    error -= reference(cores, share * float(largest))
+    assert bool((spectral_norm(error) <= 1e-5 * largest).all())
+
+
 @ROUTES
 @settings(deadline=None, max_examples=60)
 @given(values=spectra(), cut=st.integers(0, 23), seed=st.integers(0, 99))

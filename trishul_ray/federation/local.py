@@ -49,20 +49,19 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     started = time.perf_counter()
-    fed = bench.settings.federation
     with (
         _memory_of(f"client {job.client} in round {job.round}", "federation.batch_size"),
         _client_stream(bench, "dropout", job.round, job.client),
     ):
         run = new_run(bench, broadcast, job.round, job.client)
         run.client_state = {k: v.to(bench.device) for k, v in to_tensors(job.state).items()}
-        losses = torch.empty(fed.local_steps, dtype=torch.float64, device=bench.device)
         steps = LocalSteps(bench, run, job)
+        losses = torch.empty(steps.last, dtype=torch.float64, device=bench.device)
         with steps.bound():
-            for step in range(1, fed.local_steps + 1):
+            for step in range(1, steps.last + 1):
                 losses[step - 1] = steps.compute(step, steps.batch(step))
         with torch.no_grad():
-            upload, state = bench.method.upload(run, fed.local_steps)
+            upload, state = bench.method.upload(run, steps.last)
         losses = losses.cpu()
     _check_finite(losses, job, bench.settings.optimizer.lr)
     run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, bench.method)
@@ -89,6 +88,10 @@ class LocalSteps:
         bench: The worker's model, method, task and data.
         run: A new run of this client, which the steps change.
         job: Round and client.
+
+    Attributes:
+        last: S, the number of the last step.
+        optimizer: The client's optimizer.
     """
 
     def __init__(self, bench: Workbench, run: LocalRun, job: TrainJob) -> None:
@@ -96,7 +99,8 @@ class LocalSteps:
         settings, method, fed = bench.settings, bench.method, bench.settings.federation
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
         rows = bench.shards.shard(job.client)
-        self._order = batch_order(rows, fed.local_steps, fed.batch_size, rng)  # [S, b]
+        self.last = fed.local_steps
+        self._order = batch_order(rows, self.last, fed.batch_size, rng)  # [S, b]
         self._trained = Trained(run.vector, *frozen_part(run.broadcast))
         run.gradient = self._gradient
         method.start(run, bench.initial)
@@ -132,7 +136,7 @@ class LocalSteps:
             self.optimizer.step()
             if self._untrained is not None and self._mask is not None:
                 run.vector.mul_(self._mask).add_(self._untrained)
-            method.after_step(run, step, settings.federation.local_steps)
+            method.after_step(run, step, self.last)
         return loss
 
     def _backward(self, batch: Mapping[str, Tensor]) -> Tensor:

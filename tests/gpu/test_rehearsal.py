@@ -1,0 +1,67 @@
+"""benchmarks/gpu.py from end to end on the CPU, without the packages that a GPU box may lack."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ABSENT = [
+    *("ray", "mlflow", "datasets", "peft", "rich", "typer"),
+    *("matplotlib", "sklearn", "scipy", "torchmetrics", "accelerate"),
+]
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """``gpu("prox", absent=["ray"])`` -> the finished script, and its results by part."""
+
+    def call(*words, absent=ABSENT):
+        lines = ["import sys", f"sys.modules.update(dict.fromkeys({absent!r}))"]
+        (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *words, "--rehearse", "--out", str(tmp_path / "out")],
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        parts = {}
+        for file in (tmp_path / "out").glob("gpu-rehearsal_*.json"):
+            parts = json.loads(file.read_text())["parts"]
+            assert file.with_suffix(".md").is_file()
+        return done, parts
+
+    return call
+
+
+@pytest.mark.slow
+def test_every_part_is_rehearsed(gpu):
+    done, parts = gpu()
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert list(parts) == ["right", "prox", "step", "run", "backbones", "slices"]
+    states = {name: part["state"].split()[0] for name, part in parts.items()}
+    assert set(states.values()) == {"done"}
+    sections = [section for part in parts.values() for section in part["sections"].values()]
+    assert all(section["rows"] for section in sections)
+    goals = {goal["what"]: goal["met"] for section in sections for goal in section["goals"]}
+    # Speed means nothing here; what is right on the CPU must be right.
+    for what in ("runs with other bytes", "failed without its name", "others harmed"):
+        assert goals[what], what
+    assert all(met for what, met in goals.items() if "route" in what or "uploads" in what)
+
+
+@pytest.mark.slow
+def test_a_part_that_is_stopped_does_not_stop_the_next(gpu):
+    done, parts = gpu("prox", "step", "--limit", "0.1")
+    assert done.returncode == 1
+    assert [part["state"].split()[0] for part in parts.values()] == ["stopped", "stopped"]
+
+
+def test_a_missing_package_is_named(gpu):
+    done, parts = gpu(absent=["pydantic", "PIL", "ray"])
+    assert (done.returncode, parts) == (2, {})
+    assert done.stderr.strip() == "missing: pip install pydantic pillow"
