@@ -80,8 +80,7 @@ def section(
         ],
         [
             f"{fed.rounds} rounds of {fed.clients_per_round} clients x {fed.local_steps} steps of "
-            f"{fed.batch_size}, {driver.server.blueprint.task.__class__.__name__}, "
-            f"{experiment.model.precision}, inline; every test image after every round, "
+            f"{fed.batch_size}, {experiment.model.precision}, inline; every test image after every round, "
             f"{experiment.evaluation.batch_size} at once; {source}",
         ],
         [Goal(title, total, GOAL)],

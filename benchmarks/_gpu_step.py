@@ -1,5 +1,6 @@
 """A local step against its limit: eager, by parts, by the profiler, and as a CUDA graph."""
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from torch.autograd import DeviceType
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.local import LocalSteps
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.workbench import build_workbench
 
@@ -23,109 +23,100 @@ STEP, PROX = 1.15, 0.03
 
 def measure(place: Place) -> None:
     """ViT-B/16, batch 32, q and v, 4 heads of rank 110: bf16, then fp32."""
-    for precision in ("bf16", "fp32"):
-        experiment, prepared = vision(place, f"model.precision={precision}")
-        with deterministic(experiment):
-            place.add(whole(place, experiment, prepared))
-            place.add(by_parts(place, experiment, prepared))
+    setups = [vision(place, f"model.precision={precision}") for precision in ("bf16", "fp32")]
+    # Graphs last: a capture that fails may leave the process unusable.
+    for measured in (eager, by_parts, as_graphs):
+        for experiment, prepared in setups:
+            with deterministic(experiment):
+                place.add(measured(place, experiment, prepared))
 
 
-def whole(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
-    """Steps that nobody waits for, as in a run: eager and captured, and what fills them."""
+def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
+    """Steps that nobody waits for, as in a run, and what the profiler says of them."""
     precision = experiment.model.precision
     bench = build_workbench(experiment, prepared)
     limit, steps = Limit(bench), first_steps(bench)
-    count = steps.last - 1  # the last step keeps its cores
-    number = 0
+    numbers = itertools.cycle(range(1, steps.last))  # the last step keeps its cores
 
-    def eager() -> None:
-        nonlocal number
-        number = number % count + 1
+    def step() -> None:
+        number = next(numbers)
         steps.compute(number, steps.batch(number))
+
+    def prox() -> None:
+        with torch.no_grad():
+            bench.method.after_step(steps.run, 1, steps.last)
 
     with steps.bound():
         batch = steps.batch(1)
-        lower = per_call(place, lambda: limit.loss(batch).backward(), 10)
-        step = per_call(place, eager, 10)
-        lower += per_call(place, lambda: limit.loss(batch).backward(), 10)
-        data = per_call(place, lambda: steps.batch(1), 10)
-        prox = per_call(place, lambda: end_of_step(steps), 10)
-        kernels = profile(place, eager)
-        graphs, failure = as_graphs(place, steps, limit)
-    middle, low = statistics.median(step), statistics.median(lower)
-    rows = [
-        ["limit: frozen forward, loss, input gradient", milliseconds(lower), "1"],
-        ["local step", milliseconds(step), f"{middle / low:.3f}"],
-        *(
-            [name, milliseconds(seconds), f"{statistics.median(seconds) / low:.3f}"]
-            for name, seconds in graphs.items()
-        ),
-        ["of it: batch", milliseconds(data), f"{statistics.median(data) / low:.3f}"],
-        [
-            "of it: end of the step (prox)",
-            milliseconds(prox),
-            f"{statistics.median(prox) / low:.3f}",
-        ],
-    ]
-    goals = [Goal(f"local step / limit, {precision}", middle / low, STEP)]
-    if "local step, captured" in graphs:
-        ratio = statistics.median(graphs["local step, captured"])
-        ratio /= statistics.median(graphs["limit, captured"])
-        goals.append(Goal(f"local step / limit, both captured, {precision}", ratio, STEP))
+
+        def least() -> None:
+            limit.loss(batch).backward()
+
+        found = {"limit: frozen forward, loss, input gradient": per_call(place, least, 10)}
+        found["local step"] = per_call(place, step, 10)
+        found["of it: batch"] = per_call(place, lambda: steps.batch(1), 10)
+        found["of it: prox"] = per_call(place, prox, 10)
+        found["limit again"] = per_call(place, least, 10)
+        kernels = profile(place, step)
+    low, whole, _, end, _ = map(statistics.median, found.values())
+    goals = [Goal(f"local step / limit, {precision}", whole / low, STEP)]
     if precision == "bf16":
-        goals.append(Goal("prox / bf16 step", statistics.median(prox) / middle, PROX))
+        goals.append(Goal("prox / bf16 step", end / whole, PROX))
     return Section(
         f"A local step, {precision}",
         ["what", "ms", "of the limit"],
-        rows,
+        [
+            [name, milliseconds(seconds), f"{statistics.median(seconds) / low:.3f}"]
+            for name, seconds in found.items()
+        ],
         [
             f"batches of {experiment.federation.batch_size}; means of 10 calls that nobody waits "
             "for, median (min-max)",
             f"by the profiler, in a step: {kernels['number']:.0f} kernels, busy "
             f"{kernels['busy']:.1%} of {kernels['seconds'] * 1e3:.2f} ms (profiled)",
             "longest: " + "; ".join(f"{name[:60]} {ms:.3f} ms" for name, ms in kernels["longest"]),
-            *([f"no graph: {failure}"] if failure else []),
         ],
         goals,
-        {
-            "limit": lower,
-            "step": step,
-            "batch": data,
-            "prox": prox,
-            "graphs": graphs,
-            "kernels": kernels,
-        },
+        {"seconds": found, "kernels": kernels},
     )
 
 
-def end_of_step(steps: LocalSteps) -> None:
-    """What the method does after the optimizer's step."""
-    with torch.no_grad():
-        steps.bench.method.after_step(steps.run, 1, steps.last)
-
-
-def as_graphs(
-    place: Place, steps: LocalSteps, limit: Limit
-) -> tuple[dict[str, list[float]], str | None]:
-    """Seconds of the limit and of a step as CUDA graphs, and why there is none."""
-    static = steps.batch(1)
+def as_graphs(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
+    """The limit and a step as CUDA graphs, with a new batch in each."""
+    precision = experiment.model.precision
+    bench = build_workbench(experiment, prepared)
+    limit, steps = Limit(bench), first_steps(bench)
     for group in steps.optimizer.param_groups:
         group["capturable"] = not place.rehearsal  # torch asks for it during a capture
-    found: dict[str, list[float]] = {}
-    try:
-        found["limit, captured"] = per_call(
-            place, captured(place, lambda: limit.loss(static).backward()), 10
-        )
+    with steps.bound():
+        static = steps.batch(1)
+        least = captured(place, lambda: limit.loss(static).backward())
         replay = captured(place, lambda: steps.compute(1, static))
 
         def step() -> None:
             copy_into(static, steps.batch(2))
             replay()
 
-        found["local step, captured"] = per_call(place, step, 10)
-    except RuntimeError as error:
-        return found, str(error).splitlines()[0][:200]
-    return found, None
+        low, whole = (statistics.median(per_call(place, call, 10)) for call in (least, step))
+        state = [steps.run.vector, *steps.optimizer.state[steps.run.vector].values()]
+        before, results = [tensor.clone() for tensor in state], []
+        for call in (replay, lambda: steps.compute(1, static)):
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
+            call()
+            results.append(steps.run.vector.clone())
+    same = torch.equal(*results)
+    return Section(
+        f"As CUDA graphs, {precision}",
+        ["what", "ms"],
+        [["limit", f"{low * 1e3:.2f}"], ["local step", f"{whole * 1e3:.2f}"]],
+        [f"the graph's step gives {'the' if same else 'OTHER'} bytes of the eager one"],
+        [
+            Goal(f"local step / limit, graphs, {precision}", whole / low, STEP),
+            Goal(f"other bytes than the eager step, {precision}", float(not same), 0),
+        ],
+        {"limit": low, "step": whole},
+    )
 
 
 def profile(place: Place, call: Callable[[], object], steps: int = 5) -> dict[str, Any]:
