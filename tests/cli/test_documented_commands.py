@@ -19,12 +19,14 @@ from transformers import ViTConfig
 
 from trishul_ray.cli import app
 from trishul_ray.cli.run import load_arguments
+from trishul_ray.cli.tables import split_arguments
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.public import ImageRows, QuestionRows
 from trishul_ray.federation.prepare import check_fits, prepare_run
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import get_builtin
 from trishul_ray.rng import numpy_rng
+from trishul_ray.tuning.sweep import find_sweeps, load_sweep, sweep_from_axes
 
 ROOT = Path(__file__).parents[2]
 APP = typer.main.get_command(app)
@@ -85,6 +87,19 @@ def test_a_documented_command_works(where, words, places, called):
         get_builtin(context.params["name"], context.params["dataset"])
     if words[0] == "run":
         check_run(load_arguments(context.params["arguments"]))
+    if words[0] in ("table", "sweep", "plan", "report"):
+        check_sweeps(**context.params)
+
+
+def check_sweeps(arguments, profile="paper", axis=None, **_):
+    names, overrides = split_arguments(arguments or [])
+    if axis:
+        assert sweep_from_axes(axis, overrides).cells
+    for name in names:
+        if name.endswith(".yaml"):
+            assert load_sweep(Path(name), overrides).cells
+        else:
+            assert find_sweeps([name], profile, overrides)
 
 
 def check_run(experiment):
@@ -122,6 +137,7 @@ def hub(tmp_path_factory):
     write(folder / "owner" / "name" / "config" / "train-00000-of-00001.parquet", own)
     here.mkdir()
     (here / "my.yaml").write_text("dataset: digits\n")
+    (here / "mine.yaml").write_text("axes: {seed: 0..1}\n")
     (here / "cifar.yaml").write_text("dataset: cifar100\n")
     rows = [f"{text},{n % 2},{n % 7}" for n, text in enumerate(texts(84))]
     (here / "notes.csv").write_text("\n".join(["body,topic,hospital", *rows]))

@@ -8,10 +8,10 @@ from trishul_ray.errors import InputError
 from trishul_ray.report.figures import (
     MAX_COLUMNS,
     _group_clients,
-    _strip_common_parts,
     heads_per_layer,
     label_distribution,
     metric_curve,
+    strip_common_parts,
 )
 from trishul_ray.rng import numpy_rng
 
@@ -64,10 +64,10 @@ def test_heads_per_layer(tmp_path, blocks, pixels, has_colour):
 
 
 def test_short_names_keep_what_differs():
-    assert _strip_common_parts(["vit.layer.0.attn", "vit.layer.1.attn"]) == ["0", "1"]
-    assert _strip_common_parts(["enc.0", "dec.0"]) == ["enc", "dec"]
-    assert _strip_common_parts(["only.one"]) == ["one"]
-    assert _strip_common_parts(["a.b", "a.b"]) == ["b", "b"]
+    assert strip_common_parts(["vit.layer.0.attn", "vit.layer.1.attn"]) == ["0", "1"]
+    assert strip_common_parts(["enc.0", "dec.0"]) == ["enc", "dec"]
+    assert strip_common_parts(["only.one"]) == ["one"]
+    assert strip_common_parts(["a.b", "a.b"]) == ["b", "b"]
 
 
 def test_squared_norms_beside_the_heads(tmp_path, pixels):

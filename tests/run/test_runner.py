@@ -56,12 +56,13 @@ def test_steps_are_the_rounds_and_end_with_the_result(tiny):
     assert reports == [] and again.repeated
 
 
-def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(tiny):
+def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(tiny, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     experiment = tiny("tracking.mlflow=true")
     steps = run_steps(experiment, quiet(), tags={"trishul.sweep": "mine"})
     assert [next(steps).round, next(steps).round] == [0, 1]
+    monkeypatch.setattr("trishul_ray.run.runner.LOCK_SECONDS", 0)
     with pytest.raises(RunError, match="is being driven by another process"):
         next(run_steps(experiment, quiet()))
     steps.close()

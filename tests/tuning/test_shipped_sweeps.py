@@ -220,6 +220,5 @@ def test_smoke_needs_nothing_but_the_package():
 def test_small_is_small():
     for made in distinct(sweeps("small")).values():
         assert made.model.name in ("all-MiniLM-L6-v2", "trishul/vit-s14-photos")
-        assert made.model.precision == "bf16"
         assert made.data.name in ("20newsgroups", "cifar100", "glue/sst2", "glue/rte")
         assert made.budget == 8 and made.adapter.matching == "matched"

@@ -165,6 +165,8 @@ MISTAKES = [
     ("base: &a\n  b: *a\n", 1, ["an alias that contains itself"]),
     ("a: &a {seed: 1}\nbase: {<<: *a}\n", 2, ["`<<` is not supported; use `extends: FILE`"]),
     ("base:\n  ? [a]\n  : 1\n", 2, ["a key must be a name or a number"]),
+    ('axes:\n  a:\n    "x\\ny": {}\n', 3, ["a key must be a name or a number, in one line"]),
+    ('axes:\n  seed: ["1\\n"]\n', 2, ["axis 'seed' must be a name or a number, not '1\\n'"]),
     ("base: {seed: 2020-13-45}\n", 1, ["put it in quotes"]),
     ("name: a/b\n", 1, ["name 'a/b' must be letters, digits"]),
     ("profile: big\n", 1, ["profile=big: must be one of paper, small, smoke, custom"]),
@@ -262,6 +264,12 @@ MISTAKES = [
     ),
     ("figures:\n  - {name: a}\n", 2, ["figure a needs a kind"]),
     ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
+    ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of convergence"]),
+    (
+        "axes: {seed: [0]}\nfigures:\n  - name: a\n    kind: overhead\n    options: {series: x}\n",
+        5,
+        ["option series='x' must be null, an axis or a list of axes: seed"],
+    ),
     # Search and early stopping.
     ("search: {kind: rando}\n", 1, ["kind=rando: must be grid or random or optuna"]),
     ("search: {kind: grid, samples: 3}\n", 1, ["a grid is made by `axes`"]),
@@ -302,6 +310,11 @@ def test_a_mistake_names_file_line_and_remedy(write, text, line, parts):
 def test_a_mistake_in_an_extended_file_names_that_file(write):
     write("\naxes:\n  seed: [0]\nexcept:\n  - seed: 1\n", "base.yaml")
     refuse(write("extends: base.yaml\naxes: {budget: [4]}\n"), "base.yaml:5: except: axis 'seed'")
+
+
+def test_the_name_of_a_file_can_be_that_of_a_folder(write):
+    refuse(write("base: {}", "my sweep.yaml"), "my sweep.yaml: name 'my sweep' must be letters")
+    assert load_sweep(write("name: other", "my sweep.yaml")).name == "other"
 
 
 def test_files_that_extend_each_other(write):

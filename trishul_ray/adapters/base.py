@@ -112,6 +112,22 @@ class LayerAdapter(ABC):
         factor_B, factor_A = self.lora_factors(constants, params)
         return factor_B @ factor_A
 
+    def multiplications(
+        self,
+        spec: LayerSpec,
+        n: int,
+        *,
+        training: bool,
+        path: ComputePath = "auto",
+        low_precision: bool = False,
+    ) -> int:
+        """Estimate the multiplications of a call beyond those of the plain layer.
+
+        With ``training`` those of the backward pass are included. By default each trainable entry
+        is used once for each of the n tokens and direction; override it for another path.
+        """
+        return n * self.num_parameters(spec) * (3 if training else 1)
+
     @abstractmethod
     def num_parameters(self, spec: LayerSpec) -> int:
         """Return the number of trainable matrix entries (published budgets leave scalars out)."""

@@ -131,6 +131,24 @@ class LoRA(LayerAdapter):
         factor_B, factor_A = self._factors(constants, params)
         return self.scale * factor_B.detach().double(), factor_A.detach().double()
 
+    def multiplications(
+        self,
+        spec: LayerSpec,
+        n: int,
+        *,
+        training: bool,
+        path: ComputePath = "auto",
+        low_precision: bool = False,
+    ) -> int:
+        """Count those of the merged weight or of the thin factors; see :class:`LayerAdapter`."""
+        thin, merge = n * self.rank * (spec.d_out + spec.d_in), self.rank * spec.d_out * spec.d_in
+        merged = path == "merged"
+        if path == "auto":
+            merged = merging_pays(n, spec.d_out, spec.d_in, self.rank, backward=training)
+        if merged and not low_precision:
+            return n * spec.d_out * spec.d_in + 3 * merge if training else merge
+        return 3 * thin if training else thin
+
     def num_parameters(self, spec: LayerSpec) -> int:
         """Return r (d_in + d_out), or r d_out where A is frozen."""
         return self.rank * (spec.d_out + (spec.d_in if self.train_A else 0))

@@ -144,6 +144,24 @@ class MultiHead(LayerAdapter):
         product = self.product({k: v.detach().double() for k, v in params.items()})
         return mix_output(constants["basis_B"].double(), product).t(), constants["basis_A"].double()
 
+    def multiplications(
+        self,
+        spec: LayerSpec,
+        n: int,
+        *,
+        training: bool,
+        path: ComputePath = "auto",
+        low_precision: bool = False,
+    ) -> int:
+        """Count those of the routes that are taken; see :class:`LayerAdapter`."""
+        if self.heads == 0:
+            return 0
+        call = (n, spec.d_out, spec.d_in, self.heads, self.rank)
+        routes = choose_routes(
+            *call, core_grad=training, input_grad=training, path=path, low_precision=low_precision
+        )
+        return _route_costs(*call, core_grad=training, input_grad=training)[routes]
+
     def num_parameters(self, spec: LayerSpec) -> int:
         """Return h r^2, the entries of the cores."""
         return self.heads * self.rank**2
@@ -173,6 +191,15 @@ def choose_routes(
     """
     if path != "auto":
         return path == "merged" and not low_precision, path == "merged"
+    costs = _route_costs(n, d_out, d_in, heads, rank, core_grad=core_grad, input_grad=input_grad)
+    allowed = [r for r in costs if not (low_precision and r[0]) and (core_grad or r[0] == r[1])]
+    return min(allowed, key=lambda routes: costs[routes])
+
+
+def _route_costs(
+    n: int, d_out: int, d_in: int, heads: int, rank: int, *, core_grad: bool, input_grad: bool
+) -> dict[tuple[bool, bool], int]:
+    """Return the multiplications beyond those of the plain layer, for each pair of routes."""
     total, small = heads * rank, min(d_out, d_in)
     merge = total * d_out * d_in + small * total * rank  # W + B (P A); dX = dY W_eff is then free
     thin = n * total * (d_out + d_in)  # X A^T and the way back up
@@ -182,16 +209,13 @@ def choose_routes(
     per_head = n * total * rank  # U_i^T V_i
     merged_core = n * d_out * d_in + merge  # dY^T X, then B_i^T (.) A_i^T
     costs: dict[tuple[bool, bool], int] = {}
-    for merged_forward in (False,) if low_precision else (True, False):
+    for merged_forward in (True, False):
         base = merge if merged_forward else factored
-        if not core_grad:
-            costs[merged_forward, merged_forward] = base
-            continue
-        costs[merged_forward, True] = base + merged_core
         # A factored forward has X A^T already, and dY B if the input gradient is needed.
         again = thin if merged_forward else (0 if input_grad else n * total * d_out)
-        costs[merged_forward, False] = base + again + per_head
-    return min(costs, key=lambda routes: costs[routes])
+        costs[merged_forward, True] = base + (merged_core if core_grad else 0)
+        costs[merged_forward, False] = base + (again + per_head if core_grad else 0)
+    return costs
 
 
 def effective_weight(weight: Tensor, basis_B: Tensor, basis_A: Tensor, product: Tensor) -> Tensor:

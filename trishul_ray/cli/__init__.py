@@ -40,6 +40,8 @@ for command in (
     run.export,
     tables.table,
     tables.sweep,
+    tables.plan,
+    tables.report,
     data.pretrain,
     data.methods,
     data.models,

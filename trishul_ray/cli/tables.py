@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from trishul_ray.tuning.reproduce import Reproduced
     from trishul_ray.tuning.sweep import Sweep
 
+Profile = Annotated[
+    str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
+]
 Retries = Annotated[
     int,
     typer.Option(min=0, help="How often a failed cell is tried again, from its last round."),
@@ -47,9 +50,7 @@ def table(
             show_default=False,
         ),
     ],
-    profile: Annotated[
-        str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
-    ] = "paper",
+    profile: Profile = "paper",
     retries: Retries = 2,
     stall_minutes: StallMinutes = 30.0,
     concurrency: Concurrency = None,
@@ -60,8 +61,8 @@ def table(
     - `trishul table all --profile smoke` — every cell of every table, on embedded data
     - `trishul table vision glue` — two tables by the paper's protocol
 
-    Repeat the command to continue: finished cells are never run again. `trishul plan` shows what
-    would run.
+    Repeat the command to continue: finished cells are never run again. The command `plan` shows
+    what would run.
     """
     from trishul_ray.tuning.sweep import find_sweeps
 
@@ -110,6 +111,126 @@ def sweep(
     run_sweeps([made], retries, stall_minutes, concurrency, report)
 
 
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
+            help="Tables of the paper or sweep files, then key=value overrides of every run",
+            show_default=False,
+        ),
+    ],
+    profile: Profile = "paper",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="What computes: h100, h200, a100, v100, l4 or cpu (this machine). Default: the "
+            "GPU of this machine; without one h100 for the profile paper, and else cpu."
+        ),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Devices that work at the same time.")] = 1,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of a device for an hour.")
+    ] = None,
+    runs: Annotated[
+        str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
+    ] = None,
+) -> None:
+    """Show what sweeps would run, how long it takes and what it costs. Runs nothing.
+
+    - `trishul plan all --price 2.5` — the whole paper
+    - `trishul plan vision glue --device a100 --devices 8`
+    - `trishul plan mine.yaml federation.rounds=5`
+
+    A run that several sweeps need is counted once, in the first of them. Hours are those of
+    finished runs of the same kind where there are any, and else from a cost model.
+    """
+    from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.tuning.plan import make_plan, plan_notes, plan_table, usual_device
+    from trishul_ray.tuning.samples import is_adaptive
+    from trishul_ray.tuning.state import examine, other_results
+    from trishul_ray.tuning.sweep import distinct
+
+    sweeps = load_sweeps(arguments, profile, runs)
+    experiments = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+    with RunProgress(1, err) as progress:
+        report = progress.task_progress("reading results")
+        states = examine(experiments, report)
+        measured = other_results(experiments, report)
+    made = make_plan(sweeps, states, device or usual_device(profile), measured)
+    # A pipe has 80 columns, which would cut the headings.
+    out.print(plan_table(made, devices=devices, price=price), width=max(out.width, 100))
+    for note in plan_notes(made, states, devices):
+        print_line(note)
+
+
+def report(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
+            help="Tables of the paper or sweep files, then the overrides that they were run with",
+            show_default=False,
+        ),
+    ],
+    profile: Profile = "paper",
+    runs: Annotated[
+        str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the report is written.")
+    ] = Path("report"),
+) -> None:
+    """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.
+
+    - `trishul report all --profile smoke`
+    - `trishul report vision glue --runs s3://bucket/runs`
+    - `trishul report mine.yaml federation.rounds=5`
+
+    Runs nothing: what is missing is missing on the page, and what failed has its reason there.
+    """
+    from trishul_ray.report.page import write_report
+    from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.tuning.samples import is_adaptive
+    from trishul_ray.tuning.state import collect, examine
+    from trishul_ray.tuning.sweep import distinct
+
+    sweeps = load_sweeps(arguments, profile, runs)
+    searched = [sweep.name for sweep in sweeps if is_adaptive(sweep)]
+    if searched:
+        raise InputError(
+            f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
+            "the command `sweep` writes the report"
+        )
+    with RunProgress(1, err) as progress:
+        states = examine(distinct(sweeps), progress.task_progress("reading results"))
+    outcomes = collect(sweeps, states)
+    path = write_report(outcomes, output)
+    finished = sum(state.status == "finished" for state in states.values())
+    print_field("runs", f"{finished} of {len(states)} finished")
+    print_field("report", path)
+
+
+def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
+    """Load the sweeps of ``NAME...|all|SWEEP.yaml [KEY=VALUE ...]``, random samples as cells.
+
+    Raises:
+        InputError: There is no name, or a sweep cannot be loaded.
+    """
+    from trishul_ray.tuning.samples import with_random_samples
+    from trishul_ray.tuning.sweep import find_sweeps, load_sweep
+
+    names, overrides = split_arguments(arguments)
+    overrides += [f"storage.runs={runs}"] if runs is not None else []
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    tables = [name for name in names if name not in files]
+    if not names:
+        raise InputError("name at least one table or sweep file, or all")
+    sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
+    sweeps += [load_sweep(Path(file), overrides) for file in files]
+    return [with_random_samples(sweep) for sweep in sweeps]
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return names and ``key=value`` overrides."""
     return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
@@ -129,8 +250,8 @@ def run_sweeps(
         typer.Exit: Interrupted.
     """
     from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tuning.monitor import TuneOptions
     from trishul_ray.tuning.reproduce import reproduce
-    from trishul_ray.tuning.tuner import TuneOptions
 
     options = TuneOptions(retries, stall_minutes, concurrency)
     with SweepProgress(err) as progress:
@@ -151,11 +272,12 @@ def run_sweeps(
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
     from trishul_ray.report.page import write_report
-    from trishul_ray.report.tables import sweep_table
+    from trishul_ray.report.paper import paper_value
+    from trishul_ray.report.sweep_tables import build_tables
+    from trishul_ray.report.table_formats import to_rich
 
-    for outcome in outcomes:
-        for layout in outcome.tables:
-            out.print(sweep_table(layout, outcome))
+    for built in build_tables(outcomes, paper_value):
+        out.print(to_rich(built, out.width))
     print_field("report", write_report(outcomes, report))
 
 

@@ -63,6 +63,8 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         with torch.no_grad():
             upload, state = bench.method.upload(run, steps.last)
         losses = losses.cpu()
+    # It refers to the run and the workbench: let them be freed before the next garbage collection.
+    del run.gradient
     _check_finite(losses, job, bench.settings.optimizer.lr)
     run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, bench.method)
     run.notes["unsent"] = run.unsent

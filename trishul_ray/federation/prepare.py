@@ -158,7 +158,7 @@ def check_fits(experiment: Experiment) -> None:
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown.
     """
-    site = build_site(Backbone.of(experiment).meta_model(), experiment)
+    site = build_site(Backbone.of(experiment).shapes, experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
     for layer in site.layers:
         rank = getattr(adapters.get(layer.name), "rank", 0)

@@ -5,11 +5,14 @@ coordinator, which merges metrics, must be able to unpickle a task without loadi
 """
 
 import copy
+from collections import OrderedDict
+from collections.abc import Hashable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.files import stamp
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]
 
 
+#: Number of backbones to remember.
+RECENT = 8
+
+
 class Backbone:
     """A frozen backbone, resolved once from its configuration and the places of this machine.
 
@@ -38,10 +45,35 @@ class Backbone:
 
     @classmethod
     def of(cls, experiment: "Experiment") -> "Backbone":
-        """Return the backbone that an experiment names."""
+        """Return the backbone that an experiment names.
+
+        While the files of a local model stay as they are, it is the same object, with all that it
+        has read: the runs of a sweep mostly share one.
+        """
         from trishul_ray.storage import Places
 
-        return cls(experiment.model, Places.of(experiment))
+        backbone = cls(experiment.model, Places.of(experiment))
+        if (key := backbone._files_key()) is None:
+            return backbone
+        backbone = _recent.pop(key, backbone)
+        _recent[key] = backbone
+        if len(_recent) > RECENT:
+            _recent.popitem(last=False)
+        return backbone
+
+    def _files_key(self) -> Hashable | None:
+        """Return what everything read depends on; None if the model is on the hub, or nowhere."""
+        from trishul_ray.models.lookup import source_files
+
+        try:
+            location = self.location
+        except InputError:
+            return None  # raised again where the model is used
+        if isinstance(location, str):
+            return None
+        files = source_files(location) if location.is_dir() else []
+        stamps = tuple((file, stamp(file)) for file in files)
+        return self.config.model_dump_json(), self.places, location, stamps
 
     def __reduce__(self) -> tuple[type["Backbone"], tuple["ModelConfig", "Places"]]:
         return Backbone, (self.config, self.places)
@@ -190,6 +222,11 @@ class Backbone:
         with torch.device("meta"):
             return build_module(self, config, kind or self.family).eval()
 
+    @cached_property
+    def shapes(self) -> "nn.Module":
+        """The :meth:`meta_model` of the usual kind, built once; do not modify it."""
+        return self.meta_model()
+
     def load(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> "nn.Module":
         """Return the model with its weights: float32, on the CPU, in eval mode, not shared.
 
@@ -249,3 +286,7 @@ class Backbone:
             return read_architecture(checkpoint)
         except READ_ERRORS as error:
             raise self.load_error(error) from error
+
+
+#: The backbones that :meth:`Backbone.of` returned last, by :meth:`Backbone._files_key`.
+_recent: OrderedDict[Hashable, Backbone] = OrderedDict()

@@ -145,7 +145,7 @@ def heads_per_layer(
         raise InputError(f"heads_per_layer: {len(blocks)} blocks, {len(heads)} numbers of heads")
     if norms is not None and len(norms) != len(blocks):
         raise InputError(f"heads_per_layer: {len(blocks)} blocks, {len(norms)} norms")
-    labels = _strip_common_parts(blocks)
+    labels = strip_common_parts(blocks)
     rotate = max(map(len, labels)) * len(labels) > 70
     width = min(14.0, max(4.5, 1.5 + 0.36 * len(labels)))
     figure, axes = new_axes(width, 4.2 if rotate else 3.6)
@@ -178,7 +178,7 @@ def heads_per_layer(
     return save_figure(figure, path, note)
 
 
-def _strip_common_parts(names: Sequence[str]) -> list[str]:
+def strip_common_parts(names: Sequence[str]) -> list[str]:
     """Remove from dotted names the parts that all of them share at either end."""
     parts = [name.split(".") for name in names]
     shortest = min(map(len, parts))

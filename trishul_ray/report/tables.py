@@ -18,7 +18,6 @@ from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
-from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout
 from trishul_ray.storage import Places
 from trishul_ray.tracking.progress import format_count, format_duration
 
@@ -169,55 +168,3 @@ def partition_table(labels: LabelCounts) -> Table:
 
 def _plural(what: str) -> str:
     return f"{what}es" if what.endswith("s") and what != "rows" else f"{what}s"
-
-
-def sweep_table(layout: TableLayout, sweep: SweepOutcome) -> Table:
-    """Show one table of a sweep: mean and standard deviation over the seeds of each cell.
-
-    A cell that has no finished run is ``-``; one in which only some have finished shows their
-    number.
-    """
-    cells = [
-        cell
-        for cell in sweep.cells
-        if all(cell.labels[axis] in labels for axis, labels in layout.where.items())
-    ]
-    rows = dict.fromkeys(tuple(cell.labels[axis] for axis in layout.rows) for cell in cells)
-    columns = dict.fromkeys(tuple(cell.labels[axis] for axis in layout.columns) for cell in cells)
-
-    def shown(axes: tuple[str, ...], labels: tuple[str, ...]) -> list[str]:
-        names = (
-            sweep.shown.get(axis, {}).get(text, text)
-            for axis, text in zip(axes, labels, strict=True)
-        )
-        return [escape(name) for name in names]
-
-    table = Table(title=escape(f"{layout.title} ({sweep.profile})"), title_justify="left")
-    for axis in layout.rows:
-        table.add_column(escape(axis), no_wrap=True)
-    metrics = ", ".join(dict.fromkeys(cell.metric for cell in cells))
-    for labels in columns:
-        header = "\n".join(shown(layout.columns, labels)) or escape(metrics)
-        table.add_column(header, justify="right")
-    for row in rows:
-        of_row = [cell for cell in cells if tuple(cell.labels[a] for a in layout.rows) == row]
-        texts = [
-            _mean_and_spread(
-                [c for c in of_row if tuple(c.labels[a] for a in layout.columns) == labels]
-            )
-            for labels in columns
-        ]
-        table.add_row(*shown(layout.rows, row), *texts)
-    return table
-
-
-def _mean_and_spread(cells: Sequence[CellOutcome]) -> str:
-    """Return ``90.34 ± 0.21``, in percent unless a loss; with the number of runs if some miss."""
-    values = [cell.value for cell in cells if cell.value is not None]
-    if not values:
-        return "-"
-    scale, digits = (1, 4) if cells[0].metric.endswith("loss") else (100, 2)
-    text = f"{scale * np.mean(values):.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {scale * np.std(values, ddof=1):.{digits}f}"
-    return text if len(values) == len(cells) else f"{text} ({len(values)} of {len(cells)})"

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,20 @@ _KERNEL_VARIABLES = (
 )
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of the software that a run's numbers depend on."""
     return {
         "trishul_ray": __version__,
         "numerics": str(NUMERICS),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
+        **_package_versions(),
     }
+
+
+@cache
+def _package_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _PACKAGES}
 
 
 def hardware() -> dict[str, Any]:
@@ -68,6 +75,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
+@cache
 def processor() -> str:
     """Return the processor's model name."""
     info = Path("/proc/cpuinfo")

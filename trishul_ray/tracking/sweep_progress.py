@@ -58,7 +58,6 @@ class SweepProgress(RunProgress):
     def start(self, id: str) -> None:
         """Show that a cell is being run, perhaps again."""
         now = self._clock()
-        self._began = now if self._began is None else self._began
         old = self._running.get(id)
         self._running[id] = _Running(old.began if old else now, task=old.task if old else None)
         self._show()
@@ -69,6 +68,8 @@ class SweepProgress(RunProgress):
         if cell.first is None:
             cell.first = cell.round = round_
             self._rounds_left -= round_
+        if self._began is None:  # counted from here: the first cell waits for processes to start
+            self._began, self._rounds_done = self._clock(), cell.round - round_
         self._rounds_done += round_ - cell.round
         self._rounds_left -= round_ - cell.round
         cell.round = round_

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import paper_keys
 from trishul_ray.tuning.cells import Cell
@@ -61,6 +62,8 @@ def default_table(name: str, title: str, axes: Sequence[str]) -> TableLayout:
 
 def read_figures(node: Node, axes: Labels, cells: Sequence[Cell]) -> tuple[FigureLayout, ...]:
     """Read the section ``figures``; raises an InputError as :func:`read_tables`."""
+    from trishul_ray.report.paper_figures import check_figure
+
     figures: dict[str, FigureLayout] = {}
     for item in node.items("figures"):
         keys = item.mapping("a figure", ("name", "title", "kind", "where", "options"))
@@ -68,13 +71,18 @@ def read_figures(node: Node, axes: Labels, cells: Sequence[Cell]) -> tuple[Figur
         if "kind" not in keys:
             item.fail(f"figure {name} needs a kind: the name of a drawing function")
         options = keys["options"].mapping("options") if "options" in keys else {}
-        figures[name] = FigureLayout(
+        figure = FigureLayout(
             name=name,
             title=keys["title"].scalar("title") if "title" in keys else name,
             kind=keys["kind"].scalar("kind"),
             where=_read_where(keys, f"figure {name}", axes, cells),
             options={key: value.plain() for key, value in options.items()},
         )
+        try:
+            check_figure(figure, tuple(axes))
+        except InputError as error:
+            keys.get("options", keys["kind"]).fail(str(error))
+        figures[name] = figure
     return tuple(figures.values())
 
 

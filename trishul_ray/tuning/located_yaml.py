@@ -66,7 +66,7 @@ class Node:
 
     def scalar(self, what: str) -> str:
         """Return a scalar as written, or raise an InputError that names ``what``."""
-        if not self.is_scalar or not self.text:
+        if not self.is_scalar or not _is_name(self.text):
             self.fail(f"{what} must be a name or a number, not {self.describe()}")
         return self.text
 
@@ -170,8 +170,8 @@ class _Reader:
     def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
         found: dict[str, Node] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise InputError(f"{self.at(key)}: a key must be a name or a number")
+            if not isinstance(key, yaml.ScalarNode) or not _is_name(key.value):
+                raise InputError(f"{self.at(key)}: a key must be a name or a number, in one line")
             if key.tag.endswith(":merge"):
                 raise InputError(f"{self.at(key)}: `<<` is not supported; use `extends: FILE`")
             if key.value in found:
@@ -181,6 +181,10 @@ class _Reader:
                 )
             found[key.value] = self.read(value, key)
         return found
+
+
+def _is_name(text: str) -> bool:
+    return text.isprintable() and text.strip() != ""
 
 
 def _head_comment(text: str) -> Iterator[str]:

@@ -21,11 +21,12 @@ from trishul_ray.tracking.store import tracking_uri
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
 from trishul_ray.tuning.cells import Cell
+from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
 from trishul_ray.tuning.state import CellState, collect, examine
 from trishul_ray.tuning.sweep import Sweep
-from trishul_ray.tuning.trial import CellRun, attempt_of
-from trishul_ray.tuning.tuner import STOPPED_EARLY, TuneOptions, run_cells, run_search
+from trishul_ray.tuning.trial import STOPPED_EARLY, CellRun, attempt_of
+from trishul_ray.tuning.tuner import check_stores, run_cells, run_search
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         if missing or searches:
             progress.phase("starting Ray")
             with ray_session():
+                check_stores({cell.experiment.storage.runs for s in sweeps for cell in s.cells})
                 _run(work, missing, searches, options)
         work.examine()
         failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
@@ -130,7 +132,9 @@ class _Samples:
     def __call__(self, config: Mapping[str, object]) -> CellRun:
         cell = sampled(self.cell, config)
         tags = cell_tags(self.sweep, cell)
-        return CellRun(with_parent(cell.experiment, self.parent), cell_name(self.sweep, cell), tags)
+        experiment = with_parent(cell.experiment, self.parent)
+        stopping = self.sweep.early_stopping is not None
+        return CellRun(experiment, cell_name(self.sweep, cell), tags, stays_stopped=stopping)
 
 
 class _Part:

@@ -55,7 +55,6 @@ def sampled(cell: Cell, values: Mapping[str, Any]) -> Cell:
     Raises:
         InputError: The values make no valid experiment.
     """
-    # A name such as `method.lam` is one key, also where a search algorithm has nested it.
     label = ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
     return replace(vary(cell, values), labels={**cell.labels, SAMPLE: label})
 

@@ -201,7 +201,7 @@ def _in_parallel(
 def _read_state(home: Store, experiment: Experiment) -> CellState:
     """Return the state of an experiment by the files of its run alone."""
     names = home.names()
-    failure = _read_failure(home) if FAILURE in names else ""
+    failure = read_failure(home) if FAILURE in names else ""
     if "result.json" not in names:
         if failure:
             return CellState("failed", failure)
@@ -235,9 +235,12 @@ def _check_tables(summary: Mapping[str, Any], home: Store, names: Sequence[str])
             raise CorruptFileError(f"{home.place(name)} is corrupt (checksum differs)")
 
 
-def _read_failure(home: Store) -> str:
+def read_failure(home: Store) -> str:
+    """Return why a run has no result, as :func:`record_failure` noted it; empty without a note."""
     try:
         return str(json.loads(home.read(FAILURE))["reason"])
+    except FileNotFoundError:
+        return ""
     except (ValueError, KeyError, TypeError):
         return "the last attempt failed"
 

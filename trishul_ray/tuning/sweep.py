@@ -64,9 +64,10 @@ class Sweep:
     """A sweep, read and validated.
 
     Attributes:
-        name: Identifies the sweep; by default the name of its file.
+        name: Identifies the sweep, also as a file name; by default that of its file.
         title: One line.
-        profile: ``paper``, ``small``, ``smoke`` or ``custom``.
+        profile: ``paper``, ``small``, ``smoke`` or ``custom``; by default the name of the file's
+            folder if it is one of these, else ``custom``.
         file: Where it was read from; None if it was given on the command line.
         description: The comment at the head of the file.
         axes: Labels of each axis, in order.
@@ -104,7 +105,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     """
     draft = _read_draft(path, ())
     own = draft.sections
-    name = read_name(own["name"], "name") if "name" in own else path.stem
+    name = read_name(own.get("name", Node(path.stem, str(path), path.stem)), "name")
     folder = path.resolve().parent.name
     profile = folder if folder in PROFILES else "custom"
     if "profile" in own:

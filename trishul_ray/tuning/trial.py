@@ -18,7 +18,7 @@ from ray.tune.result import DONE
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
@@ -26,7 +26,10 @@ from trishul_ray.run.results import flat_metrics
 from trishul_ray.run.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import HEADLINES, RunProgress
+from trishul_ray.tuning.state import read_failure
 
+#: Why a cell that early stopping ended has no result: the beginning of its reason.
+STOPPED_EARLY = "stopped early"
 #: Keys of a trial's results, besides the metrics of the round.
 ROUND, HEADLINE, NOTES, FAILURE, FINISHED = "round", "headline", "notes", "failure", "finished"
 
@@ -41,12 +44,15 @@ class CellRun:
         tags: Tags of its MLflow run.
         replaces: Attempt of an earlier run with the same id that is deleted first, as
             :func:`attempt_of` returns it; None keeps what there is and continues it.
+        stays_stopped: Whether a run that early stopping has ended answers with its last round,
+            instead of going on.
     """
 
     experiment: Experiment
     name: str
     tags: Mapping[str, str] = field(default_factory=dict)
     replaces: str | None = None
+    stays_stopped: bool = False
 
 
 #: Returns what a trial runs, given its Tune configuration.
@@ -121,7 +127,7 @@ class CellTrial(tune.Trainable):
             while not self._results:
                 self._advance()
         except InputError as error:
-            # Not raised: Tune would try again, and the input stays wrong.
+            # Not raised: Tune would try again, with the same input.
             self._add({FAILURE: _one_line(error), DONE: True})
         except (RunError, OSError) as error:
             raise RunError(_one_line(error)) from None
@@ -136,7 +142,14 @@ class CellTrial(tune.Trainable):
 
     def _run(self, run: CellRun) -> RunSteps:
         # A generator: nothing is done before the first step, where Tune handles errors.
-        old = run.replaces is not None and run.replaces == attempt_of(run_folder(run.experiment))
+        home = run_folder(run.experiment)
+        if run.stays_stopped and (why := read_failure(home)).startswith(STOPPED_EARLY):
+            checkpoint = open_checkpoints(run.experiment).newest()
+            # The last record is that of a round that has not been evaluated.
+            for record in checkpoint.records[:-1] if checkpoint is not None else ():
+                self._metrics |= {ROUND: record["round"], **flat_metrics(record)}
+            raise InputError(why)  # ends this run as it ended before
+        old = run.replaces is not None and run.replaces == attempt_of(home)
         return (
             yield from run_steps(
                 run.experiment,
@@ -160,7 +173,8 @@ class CellTrial(tune.Trainable):
             if not self._results:
                 self._metrics = finished.summary["final"]
                 self._add({ROUND: finished.summary["final"]["round"]})
-            self._results[-1] |= {FINISHED: True, DONE: True, NOTES: self._take_notes()}
+            last = self._results[-1]
+            last |= {FINISHED: True, DONE: True, NOTES: [*last[NOTES], *self._take_notes()]}
 
     def _add_rounds(self, report: RoundReport) -> None:
         for record in report.records:

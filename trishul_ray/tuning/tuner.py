@@ -8,45 +8,37 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray import cloudpickle, tune
-from ray.tune.experiment import Trial
+from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from ray.tune.search import Searcher
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.pool import cause_of
-from trishul_ray.federation.on_ray.slices import Slices, plan_slices
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
-from trishul_ray.tracking.progress import HEADLINES
+from trishul_ray.storage import Store
 from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tuning.grouping import Group, group_cells, inputs_of
+from trishul_ray.tuning.monitor import Monitor, TuneOptions
 from trishul_ray.tuning.samples import sampling_space
 from trishul_ray.tuning.search import EarlyStopping, Search
 from trishul_ray.tuning.state import record_failure
-from trishul_ray.tuning.trial import (
-    FAILURE,
-    FINISHED,
-    HEADLINE,
-    NOTES,
-    ROUND,
-    CellRun,
-    CellTrial,
-    FindRun,
-)
+from trishul_ray.tuning.trial import HEADLINE, ROUND, CellRun, CellTrial, FindRun
 from trishul_ray.tuning.watchdog import Watchdog
 
-#: Why a cell ended that early stopping ended: the beginning of its reason.
-STOPPED_EARLY = "stopped early"
+#: Seconds in which every node must answer.
+CHECK_SECONDS = 60.0
 
 _ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # whose lowest verbosity still prints
@@ -58,31 +50,6 @@ _ENVIRONMENT = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_WARN_THRESHOLD_S": "1000000",
 }
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """How cells are run.
-
-    Attributes:
-        retries: How often a cell that failed is tried again.
-        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
-        concurrency: Number of cells at a time; None is what the cluster holds. Cells beyond that
-            wait for nodes that an autoscaler adds.
-    """
-
-    retries: int = 2
-    stall_minutes: float = 30.0
-    concurrency: int | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cells that request the same resources."""
-
-    ids: tuple[str, ...]
-    bundles: tuple[Mapping[str, float], ...]
-    concurrent: int
 
 
 def run_cells(
@@ -112,17 +79,13 @@ def run_cells(
         progress.end(id, failure=why)
     for group in groups:
         left = [id for id in group.ids if id not in failures]
-        monitor = _Monitor(_Listed(runs), options, progress, search)
-        while left:
-            _fit(
-                group,
-                _Listed({id: runs[id] for id in left}),
-                {"cell": tune.grid_search(left)},
-                _scheduler(early_stopping, search, [experiments[id] for id in left]),
-                monitor,
-            )
-            # Tune counts the death of an actor between two cells twice: try such a cell again.
-            left = monitor.take_unfinished(left)
+        monitor = Monitor(_Listed(runs), options, progress, search)
+        # Tune counts the death of an actor between two cells twice, and gives up a cell too early.
+        for _ in range(options.retries + 1):
+            if left:
+                scheduler = _scheduler(early_stopping, search, [experiments[id] for id in left])
+                _fit(group, _Listed(runs), {"cell": tune.grid_search(left)}, scheduler, monitor)
+                left = monitor.unfinished(left)
         failures |= monitor.failures
     return failures
 
@@ -159,96 +122,43 @@ def run_search(
     names = [str(number) for number in range(search.samples)]
     (group,) = group_cells(dict.fromkeys(names, experiment), nodes, options.concurrency)
     prepare_inputs({experiment.id: experiment}, progress)
-    monitor = _Monitor(find, options, progress, search)
+    monitor = Monitor(find, options, progress, search)
     scheduler = _scheduler(early_stopping, search, [experiment])
     _fit(group, find, sampling_space(search), scheduler, monitor, searcher, search.samples)
     return monitor.samples
 
 
-def group_cells(
-    experiments: Mapping[str, Experiment],
-    nodes: Sequence[Mapping[str, float]],
-    concurrency: int | None = None,
-) -> list[Group]:
-    """Group cells by the resources they request, in an order in which neighbors share most.
-
-    Where the number of actors is ``auto``, a cell has one actor if there are more cells than
-    slices of the cluster, and otherwise its share of them.
-
-    Args:
-        experiments: The cells, by id.
-        nodes: Resources of each node, such as ``{"CPU": 4.0}``.
-        concurrency: Number of cells at a time; None is what the nodes hold.
+def check_stores(places: Iterable[str]) -> None:
+    """Check that every node of the cluster sees the folders where runs are stored.
 
     Raises:
-        InputError: A cell requests more than the nodes hold; the message names the field.
+        InputError: One does not.
     """
-    slices = {id: _slices(experiment, nodes, 1) for id, experiment in experiments.items()}
-    grouped: dict[tuple[Slices, bool], list[str]] = {}
-    for id, experiment in experiments.items():
-        one = slices[id]
-        if _divides_cluster(experiment):
-            alike = sum(
-                slices[other] == one and _divides_cluster(experiments[other]) for other in slices
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    for store in (Store.open(place) for place in places):
+        if len(nodes) == 1 or not store.is_local:
+            continue
+        marker = f".seen-{uuid.uuid4().hex}"
+        store.write(marker, b"")
+        try:
+            there = [
+                _exists.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id, soft=False))
+                .remote(f"{store.root}/{marker}")
+                for id in nodes
+            ]  # fmt: skip
+            seen = ray.get(there, timeout=CHECK_SECONDS)
+        finally:
+            store.remove(marker)
+        if not all(seen):
+            raise InputError(
+                f"storage.runs={store.uri!r} is not seen by {seen.count(False)} of {len(nodes)} "
+                "nodes of the cluster; use a folder that all of them share, or s3://..."
             )
-            share = _count_slots(one, nodes) // min(alike, concurrency or alike)
-            actors = max(1, min(share, experiment.federation.clients_per_round))
-            one = _slices(experiment, nodes, actors)
-        grouped.setdefault((one, experiment.resources.backend == "inline"), []).append(id)
-    groups = []
-    for (held, inline), ids in grouped.items():
-        # An inline run computes in the trial's own process, the first bundle.
-        bundles = tuple(held.bundles()) if inline else ({}, *held.bundles())
-        at_once = _count_slots(held, nodes) // held.actors
-        groups.append(Group(_by_inputs(ids, experiments), bundles, concurrency or at_once))
-    return groups
 
 
-def _divides_cluster(experiment: Experiment) -> bool:
-    """Return whether the number of actors depends on what the cluster holds."""
-    both = experiment.resources.actors, experiment.federation.clients_per_actor
-    return both == ("auto", "auto") and experiment.resources.backend == "ray"
-
-
-def _slices(experiment: Experiment, nodes: Sequence[Mapping[str, float]], actors: int) -> Slices:
-    """Return what a cell requests, with ``actors`` actors where it leaves the number open."""
-    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-    if experiment.resources.backend == "inline" or _divides_cluster(experiment):
-        resources = experiment.resources.model_copy(update={"actors": actors})
-        federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
-        experiment = experiment.model_copy(
-            update={"resources": resources, "federation": federation}
-        )
-    slices = plan_slices(experiment, total)
-    if _count_slots(slices, nodes) < slices.actors:
-        raise InputError(
-            f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
-            "resources.cpus_per_actor or resources.gpus_per_actor"
-        )
-    return slices
-
-
-def _count_slots(slices: Slices, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many slices of this size the nodes hold together."""
-    count = 0
-    for node in nodes:
-        fits = int(node.get("CPU", 0.0) / slices.cpus + 1e-9)
-        if slices.gpus:
-            fits = min(fits, int(node.get("GPU", 0.0) / slices.gpus + 1e-9))
-        count += fits
-    return count
-
-
-def _by_inputs(ids: Sequence[str], experiments: Mapping[str, Experiment]) -> tuple[str, ...]:
-    """Return ids so that cells with the same backbone and data follow each other."""
-    order: dict[tuple[str, str], int] = {}
-    for id in ids:
-        order.setdefault(_inputs(experiments[id]), len(order))
-    return tuple(sorted(ids, key=lambda id: order[_inputs(experiments[id])]))
-
-
-def _inputs(experiment: Experiment) -> tuple[str, str]:
-    return experiment.model.model_dump_json(), experiment.data.model_dump_json()
+@ray.remote(num_cpus=0)
+def _exists(path: str) -> bool:
+    return os.path.exists(path)
 
 
 def prepare_inputs(
@@ -266,7 +176,7 @@ def prepare_inputs(
     failures: dict[str, InputError] = {}
     for id, experiment in experiments.items():
         task, storage = experiment.task.model_dump_json(), experiment.storage
-        key = "\n".join((*_inputs(experiment), task, f"{storage.cache} {storage.hub}"))
+        key = "\n".join((*inputs_of(experiment), task, f"{storage.cache} {storage.hub}"))
         if key not in outcomes:
             outcomes[key] = _prepare(experiment, progress)
         if (error := outcomes[key]) is not None:
@@ -279,8 +189,9 @@ def prepare_inputs(
 def _prepare(experiment: Experiment, progress: SweepProgress) -> InputError | None:
     backbone = Backbone.of(experiment)
     try:
-        prepare_dataset(experiment, backbone, progress.task_progress("preparing data"))
-        ensure_pretrained(backbone, progress.task_progress("backbone"))
+        label = f"preparing {experiment.data.name}"
+        prepare_dataset(experiment, backbone, progress.task_progress(label))
+        ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:
         return error
     return None
@@ -301,7 +212,7 @@ def _fit(
     find: FindRun,
     space: dict[str, Any],
     scheduler: TrialScheduler | None,
-    monitor: "_Monitor",
+    monitor: Monitor,
     searcher: Searcher | None = None,
     samples: int = 1,
 ) -> None:
@@ -343,108 +254,6 @@ def _fit(
         finally:
             if monitor.staging is not None:
                 shutil.rmtree(monitor.staging, ignore_errors=True)
-
-
-class _Monitor(tune.Callback):
-    """Follows the trials of one Tuner after the other: progress, failures, samples."""
-
-    def __init__(
-        self, find: FindRun, options: TuneOptions, progress: SweepProgress, search: Search | None
-    ) -> None:
-        self.options, self.watchdog = options, Watchdog(0.0)
-        self.failures: dict[str, str] = {}
-        self.samples: list[dict[str, Any]] = []
-        self.staging: Path | None = None  # where Tune keeps its files until it saves them
-        self._find, self._progress = find, progress
-        self._metric = search.metric if search is not None else None
-        self._runs: dict[str, CellRun] = {}  # by trial
-        self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
-        self._finished: set[str] = set()
-        self._attempts: dict[str, int] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune saves its callbacks, which nobody reads
-
-    def on_trial_start(
-        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
-    ) -> None:
-        """Show that a cell is being run."""
-        assert trial.storage is not None
-        self.staging = Path(trial.storage.experiment_driver_staging_path).parents[1]
-        if trial.trial_id not in self._runs:
-            run = self._runs[trial.trial_id] = self._find(trial.config)
-            if "cell" not in trial.config:  # sampled
-                self.samples.append(dict(trial.config))
-                self._progress.add(run.experiment.id, run.name, run.experiment.federation.rounds)
-        self._progress.start(self._id(trial))
-
-    def on_trial_result(
-        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
-    ) -> None:
-        """Show a round and what was reported in it."""
-        self._results[trial.trial_id] = result
-        for note in result.get(NOTES, ()):
-            self._progress.note(f"{self._runs[trial.trial_id].name}: {note}")
-        if ROUND in result:
-            self._progress.round(self._id(trial), result[ROUND], result)
-
-    def on_trial_recover(
-        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
-    ) -> None:
-        """Show why a cell is tried again."""
-        attempt = self._count(trial)
-        self._progress.retry(
-            self._id(trial), self._reason(trial), attempt + 1, self.options.retries + 1
-        )
-
-    def on_trial_error(
-        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
-    ) -> None:
-        """Note why a cell failed for good."""
-        if self._count(trial) > self.options.retries:
-            self._fail(trial, self._reason(trial))
-
-    def on_trial_complete(
-        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
-    ) -> None:
-        """Note how a cell ended that Tune did not count as failed."""
-        result = self._results.get(trial.trial_id, {})
-        if result.get(FINISHED):
-            self._finished.add(self._id(trial))
-            self._progress.end(self._id(trial))
-        elif FAILURE in result:
-            self._count(trial)
-            self._fail(trial, result[FAILURE])
-        else:
-            names = (self._metric,) if self._metric else HEADLINES
-            shown = "".join(f", {name} {result[name]:.4g}" for name in names if name in result)
-            self._fail(trial, f"{STOPPED_EARLY} after round {result.get(ROUND, 0)}{shown}")
-
-    def take_unfinished(self, ids: Sequence[str]) -> list[str]:
-        """Return the cells that Tune gave up although they may be tried again."""
-        return [id for id in ids if id not in self._finished and id not in self.failures]
-
-    def _fail(self, trial: Trial, why: str) -> None:
-        id = self._id(trial)
-        self.failures[id] = why
-        record_failure(self._runs[trial.trial_id].experiment, why, self._attempts.get(id, 1))
-        self._progress.end(id, failure=why)
-
-    def _count(self, trial: Trial) -> int:
-        id = self._id(trial)
-        self._attempts[id] = self._attempts.get(id, 0) + 1
-        return self._attempts[id]
-
-    def _id(self, trial: Trial) -> str:
-        return self._runs[trial.trial_id].experiment.id
-
-    def _reason(self, trial: Trial) -> str:
-        ended = self.watchdog.reasons.pop(trial.trial_id, None)
-        if ended is not None or trial.pickled_error_file is None:
-            return ended or "it failed without a reason"
-        # Written by this process a moment ago.
-        error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
-        return cause_of(error)
 
 
 def _scheduler(

@@ -1,0 +1,166 @@
+"""What Ray Tune around whole runs costs: short trials, and trials beside each other.
+
+    python benchmarks/sweeps.py [trials] [concurrent] [--trials 40] [--rounds 30] [options]
+
+trials      a sweep of trials of one short round each, one at a time, with MLflow and all files:
+            seconds from the end of one trial to the end of the next, beside the seconds of its
+            rounds (training and both evaluations), measured by turns without Tune
+concurrent  rounds per second of two trials at once with one actor each, beside one trial after the
+            other with an actor on each of the two CPUs, and with one actor
+
+The experiment is the quick start's: TRISHUL on the embedded digits. Results go to
+benchmarks/results/.
+"""
+
+import argparse
+import io
+import tempfile
+import time
+from pathlib import Path
+
+from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_console
+from rich.console import Console
+
+from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.federation.on_ray.workers import Workers
+from trishul_ray.run.runner import run_steps
+from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tuning.monitor import TuneOptions
+from trishul_ray.tuning.reproduce import reproduce
+from trishul_ray.tuning.sweep import Sweep, sweep_from_axes
+
+#: Seconds of a trial beyond its rounds, and throughput of two trials at once against one.
+BOUND_SECONDS, BOUND_LOSS = 1.0, 0.1
+PARTS = ("trials", "concurrent")
+
+
+class Timed(SweepProgress):
+    """Notes when cells reach a round, and when they end."""
+
+    def __init__(self) -> None:
+        """Print nothing."""
+        super().__init__(Console(file=io.StringIO()))
+        self.rounds: dict[str, list[float]] = {}
+        self.ends: list[float] = []
+
+    def round(self, id: str, round_: int, metrics: dict[str, float]) -> None:  # type: ignore[override]
+        """Note a round."""
+        super().round(id, round_, metrics)
+        self.rounds.setdefault(id, []).append(time.perf_counter())
+
+    def end(self, id: str, *, failure: str | None = None) -> None:
+        """Note the end of a cell."""
+        super().end(id, failure=failure)
+        assert failure is None, failure
+        self.ends.append(time.perf_counter())
+
+
+def make_sweep(folder: Path, cells: int, *overrides: str) -> Sweep:
+    """Return a sweep over seeds, stored in a folder of its own."""
+    fixed = ["model.init=random", f"storage.runs={folder}", "evaluation.limit=64"]
+    return sweep_from_axes([f"seed=0..{cells - 1}"], [*fixed, *overrides])
+
+
+def run_sweep(sweep: Sweep, concurrency: int) -> Timed:
+    """Run a sweep on a Ray of two CPUs."""
+    progress = Timed()
+    with ray_session(2):
+        reproduce([sweep], TuneOptions(retries=0, concurrency=concurrency), progress)
+    return progress
+
+
+def rounds_alone(sweep: Sweep) -> list[float]:
+    """Return the seconds of each cell's rounds, with actors that stay and without Tune."""
+    seconds = []
+    with ray_session(2), Workers() as workers:
+        for cell in sweep.cells:
+            steps = run_steps(
+                cell.experiment, RunProgress(1, Console(file=io.StringIO())), workers=workers,
+                extras=False,
+            )  # fmt: skip
+            next(steps)  # starts the run
+            began = time.perf_counter()
+            report = next(steps)
+            while not report.finished:
+                report = next(steps)
+            seconds.append(time.perf_counter() - began)
+            list(steps)  # writes the results
+    return seconds
+
+
+def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
+    """Measure trials of one short round each."""
+    short = ["federation.rounds=1", "federation.local_steps=2", "resources.actors=1"]
+    alone = rounds_alone(make_sweep(scratch / "alone", 1 + options.trials // 4, *short))
+    timed = run_sweep(make_sweep(scratch / "short", options.trials, *short), 1)
+    each = Times.of([b - a for a, b in zip(timed.ends, timed.ends[1:], strict=False)])
+    rounds = Times.of(alone[1:])
+    beyond = sum(each.values) / len(each.values) - rounds.median
+    return Section(
+        f"{options.trials} trials of one round, one after the other, after the first",
+        ["", "seconds, median (min-max)"],
+        [
+            ["a trial", each.show()],
+            ["its rounds alone", rounds.show()],
+            ["beyond", f"{beyond:.2f}"],
+        ],
+        ["beyond: the mean of trials minus the median of rounds"],
+        [Goal("seconds of a trial beyond its rounds", beyond, BOUND_SECONDS)],
+        {"trials": each.values, "rounds": rounds.values},
+    )
+
+
+def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
+    """Measure rounds per second while trials train, without their start and end."""
+    rounds = [f"federation.rounds={options.rounds}", f"federation.local_steps={options.steps}"]
+    settings = {
+        "two at once, 1 actor each": (2, 1),
+        "one after the other, 2 actors": (1, 2),
+        "one after the other, 1 actor": (1, 1),
+    }
+    rates = {}
+    for number, (name, (concurrency, actors)) in enumerate(settings.items()):
+        sweep = make_sweep(scratch / str(number), 2, *rounds, f"resources.actors={actors}")
+        marks = run_sweep(sweep, concurrency).rounds.values()
+        if concurrency == 1:
+            rates[name] = sum(len(m) - 2 for m in marks) / sum(m[-1] - m[1] for m in marks)
+        else:
+            begin, end = max(m[1] for m in marks), min(m[-1] for m in marks)
+            rates[name] = sum(begin < t <= end for m in marks for t in m) / (end - begin)
+    together, whole, single = rates.values()
+    return Section(
+        f"2 trials of {options.rounds} rounds of {options.steps} local steps on 2 CPUs",
+        ["", "rounds per second", "to one after the other on 2 CPUs"],
+        [[name, f"{rate:.2f}", f"{rate / whole:.2f}"] for name, rate in rates.items()],
+        [f"two at once have {together / single:.2f} times the throughput of one actor"],
+        [Goal("throughput that two at once lose", 1 - together / whole, BOUND_LOSS)],
+        {"rounds_per_second": rates},
+    )
+
+
+def main() -> None:
+    """Measure the parts and write the results."""
+    options = _arguments()
+    said = {k: v for k, v in vars(options).items() if k not in ("out", "parts")}
+    report = Report("sweeps", said, wide_console())
+    measures = {"trials": measure_trials, "concurrent": measure_concurrent}
+    for part in options.parts or PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            report.add(measures[part](options, Path(folder)))
+        report.write(options.out)  # after each: a run that is stopped keeps what it has
+
+
+def _arguments() -> argparse.Namespace:
+    parser = told_by(__doc__)
+    add = parser.add_argument
+    add("parts", nargs="*", choices=[*PARTS, []], help="what to measure; default: all")
+    add("--trials", type=int, default=40, help="number of short trials")
+    add("--rounds", type=int, default=30, help="rounds of a long trial")
+    add("--steps", type=int, default=20, help="local steps of a long trial")
+    add("--out", type=Path, default=RESULTS, help="folder of the results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A sweep whose driver is killed or interrupted leaves nothing, and repeats no finished cell."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+
+CELLS, ROUNDS = 4, 4
+#: Seconds for a command to get going on a loaded machine.
+LONG_WAIT = 280
+
+
+@pytest.fixture
+def sweep(trishul, small_words):
+    """``sweep(*words)`` -> the command under way."""
+    rounds = [f"federation.rounds={ROUNDS}", "federation.local_steps=10"]
+    fixed = [*small_words, *rounds, "storage.runs=runs", "tracking.mlflow=true"]
+
+    def begin(*words):
+        axes = ["--axis", "method=trishul,fedit", "--axis", "seed=0..1"]
+        return trishul("sweep", *axes, *fixed, *words)
+
+    return begin
+
+
+def finished_cells(tmp_path):
+    """What must not change of each cell that has a result."""
+    kept = {}
+    for result in tmp_path.glob("runs/*/result.json"):
+        files = [result.with_name(name) for name in ("attempt.json", "result.json")]
+        kept[result.parent.name] = [(f.read_bytes(), f.stat().st_mtime_ns) for f in files]
+    return kept
+
+
+def assert_one_mlflow_run_each(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    children = [run for run in runs if run is not parent]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    ids = sorted(path.parent.name for path in tmp_path.glob("runs/*/result.json"))
+    assert sorted(run.data.tags["trishul.id"] for run in children) == ids and len(ids) == CELLS
+    for run in children:
+        history = client.get_metric_history(run.info.run_id, "accuracy")
+        assert sorted(point.step for point in history) == list(range(ROUNDS + 1))
+        home = tmp_path / "runs" / run.data.tags["trishul.id"]
+        assert json.loads((home / "result.json").read_text())["mlflow_run_id"] == run.info.run_id
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_driver_is_repeated_without_running_a_finished_cell_again(sweep, tmp_path):
+    first = sweep()
+    first.wait_for(f"1/{CELLS} ", LONG_WAIT)
+    before = finished_cells(tmp_path)
+    first.process.kill()
+    assert first.left_behind(30) == []
+    assert before and len(before) < CELLS
+    second = sweep()
+    code, out, errors = second.end(LONG_WAIT)
+    assert code == 0, errors
+    after = finished_cells(tmp_path)
+    assert {id: after[id] for id in before} == before
+    assert f"{CELLS - len(before)}/{CELLS - len(before)} " in errors
+    for method in ("trishul", "fedit"):  # a mean over two seeds
+        assert re.search(rf"│ {method} +│ +[\d.]+ ± [\d.]+ │", out), out
+    assert_one_mlflow_run_each(tmp_path)
+    assert second.left_behind() == []
+    # Once more: nothing is run, and Ray is not started.
+    third = sweep()
+    code, again, errors = third.end(LONG_WAIT)
+    assert (code, again) == (0, out), errors
+    assert "starting Ray" not in errors
+    assert finished_cells(tmp_path) == after
+    assert_one_mlflow_run_each(tmp_path)
+
+
+def test_ctrl_c_leaves_nothing_and_says_how_to_continue(sweep, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    command = sweep("federation.rounds=1000", "evaluation.every=1000")
+    command.wait_for("starting Ray", LONG_WAIT)
+    checkpoints = []
+    while not checkpoints:  # in the middle of a round
+        assert command.process.poll() is None
+        checkpoints = list(tmp_path.glob("runs/*/checkpoints/round-000001*"))
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    code, _, errors = command.end(60)
+    assert code == 130, errors
+    assert command.left_behind() == []
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(
+        "stopped. Finished cells and rounds are kept; to continue: trishul sweep"
+    )
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert {run.info.status for run in runs} == {"KILLED"} and len(runs) > 1

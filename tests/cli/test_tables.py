@@ -1,0 +1,79 @@
+"""`trishul table`, `sweep` and `report`: wrong input ends them before any actor starts."""
+
+import pytest
+from tiny_run import TINY
+
+from trishul_ray.tuning import reproduce
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    def start():
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(reproduce, "ray_session", start)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table", "federation.rounds=2"], "name at least one table, or all"),
+        (["table", "visoin", "--profile", "smoke"], "no sweep 'visoin'; did you mean 'vision'?"),
+        (["table", "all", "--profile", "big"], "profile 'big' has no sweeps"),
+        (["table", "vision", "--profile", "smoke", "federation.round=2"], "'federation.rounds'"),
+        (["table", "vision", "--retries", "-1"], "'--retries'"),
+        (["report"], "name at least one table or sweep file, or all"),
+        (["report", "visoin", "--profile", "smoke"], "no sweep 'visoin'; did you mean 'vision'?"),
+        (["report", "missing.yaml"], "missing.yaml"),
+        (["sweep"], "give either a sweep file, or at least one --axis"),
+        (["sweep", "a.yaml", "--axis", "seed=0"], "give either a sweep file, or at least one"),
+        (["sweep", "a.yaml", "b.yaml"], "one sweep file at a time, not a.yaml, b.yaml"),
+        (["sweep", "missing.yaml"], "missing.yaml"),
+        (["sweep", "--axis", "method.lamb=0,1"], "method.lam"),
+        (["sweep", "--axis", "seed="], "axis 'seed' is empty"),
+        (["sweep", "--axis", "budget=8,4000"], "cell 'sweep: budget=4000': adapter.heads x rank"),
+    ],
+)
+def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    places = ["storage.runs=runs", "model.init=random", "tracking.mlflow=false"]
+    code, out, error = called(*words, *places)
+    assert (code, out) == (2, ""), error
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert not (tmp_path / "runs").exists()
+
+
+SWEEP = """
+title: Mine
+axes:
+  method: [trishul, ravan]
+  seed: [0, 1]
+tables:
+  - {name: mine, title: Mine, rows: [method], columns: []}
+"""
+
+
+def test_a_report_shows_what_has_finished_and_runs_nothing(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(SWEEP)
+    code, _, error = called("run", "method=ravan", "seed=1", *TINY)
+    assert code == 0, error
+    code, out, error = called("report", "mine.yaml", "--output", "page", *TINY)
+    assert (code, "1 of 4 finished" in out) == (0, True), error
+    page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert "1 of 4 runs finished, 3 missing" in page
+    assert "Profile custom." in page
+    # Of other runs, there is nothing.
+    code, out, error = called("report", "mine.yaml", "--runs", "elsewhere", *TINY)
+    assert (code, "0 of 4 finished" in out) == (0, True), error
+    assert len(list((tmp_path / "runs").glob("[!.]*"))) == 1
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_search_that_learns_has_no_report_without_running(called, tmp_path):
+    search = "search: {kind: optuna, samples: 3, space: {method.lam: {log: [0.001, 1]}}}\n"
+    (tmp_path / "mine.yaml").write_text(f"axes: {{seed: [0]}}\n{search}")
+    code, out, error = called("report", tmp_path / "mine.yaml", *TINY)
+    assert (code, out) == (2, "")
+    assert "mine: what a search by optuna samples depends on its results" in error

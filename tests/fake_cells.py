@@ -1,0 +1,207 @@
+"""Cells that never ran: a store with what a run leaves, filled by formulas, and sweeps of them."""
+
+import io
+import itertools
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
+from trishul_ray.storage import Store
+
+METHODS = {
+    "FedIT": {"name": "fedit"},
+    "SCAFFOLD+LoRA": {"name": "scaffold"},
+    "RAVAN": {"name": "ravan"},
+    "TRISHUL (λ=0)": {"name": "trishul", "lam": 0.0},
+    "TRISHUL": {"name": "trishul", "lam": 0.01},
+}
+#: Those with cores, which alone have spectral diagnostics.
+WITH_CORES = ("RAVAN", "TRISHUL (λ=0)", "TRISHUL")
+ALPHAS = {"dirichlet(0.3)": 0.3, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.05}
+LAMBDAS = {"0 (no penalty)": 0.0, "0.001": 0.001, "0.01 (ours)": 0.01, "1": 1.0}
+SEEDS = ("0", "1", "2")
+ROUNDS, CLIENTS, COHORT, RANK, BLOCKS = 5, 6, 4, 6, 4
+
+
+def accuracy(labels, number=ROUNDS):
+    """The accuracy after a round; each label and seed changes it."""
+    place = [*METHODS].index(labels.get("method", "TRISHUL"))
+    return 0.5 + 0.07 * place - 0.3 * math.exp(-number / 3) - penalty(labels) + spread(labels)
+
+
+def similarity(labels, number=ROUNDS):
+    """The principal-angle similarity of updates."""
+    place = [*METHODS].index(labels.get("method", "TRISHUL"))
+    return 0.4 + 0.08 * place + 0.01 * number - penalty(labels) + spread(labels)
+
+
+def penalty(labels):
+    """How much harder the setting of a cell is."""
+    harder = {"20newsgroups": 0.1, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.15, "1": 0.2}
+    labels = [label for axis, label in labels.items() if axis != "seed"]
+    return sum(harder.get(label, 0.0) for label in labels)
+
+
+def spread(labels):
+    """How far a seed is from seed 0."""
+    return 0.02 * int(labels["seed"])
+
+
+def cell_of(folder, labels, config, unfinished, **summary):
+    """A cell with its own folder; ``unfinished(labels)`` is its status, None if it is finished."""
+    home = Store.open(str(folder / "-".join(labels.values()).replace("/", "-")))
+    name = home.uri.rsplit("/", 1)[-1]
+    if status := unfinished(labels):
+        return CellOutcome(labels, name, status, "why", "accuracy", {}, home)
+    with_cores = labels.get("method", "TRISHUL") in WITH_CORES
+    rows = [round_of(labels, number, with_cores) for number in range(ROUNDS + 1)]
+    home.write("metrics.parquet", parquet(rows))
+    if with_cores:
+        home.write("diagnostics.npz", arrays(labels, config["method"].get("lam", 0.0)))
+    blocks = [f"vit.layers.{i}.attention" for i in range(BLOCKS)]
+    summary = {
+        "final": {"round": ROUNDS, "accuracy": accuracy(labels), "loss": 1.0},
+        "data": {"dataset": "digits", "test": {"used": 200, "held": 497, "official": 497}},
+        "config": {
+            "partition": {"kind": "dirichlet", "alpha": 0.3},
+            "model": {"name": "vit-digits"},
+            "evaluation": {"top_k": 2},
+            **config,
+        },
+        "round_seconds": [9.0, *[1 + 0.1 * number for number in range(ROUNDS - 1)]],
+        "heads": dict.fromkeys(blocks, 4) if with_cores else {},
+        "block_squared_norms": dict(zip(blocks, [1.0, 2.0, 3.0, 2.0], strict=True)),
+        "hardware": {"gpus": [], "processor": "A processor", "cpus": 2},
+    } | summary
+    return CellOutcome(labels, name, "finished", "", "accuracy", summary, home)
+
+
+def round_of(labels, number, with_cores):
+    """The record of a round."""
+    row = {"round": number, "loss": 1.0, "accuracy": accuracy(labels, number)}
+    if number == 0 or not with_cores:
+        return row
+    near = similarity(labels, number)
+    for prefix, more in (("delta_", 0.0), ("", 0.1)):
+        row |= {
+            f"{prefix}principal_angle_similarity": near + more,
+            f"{prefix}dominant_similarity": near + more + 0.05,
+            f"{prefix}spectral_entropy": 1.8 - near - more,
+            f"{prefix}effective_rank": 6 - 3 * near - more,
+            f"{prefix}aggregation_variance": (2.0 - near) * (1 + 0.1 * number),
+            f"{prefix}relative_variance": 4.0 - near,
+        }
+    return row
+
+
+def parquet(rows):
+    """``metrics.parquet``."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    sink = io.BytesIO()
+    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), sink)
+    return sink.getvalue()
+
+
+def arrays(labels, lam):
+    """``diagnostics.npz``: random cohorts, updates and spectra by the seed."""
+    rng = np.random.default_rng(int(labels["seed"]))
+    clients = np.stack([np.sort(rng.permutation(CLIENTS)[:COHORT]) for _ in range(ROUNDS)])
+    updates = rng.normal(size=(ROUNDS, COHORT, 12)) * (0.8 if lam else 1.0)
+    updates -= updates.mean(axis=1, keepdims=True)
+    before = np.sort(rng.gamma(0.5, 0.1, (10, RANK)), axis=1)[:, ::-1] * np.exp(-np.arange(RANK))
+    threshold = 0.05 * lam
+    after = np.maximum(before - threshold, 0.0)
+    found = {
+        "round": np.arange(1, ROUNDS + 1),
+        "clients": clients,
+        "covariance": updates @ updates.mT,
+        "spectrum_uploaded": 1.1 * after,
+    }
+    if lam:
+        prox = {"before": before, "after": after, "threshold": np.array([threshold])}
+        found |= {f"spectrum_{name}": values for name, values in prox.items()}
+    sink = io.BytesIO()
+    np.savez(sink, **found)
+    return sink.getvalue()
+
+
+def sweep_of(axes, cell, shown=None):
+    """A sweep with a cell for each combination: ``cell(labels)``."""
+    combinations = itertools.product(*axes.values())
+    cells = tuple(cell(dict(zip(axes, labels, strict=True))) for labels in combinations)
+    axes = {axis: tuple(labels) for axis, labels in axes.items()}
+    return SweepOutcome("fake", "Fake", "smoke", "", axes, shown or {}, (), (), cells)
+
+
+def by_method(folder, unfinished=lambda labels: None):
+    """Datasets x methods x seeds; TRISHUL needs 10 % more time."""
+
+    def cell(labels):
+        pace = 1.1 if labels["method"] == "TRISHUL" else 1.0
+        seconds = [9.0, *[pace * (1 + 0.1 * number) for number in range(ROUNDS - 1)]]
+        config = {"method": METHODS[labels["method"]]}
+        return cell_of(folder, labels, config, unfinished, round_seconds=seconds)
+
+    axes = {"dataset": ("cifar100", "20newsgroups"), "method": METHODS, "seed": SEEDS}
+    return sweep_of(axes, cell, {"dataset": {"cifar100": "digits (for CIFAR-100)"}})
+
+
+def by_alpha(folder, unfinished=lambda labels: None):
+    """Methods with cores x α x seeds."""
+
+    def cell(labels):
+        partition = {"kind": "dirichlet", "alpha": ALPHAS[labels["partition"]]}
+        config = {"method": METHODS[labels["method"]], "partition": partition}
+        return cell_of(folder, labels, config, unfinished)
+
+    return sweep_of({"method": WITH_CORES, "partition": ALPHAS, "seed": SEEDS}, cell)
+
+
+def by_lambda(folder, unfinished=lambda labels: None):
+    """Datasets x λ x seeds of TRISHUL."""
+
+    def cell(labels):
+        config = {"method": {"name": "trishul", "lam": LAMBDAS[labels["lambda"]]}}
+        return cell_of(folder, labels, config, unfinished)
+
+    axes = {"dataset": ("cifar100", "20newsgroups"), "lambda": LAMBDAS, "seed": SEEDS}
+    return sweep_of(axes, cell)
+
+
+def by_allocation(folder, unfinished=lambda labels: None):
+    """Uniform and water-filled heads x seeds."""
+
+    def cell(labels):
+        counts = (2, 4, 6, 4) if labels["allocation"] == "water-filling" else (4, 4, 4, 4)
+        heads = {f"vit.layers.{i}.attention": count for i, count in enumerate(counts)}
+        config = {"method": METHODS["TRISHUL"]}
+        return cell_of(folder, labels, config, unfinished, heads=heads)
+
+    return sweep_of({"allocation": ("uniform", "water-filling"), "seed": SEEDS}, cell)
+
+
+_ONE_DATASET = {"dataset": ("cifar100",)}
+#: For each kind of figure, a sweep and what the figure shows of it.
+CASES = {
+    "convergence": (by_method, {}),
+    "overhead": (by_method, {"method": ("RAVAN", "TRISHUL")}),
+    "svt_spectra": (by_method, {"method": WITH_CORES} | _ONE_DATASET),
+    "spectral_alignment": (by_method, {"method": WITH_CORES} | _ONE_DATASET),
+    "spectral_diagnostics": (by_method, {"method": WITH_CORES} | _ONE_DATASET),
+    "lambda_accuracy": (by_lambda, {}),
+    "lambda_diagnostics": (by_lambda, _ONE_DATASET),
+    "heterogeneity": (by_alpha, {}),
+    "accuracy_inconsistency": (by_alpha, {}),
+    "alpha_diagnostics": (by_alpha, {}),
+    "waterfilling": (by_allocation, {}),
+    "waterfilling_layerwise": (by_allocation, {}),
+    "covariance": (by_method, {"method": ("RAVAN", "TRISHUL")} | _ONE_DATASET),
+}
+
+
+def figure_of(kind, where=None, **options):
+    """A figure of a kind."""
+    return FigureLayout(f"a-{kind}", "A <title> & more", kind, where or {}, options)

@@ -1,0 +1,385 @@
+"""The report: what is on the page, that it is valid, and that it is reproducible."""
+
+import csv
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+from invented_outcomes import (
+    FIGURE,
+    half_missing,
+    initialization,
+    invent_run,
+    invent_sweep,
+    sensitivity,
+    square,
+    vision,
+)
+
+from trishul_ray.errors import InputError
+from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.page import write_report
+
+VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
+
+
+class Element:
+    """An element of a page, with what is inside."""
+
+    def __init__(self, tag, attributes, parent=None):
+        self.tag, self.attributes, self.parent = tag, attributes, parent
+        self.inside = []
+
+    def find(self, tag, **attributes):
+        """Elements inside with this tag and these attributes, in order."""
+        found = []
+        for child in self.inside:
+            if isinstance(child, Element):
+                if child.tag == tag and attributes.items() <= child.attributes.items():
+                    found.append(child)
+                found += child.find(tag, **attributes)
+        return found
+
+    def every(self):
+        for child in self.inside:
+            if isinstance(child, Element):
+                yield child
+                yield from child.every()
+
+    @property
+    def text(self):
+        parts = (c.text if isinstance(c, Element) else c for c in self.inside)
+        return " ".join(" ".join(parts).split())
+
+    def classes(self):
+        return self.attributes.get("class", "").split()
+
+
+class Parser(HTMLParser):
+    """Builds the tree, and fails on an element that is not closed where it should be."""
+
+    def __init__(self):
+        super().__init__()
+        self.root = self.here = Element("root", {})
+
+    def handle_starttag(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), (tag, names)
+        element = Element(tag, dict(attrs), self.here)
+        self.here.inside.append(element)
+        if tag not in VOID:
+            self.here = element
+
+    def handle_startendtag(self, tag, attrs):
+        self.here.inside.append(Element(tag, dict(attrs), self.here))
+
+    def handle_endtag(self, tag):
+        assert self.here.tag == tag, (self.here.tag, tag, self.here.text[:80])
+        self.here = self.here.parent
+
+    def handle_data(self, data):
+        self.here.inside.append(data)
+
+
+def parse(path):
+    parser = Parser()
+    parser.feed(path.read_text(encoding="utf-8"))
+    parser.close()
+    assert parser.here is parser.root
+    return parser.root
+
+
+@pytest.fixture
+def report(tmp_path):
+    """``report(sweep, ...)`` writes a report and returns the parsed page."""
+
+    def write(*sweeps, figures=square):
+        return parse(write_report(sweeps, tmp_path / "out", figures=figures))
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    other = dataclasses.replace(FIGURE, name="other")
+    sweeps = [vision(figures=[FIGURE, other]), sensitivity(), initialization()]
+    return parse(write_report(sweeps, folder, figures=square)), folder
+
+
+def test_the_page_is_self_contained_and_valid(full):
+    page, _ = full
+    ids = [e.attributes["id"] for e in page.every() if "id" in e.attributes]
+    assert len(ids) == len(set(ids))
+    assert not page.find("script")
+    assert not page.find("link")
+    for element in page.every():
+        source = element.attributes.get("src", "")
+        assert not source or source.startswith("data:")
+        target = element.attributes.get("href", "")
+        if target.startswith("#"):
+            assert target[1:] in ids
+        elif target:
+            assert re.fullmatch(r"tables/[a-z0-9-]+\.(csv|tex)", target)
+    styles = page.find("style")[0].text
+    assert "url(" not in styles
+    assert "@import" not in styles
+    for marker in ("prefers-color-scheme: dark", "@media print", "position: sticky"):
+        assert marker in styles
+
+
+def test_tables_are_accessible(full):
+    page, _ = full
+    tables = page.find("table")
+    assert len(tables) == 3 * 2 + 2
+    for table in tables:
+        assert len(table.find("caption")) == 1
+        assert all(
+            th.attributes["scope"] in ("col", "row", "colgroup", "rowgroup")
+            for th in table.find("th")
+        )
+        box = table.parent
+        assert box.attributes["role"] == "region"
+        assert box.attributes["tabindex"] == "0"
+        width = max(_width(row) for row in table.find("tr"))
+        assert all(_width(row) == width for row in table.find("tbody")[0].find("tr"))
+    levels = [e.tag for e in page.every() if re.fullmatch(r"h\d", e.tag)]
+    assert levels[:2] == ["h1", "h2"]
+    assert levels.count("h1") == 1
+
+
+def _width(row):
+    cells = [e for e in row.inside if isinstance(e, Element)]
+    return sum(int(cell.attributes.get("colspan", 1)) for cell in cells)
+
+
+def test_the_table_shows_what_the_paper_prints(full):
+    page, _ = full
+    (block,) = page.find("figure", id="paper-vision")
+    table = block.find("table")[0]
+    assert [e.text for e in table.find("th", scope="rowgroup")] == [
+        "budget: lower",
+        "budget: higher",
+    ]
+    body = [row for row in table.find("tr") if row.find("th", scope="row")]
+    assert len(body) == 15
+    ours = next(row for row in body if row.find("th", scope="row")[0].text == "TRISHUL")
+    first = ours.find("td")[0]
+    assert re.fullmatch(r"\d\d\.\d\d ± \d\.\d\d paper 85\.13 [+−]\d+\.\d\d", first.text)
+    assert sum(bool(cell.find("strong")) for cell in ours.find("td")) >= 4
+    assert ours.find("td")[-1].text == "★ best mean"
+    verdicts = " ".join(row.find("td")[-1].text for row in body)
+    for text in ("○ reference", "✓ worse, decided p = 0.0", "? undecided about", "against TRISHUL"):
+        assert text in verdicts
+
+
+@pytest.mark.parametrize("profile", ["small", "smoke", "custom", "mine"])
+def test_the_profile_is_on_every_table_and_figure(report, profile):
+    page = report(
+        vision(seeds=1, profile=profile, figures=[FIGURE]), sensitivity(seeds=1, profile=profile)
+    )
+    blocks = page.find("figure")
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block.attributes["data-profile"] == profile
+        caption = block.find("figcaption")[0].text
+        assert caption.startswith(profile)
+        assert "not comparable with the paper's" in caption
+        for hidden in block.find("caption"):
+            assert f"Profile {profile}." in hidden.text
+    for heading in page.find("h2"):
+        if heading.attributes["id"].startswith("sweep-"):
+            assert heading.text.endswith(profile)
+    assert f"Profile {profile}." in page.find("header")[0].text
+    assert profile in page.find("title")[0].text
+    printed = [e for e in page.every() if "printed" in e.classes()]
+    assert len(printed) > 100
+    assert not any(element.find("b") for element in printed)
+
+
+def test_gaps_are_visible_with_their_reason(report):
+    page = report(vision(status=half_missing))
+    cells = [e for e in page.find("td") if "gap" in e.classes()]
+    assert {e.find("span")[0].text for e in cells} == {"missing", "failed", "stale", "corrupt"}
+    failed = [e for e in cells if "failed" in e.classes()]
+    assert all("out of memory" in e.attributes["title"] for e in failed)
+    (problems,) = [e for e in page.find("div") if "problems" in e.classes()]
+    assert "failed 24 runs: out of memory on round 12" in problems.text
+    assert "the content of the training data has changed" in problems.text
+    assert len(problems.find("code")) == 24 + 14 + 12
+    assert "164 of 360 runs finished, 146 missing, 24 failed, 14 stale, 12 corrupt" in page.text
+    assert any("of 3 seeds" in e.text for e in page.find("span"))
+
+
+def test_nothing_is_finished(report):
+    page = report(vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), sensitivity())
+    assert "0 of 360 runs finished, 360 missing" in page.text
+    page = report(
+        vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), figures=lambda *_: []
+    )
+    assert "No finished run has what it shows." in page.text
+    assert page.text.count("No run has finished.") == 2
+
+
+def test_one_seed_shows_no_spread_and_no_p_value(report):
+    page = report(initialization(seeds=1))
+    block = page.find("figure")[0].text
+    assert "±" not in block
+    assert "p =" not in block
+    assert "So few runs cannot decide a row: one seed shows no spread." in block
+
+
+def test_three_seeds_in_one_column_show_no_p_value(report):
+    block = report(initialization()).find("figure")[0].text
+    assert "p =" not in block
+    assert "the smallest p-value that they can have is 0.25, so none is shown" in block
+
+
+HOSTILE = "</td><script>alert('1')</script>\"' & {{ 7 * 7 }} {% raw %} ]]> <!--"
+
+
+def test_hostile_texts_are_shown_as_they_are(report, tmp_path):
+    axes = {"row": (HOSTILE, "b"), "column": (HOSTILE,), "seed": ("0", "1")}
+    sweep = invent_sweep(
+        HOSTILE, axes, ("row",), ("column",), title=HOSTILE, profile=HOSTILE,
+        figures=[FigureLayout(HOSTILE, HOSTILE, "convergence")],
+        status=lambda x: ("failed", HOSTILE) if x["row"] == "b" else ("finished", ""),
+    )  # fmt: skip
+    sweep = dataclasses.replace(sweep, description=HOSTILE)
+    page = report(sweep, figures=lambda *_: [("../../../x", "<svg></svg>")])
+    assert not page.find("script")
+    shown = " ".join(HOSTILE.split())
+    assert page.text.count(shown) >= 8
+    assert page.find("td", title=f"failed: {HOSTILE}; failed: {HOSTILE}")
+    files = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
+    assert all(re.fullmatch(r"out/[a-z0-9/.-]+", name) for name in files), files
+    assert "<script" not in (tmp_path / "out/report.md").read_text().replace(r"\<script", "")
+
+
+def test_the_same_outcomes_give_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        sweeps = [vision(figures=[FIGURE], status=half_missing), initialization()]
+        write_report(sweeps, tmp_path / name, figures=square)
+    first, second = (
+        {
+            p.relative_to(tmp_path / n).as_posix(): p.read_bytes()
+            for p in (tmp_path / n).rglob("*.*")
+        }
+        for n in ("a", "b")
+    )
+    assert first == second
+    assert set(first) == {
+        "report.html",
+        "report.md",
+        "tables/paper-vision.csv",
+        "tables/paper-vision.tex",
+        "tables/paper-initialization.csv",
+        "tables/paper-initialization.tex",
+        "figures/figure-paper-vision-curve.svg",
+    }
+
+
+def without_time(element):
+    if "data-time" in element.attributes:
+        return None
+    inside = [without_time(c) if isinstance(c, Element) else c for c in element.inside]
+    return (element.tag, sorted(element.attributes.items()), [c for c in inside if c is not None])
+
+
+def test_what_depends_on_the_clock_is_marked(tmp_path):
+    def sweep(seconds):
+        slow = [
+            invent_run(cell.labels, 100 * cell.value, seconds=seconds)
+            for cell in initialization().cells
+        ]
+        return dataclasses.replace(initialization(figures=[FIGURE]), cells=tuple(slow))
+
+    def timed(figure, outcome):
+        seconds = outcome.cells[0].summary["round_seconds"][0]
+        return [("t", f'<svg data-timed="true"><text>{seconds} s</text></svg>')]
+
+    pages = [
+        write_report([sweep(seconds)], tmp_path / str(seconds), figures=timed)
+        for seconds in (1.5, 70.25)
+    ]
+    first, second = (parse(page) for page in pages)
+    assert first.text != second.text
+    assert without_time(first) == without_time(second)
+    for name in ("report.md", "tables/paper-initialization.csv", "tables/paper-initialization.tex"):
+        assert len({(page.parent / name).read_bytes() for page in pages}) == 1
+
+
+def test_figures_are_inline_and_beside_the_page(full):
+    page, folder = full
+    blocks = [e for e in page.find("figure") if e.find("svg")]
+    assert [e.attributes["id"] for e in blocks] == [
+        "figure-paper-vision-curve",
+        "figure-paper-vision-other",
+    ]
+    file = folder / "figures" / "figure-paper-vision-curve.svg"
+    assert file.read_text().startswith("<svg")
+    assert "an invented curve" in blocks[0].text
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_page(report):
+    def broken(figure, sweep):
+        raise InputError("metrics.parquet of run 123 is unreadable")
+
+    page = report(sensitivity(figures=[FIGURE]), figures=broken)
+    assert "could not be drawn: metrics.parquet of run 123 is unreadable" in page.text
+
+
+def test_switches_machines_and_runs(full):
+    page, _ = full
+    text = page.text
+    assert "method.allocation waterfill" in text
+    assert "16 CPUs (AVX512), 125.9 GiB, 1 x NVIDIA H100 80GB HBM3: 417 runs" in text
+    assert "torch 2.13.0" in text
+    section = page.find("h2", id="runs")[0].parent
+    assert len(section.find("tbody")[0].find("tr")) == 360 + 45 + 12
+    seconds = page.find("dl")[-1].text
+    assert f"{417 * 5 * 18} s" in seconds
+
+
+def test_runs_that_sweeps_share_are_counted_once(report):
+    page = report(initialization(), initialization())
+    assert "12 of 12 runs finished" in page.find("ul")[0].text.replace(
+        "12 of 12 runs", "12 of 12 runs"
+    )
+    names = [e.attributes["id"] for e in page.find("figure")]
+    assert names == ["paper-initialization", "paper-initialization-2"]
+
+
+def test_a_sweep_may_have_no_table_and_a_table_no_column(report):
+    sweep = initialization()
+    page = report(dataclasses.replace(sweep, tables=()))
+    assert "12 of 12" in page.text
+    bare = TableLayout("bare", "Bare", (), ())
+    page = report(dataclasses.replace(sweep, tables=(bare,)))
+    (row,) = page.find("table")[0].find("tbody")[0].find("tr")
+    assert row.find("th")[0].text == "Bare"
+
+
+def test_markdown_has_every_table(full):
+    _, folder = full
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert text.count("\n| ---") == 3 + 1
+    assert "**Profile paper.**" in text
+    assert "](figures/figure-paper-vision-curve.svg)" in text
+    assert "| optimizer" not in text
+    assert "`method.lam` | 0.01 (" in text
+    blocks = re.split(r"\n\n+", text)
+    assert all("|" not in block or block.count("\n| ---") <= 1 for block in blocks)
+
+
+def test_files_are_replaced_and_others_kept(tmp_path):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "paper-initialization.csv").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    path = write_report([initialization()], tmp_path, figures=square)
+    assert path == tmp_path / "report.html"
+    with (tmp_path / "tables" / "paper-initialization.csv").open(newline="") as file:
+        assert len(list(csv.reader(file))) == 13
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not [p for p in tmp_path.rglob("*.tmp")]

@@ -1,0 +1,345 @@
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from fake_cells import (
+    CASES,
+    COHORT,
+    ROUNDS,
+    SEEDS,
+    accuracy,
+    by_allocation,
+    by_alpha,
+    by_lambda,
+    by_method,
+    figure_of,
+    similarity,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tiny_run import TINY
+
+from trishul_ray.errors import InputError
+from trishul_ray.loading import load_experiment
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
+from trishul_ray.report.paper_figures import KINDS, check_figure, data_of, draw
+from trishul_ray.report.paper_figures.lines import log_positions
+from trishul_ray.report.paper_figures.selection import Estimate
+from trishul_ray.report.paper_figures.style import spread_out, styles_of
+from trishul_ray.run.runner import run_experiment
+from trishul_ray.tracking.progress import RunProgress
+
+
+def of_seeds(function, **labels):
+    """The estimate that a figure shows of a formula."""
+    return Estimate.of_runs([function(labels | {"seed": seed}) for seed in SEEDS])
+
+
+def half(labels):
+    """Seed 0 is finished, seed 1 failed, seed 2 is missing; of TRISHUL seed 1 is finished, too."""
+    if labels["seed"] == "2":
+        return "missing"
+    return "failed" if labels["seed"] == "1" and labels.get("method") != "TRISHUL" else None
+
+
+def nothing(labels):
+    return "missing"
+
+
+def test_every_kind_is_tried():
+    assert {*CASES} == {*KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_of_the_cells_make_a_figure_that_names_the_others(kind, tmp_path):
+    make, where = CASES[kind]
+    sweep = make(tmp_path, half)
+    ((name, svg),) = draw(figure_of(kind, where), sweep)
+    root = ET.fromstring(svg)
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    note = " ".join(texts)
+    assert name == f"a-{kind}"
+    assert "Profile smoke" in note and "200 of 497 test rows" in note
+    assert "missing: seed 2 of all" in note
+    assert re.search(r"failed: (seed 1 of all|\S.*, seed 1)", note)
+    assert root.get("role") == "img"
+    assert root.get("data-timed") == ("true" if kind == "overhead" else None)
+    title, description = root[0], root[1]
+    assert title.text == "A <title> & more"
+    assert root.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
+    # Vectors alone; ids that do not clash with those of another figure on the page.
+    assert "<image" not in svg and "base64" not in svg
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len({*ids}) == len(ids) and all(f"{i}-".startswith(f"smoke-fake-a-{kind}-") for i in ids)
+    assert f'<style type="text/css">#{root.get("id")} *' in svg
+    for reference in re.findall(r'(?:url\(|href=")#([^")]+)', svg):
+        assert reference in ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_finished_cells_there_is_no_figure(kind, tmp_path):
+    make, where = CASES[kind]
+    assert draw(figure_of(kind, where), make(tmp_path, nothing)) == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["svt_spectra", "spectral_alignment", "waterfilling", "covariance"]
+)
+def test_methods_without_cores_have_no_spectral_figure(kind, tmp_path):
+    where = {"method": ("FedIT", "SCAFFOLD+LoRA"), "dataset": ("cifar100",)}
+    assert draw(figure_of(kind, where), by_method(tmp_path)) == []
+
+
+@pytest.mark.parametrize("kind", ["convergence", "covariance"])
+def test_the_same_outcomes_give_the_same_text(kind, tmp_path):
+    make, where = CASES[kind]
+    first = draw(figure_of(kind, where), make(tmp_path / "a"))
+    assert first == draw(figure_of(kind, where), make(tmp_path / "b"))
+
+
+def test_convergence_shows_means_and_extremes_over_seeds(tmp_path):
+    data = data_of(figure_of("convergence"), by_method(tmp_path))
+    assert [panel.title for panel in data.panels] == ["digits (for CIFAR-100)", "20newsgroups"]
+    line = data.panels[1].lines[-1]
+    labels = {"dataset": "20newsgroups", "method": "TRISHUL"}
+    expected = [of_seeds(lambda c, n=n: accuracy(c, n), **labels) for n in range(ROUNDS + 1)]
+    assert line.label == "TRISHUL" and line.x == tuple(range(ROUNDS + 1))
+    assert line.y == tuple(expected)
+    assert f"TRISHUL {expected[-1].centre:.1%} at {ROUNDS}" in data.describe()
+    assert data.panels[0].percent and data.panels[0].y_label == "test accuracy"
+
+
+def test_what_is_averaged_besides_seeds_is_named(tmp_path):
+    sweep = by_method(tmp_path)
+    data = data_of(figure_of("convergence", panels=None), sweep)
+    assert "averaged over dataset: digits (for CIFAR-100), 20newsgroups" in data.remarks
+    assert data.panels[0].lines[0].y[0].count == 6
+    assert not any("averaged" in r for r in data_of(figure_of("convergence"), sweep).remarks)
+
+
+def test_several_axes_may_form_the_series(tmp_path):
+    figure = figure_of("convergence", series=["dataset", "method"], panels=None)
+    data = data_of(figure, by_method(tmp_path))
+    assert data.names[0] == "digits (for CIFAR-100), FedIT" and len(data.names) == 10
+
+
+def test_missing_series_keep_their_colours(tmp_path):
+    full = data_of(figure_of("convergence"), by_method(tmp_path / "a"))
+    part = data_of(
+        figure_of("convergence"),
+        by_method(tmp_path / "b", lambda c: "missing" if c["method"] == "FedIT" else None),
+    )
+    assert len(part.panels[0].lines) == len(full.panels[0].lines) - 1
+    assert styles_of(part.names) == styles_of(full.names)
+
+
+def test_finished_cells_without_diagnostics_are_named(tmp_path):
+    figure = figure_of("spectral_alignment", {"dataset": ("cifar100",)})
+    data = data_of(figure, by_method(tmp_path))
+    assert "without these metrics: FedIT; SCAFFOLD+LoRA" in data.remarks
+    assert [panel.title.split()[0] for panel in data.panels] == ["updates", "uploaded"] * 2
+    first = data.panels[0]
+    assert [line.label for line in first.lines] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
+    labels = {"dataset": "cifar100", "method": "RAVAN"}
+    assert first.lines[0].y[-1] == of_seeds(similarity, **labels)
+    assert first.expected == pytest.approx(2 / 6)  # top_k of the rank
+    figure = figure_of("spectral_alignment", {"dataset": ("cifar100",)}, of=["uploads"])
+    assert len(data_of(figure, by_method(tmp_path)).panels) == 2
+
+
+def test_variance_is_relative_to_the_first_round_of_ravan(tmp_path):
+    kind, where = "spectral_diagnostics", CASES["spectral_diagnostics"][1]
+    variance = data_of(figure_of(kind, where), by_method(tmp_path / "a")).panels[4]
+    assert variance.y_label == "relative to RAVAN in round 1"
+    assert variance.lines[0].label == "RAVAN"
+    assert variance.lines[0].y[0].centre == pytest.approx(1.0)
+    without = by_method(tmp_path / "b", lambda c: "failed" if c["method"] == "RAVAN" else None)
+    alone = data_of(figure_of(kind, where), without).panels[4]
+    assert alone.y_label == "absolute (no RAVAN)"
+    labels = {"dataset": "cifar100", "method": "TRISHUL"}
+    expected = of_seeds(lambda c: (2 - similarity(c, 1)) * 1.1, **labels)
+    assert alone.lines[-1].y[0].centre == pytest.approx(expected.centre)
+
+
+def test_accuracy_over_lambda(tmp_path):
+    data = data_of(figure_of("lambda_accuracy"), by_lambda(tmp_path))
+    (line,) = data.panels[1].lines
+    assert line.x == (0.0, 0.001, 0.01, 1.0) and data.scale == "strength"
+    assert line.y[3] == of_seeds(accuracy, **{"dataset": "20newsgroups", "lambda": "1"})
+
+
+def test_late_rounds_are_averaged(tmp_path):
+    _, where = CASES["lambda_diagnostics"]
+    data = data_of(figure_of("lambda_diagnostics", where, last=2), by_lambda(tmp_path))
+    assert [panel.y_label for panel in data.panels] == ["test accuracy", *["spectral entropy"] * 2]
+    expected = of_seeds(
+        lambda c: 1.8 - np.mean([similarity(c, n) for n in (ROUNDS - 1, ROUNDS)]),
+        **{"dataset": "cifar100", "lambda": "1"},
+    )
+    assert data.panels[1].lines[0].y[-1].centre == pytest.approx(expected.centre)
+
+
+def test_heterogeneity_and_inconsistency_over_alpha(tmp_path):
+    sweep = by_alpha(tmp_path)
+    lines = data_of(figure_of("heterogeneity"), sweep)
+    labels = {"method": "RAVAN", "partition": "dirichlet(0.05)"}
+    assert lines.scale == "skew" and lines.panels[0].lines[0].x == (0.05, 0.1, 0.3)
+    assert lines.panels[0].lines[0].y[0] == of_seeds(accuracy, **labels)
+    points = data_of(figure_of("accuracy_inconsistency", last=1), sweep)
+    point = points.panels[0][1][0]
+    expected = of_seeds(lambda c: 1 - similarity(c), **labels)
+    assert (point.series, point.value) == ("RAVAN", 0.05)
+    assert point.metric == of_seeds(accuracy, **labels)
+    assert point.index.centre == pytest.approx(expected.centre)
+
+
+def test_an_iid_partition_lies_beyond_every_alpha(tmp_path):
+    sweep = by_alpha(tmp_path)
+    for cell in sweep.cells:
+        if cell.labels["partition"] == "dirichlet(0.3)":
+            cell.summary["config"]["partition"] = {"kind": "iid", "alpha": 0.3}
+    data = data_of(figure_of("heterogeneity"), sweep)
+    assert data.panels[0].lines[0].x == (0.05, 0.1, math.inf)
+    assert "IID" in draw(figure_of("heterogeneity"), sweep)[0][1]
+
+
+def test_overhead_compares_the_same_rounds(tmp_path):
+    kind, where = "overhead", CASES["overhead"][1]
+    data = data_of(figure_of(kind, where), by_method(tmp_path / "a"))
+    key = ("20newsgroups", "TRISHUL")
+    assert data.baseline == "RAVAN" and data.groups == ("digits (for CIFAR-100)", "20newsgroups")
+    assert data.overheads[key].centre == pytest.approx(0.1)
+    # The first round, of 9 seconds, is left out.
+    assert data.seconds[key].count == 3 * (ROUNDS - 1)
+    assert data.seconds[key].centre == pytest.approx(1.1 * 1.15)
+    # No common run: seconds, but no overhead.
+    done = {("RAVAN", "0"), ("TRISHUL", "1")}
+    sweep = by_method(
+        tmp_path / "b", lambda c: None if (c["method"], c["seed"]) in done else "missing"
+    )
+    apart = data_of(figure_of(kind, where), sweep)
+    assert len(apart.seconds) == 4 and apart.overheads == {}
+
+
+def test_spectra_before_and_after_the_prox(tmp_path):
+    kind, where = "svt_spectra", CASES["svt_spectra"][1]
+    sweep = by_method(tmp_path)
+    data = data_of(figure_of(kind, where), sweep)
+    assert (data.prox, data.threshold) == ("TRISHUL", pytest.approx(0.0005))
+    cells = [c for c in sweep.cells if c.labels["method"] == "TRISHUL"][: len(SEEDS)]
+    after = np.concatenate([cell.arrays["spectrum_after"] for cell in cells])
+    assert data.after.median == pytest.approx(np.median(after, axis=0))
+    assert data.after.cores == 30 and data.zeroed == pytest.approx((after == 0).mean())
+    # The prox subtracts the threshold, or what there is.
+    assert max(data.removed.high) == pytest.approx(1.0) and min(data.removed.low) > 0
+    names = [name for name, _ in data.uploaded]
+    assert names == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
+    assert data.tails[0][1].median[0] == 1.0
+    assert data.tails[2][1].median[-1] < data.tails[0][1].median[-1]
+
+
+def test_spectra_of_methods_without_a_prox(tmp_path):
+    where = {"method": ("RAVAN",), "dataset": ("cifar100",)}
+    data = data_of(figure_of("svt_spectra", where), by_method(tmp_path))
+    assert data.prox is None and len(data.uploaded) == 1
+
+
+def test_heads_by_allocation(tmp_path):
+    (panel,) = data_of(figure_of("waterfilling"), by_allocation(tmp_path)).panels
+    assert panel.title == "vit-digits" and panel.blocks == ("0", "1", "2", "3")
+    assert panel.norms == (1.0, 2.0, 3.0, 2.0)
+    heads = {name: [each.centre for each in estimates] for name, estimates in panel.heads}
+    assert heads == {"uniform": [4, 4, 4, 4], "water-filling": [2, 4, 6, 4]}
+
+
+def test_covariance_is_of_one_run_that_both_have(tmp_path):
+    kind, where = "covariance", CASES["covariance"][1]
+    unfinished = {("RAVAN", "0"), ("TRISHUL", "2")}
+    sweep = by_method(
+        tmp_path, lambda c: "missing" if (c["method"], c["seed"]) in unfinished else None
+    )
+    data = data_of(figure_of(kind, where), sweep)
+    (first, clients, matrix), (second, _, other) = data.matrices
+    assert (first, second) == ("RAVAN", "TRISHUL") and len(clients) == len(matrix) == 6
+    assert other == pytest.approx(matrix * 0.8**2, nan_ok=True)
+    assert "seed 1 alone" in data.remarks
+    assert any(f"{-1 / (COHORT - 1):.2g} of the diagonal" in remark for remark in data.remarks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("convergance", {}, "kind 'convergance' is none of convergence, overhead"),
+        ("convergence", {"serie": "method"}, "option 'serie' is none of those of convergence"),
+        ("convergence", {"series": "lamda"}, "series='lamda' must be null, an axis or a list"),
+        ("convergence", {"panels": ["dataset", "x"]}, "must be null, an axis or a list"),
+        ("alpha_diagnostics", {"last": 0}, "last=0 must be a number of rounds"),
+        ("alpha_diagnostics", {"of": ["update"]}, "must be a list of updates and uploads"),
+        ("covariance", {"matrix": "corelation"}, "must be one of covariance, inner_products"),
+        ("lambda_accuracy", {"x": 3}, "x=3 must be text"),
+    ],
+)
+def test_wrong_kinds_and_options_are_refused(kind, options, message):
+    with pytest.raises(InputError, match="figure 'a-") as error:
+        check_figure(figure_of(kind, **options), ("method", "dataset", "seed"))
+    assert message in str(error.value)
+
+
+@given(st.lists(st.floats(-50, 250), max_size=12), st.floats(1, 15))
+def test_labels_are_moved_apart_within_the_panel(wanted, step):
+    height = 200.0
+    placed = spread_out(wanted, step, height)
+    ordered = sorted(placed)
+    assert all(b - a >= step - 1e-6 for a, b in itertools.pairwise(ordered))
+    assert all(-1e-6 <= y <= height + 1e-6 for y in placed)
+    # Their order stays.
+    pairs = sorted(zip(wanted, placed, strict=True))
+    assert all(a[1] <= b[1] + 1e-6 for a, b in itertools.pairwise(pairs) if a[0] < b[0])
+
+
+def test_zero_and_infinity_lie_one_step_beyond_a_log_axis():
+    assert log_positions([0.0, 0.01, 0.1, 1.0, math.inf]) == pytest.approx(
+        {0.0: -3, 0.01: -2, 0.1: -1, 1.0: 0, math.inf: 1}
+    )
+    assert log_positions([0.0]) == {0.0: -1.0}
+
+
+def test_styles_differ_without_colour():
+    names = [*"abcdefghij", "TRISHUL", "RAVAN"]
+    styles = styles_of(names)
+    assert len({(style.dash, style.marker) for style in styles.values()}) == len(names)
+    assert styles_of(["RAVAN (s=1)"])["RAVAN (s=1)"] == styles["RAVAN"]
+    both = styles_of(["TRISHUL (λ=0)", "TRISHUL"])
+    assert both["TRISHUL"] == styles["TRISHUL"] != both["TRISHUL (λ=0)"]
+
+
+@pytest.fixture(scope="module")
+def real_sweep(tmp_path_factory):
+    """Two real runs of two rounds: RAVAN and TRISHUL on digits."""
+    runs = str(tmp_path_factory.mktemp("runs"))
+    cells = []
+    for label, fields in (
+        ("RAVAN", ["method=ravan"]),
+        ("TRISHUL", ["method=trishul", "method.lam=1.0"]),
+    ):
+        experiment = load_experiment(None, [*TINY, *fields, f"storage.runs={runs}"])
+        with RunProgress(2, Console(quiet=True)) as progress:
+            done = run_experiment(experiment, progress)
+        labels = {"dataset": "cifar100", "method": label, "seed": "0"}
+        finished = (done.summary["headline"], done.summary, done.home)
+        cells.append(CellOutcome(labels, experiment.id, "finished", "", *finished))
+    axes = {"dataset": ("cifar100",), "method": ("RAVAN", "TRISHUL"), "seed": ("0",)}
+    return SweepOutcome("real", "Real", "smoke", "", axes, {}, (), (), tuple(cells))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_drawn_from_real_runs(kind, real_sweep):
+    where = {"method": ("TRISHUL",)} if kind.startswith("lambda") else {}
+    ((_, svg),) = draw(figure_of(kind, where), real_sweep)
+    assert "Profile smoke" in svg and "1 seed" in svg and "32 of 497 test rows" in svg
+    assert "without these" not in svg and "averaged over" not in svg

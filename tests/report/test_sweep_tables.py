@@ -1,0 +1,240 @@
+"""Tables of sweeps: means, the paper's numbers, what is bold, and what is decided."""
+
+import dataclasses
+
+import pytest
+from invented_outcomes import (
+    half_missing,
+    initialization,
+    invent_sweep,
+    sensitivity,
+    vision,
+)
+
+from trishul_ray.report.outcomes import TableLayout
+from trishul_ray.report.paper import paper_value
+from trishul_ray.report.sweep_tables import TableCell, build_tables, make_slug
+
+
+def build(*sweeps):
+    return build_tables(sweeps, paper_value)
+
+
+def cells(table, label, group=0):
+    return next(row.cells for row in table.groups[group].rows if row.label == label)
+
+
+def test_rows_columns_and_headers_have_the_order_of_the_axes():
+    (table,) = build(vision())
+    assert [group.label for group in table.groups] == ["budget: lower", "budget: higher"]
+    lower, higher = ([row.label for row in group.rows] for group in table.groups)
+    assert lower[0] == "Full-FT"
+    assert lower[1:] == higher
+    assert table.header() == [
+        [("CIFAR-100", 4), ("SVHN", 4)],
+        [("20 clients", 2), ("50 clients", 2)] * 2,
+        [("IID", 1), ("Dirichlet(0.3)", 1)] * 4,
+    ]
+    assert table.unit == "accuracy, %"
+    assert table.seeds == 3
+
+
+def test_a_cell_is_the_mean_over_its_seeds_beside_the_papers_number():
+    sweep = vision()
+    (table,) = build(sweep)
+    cell = cells(table, "RAVAN", group=1)[5]  # SVHN, 20 clients, Dirichlet
+    labels = {
+        "method": "RAVAN", "budget": "higher", "dataset": "svhn", "clients": "20",
+        "partition": "dirichlet(0.3)",
+    }  # fmt: skip
+    runs = [run for run in sweep.cells if labels.items() <= run.labels.items()]
+    assert list(cell.runs) == runs
+    assert cell.estimate.mean == pytest.approx(100 * sum(run.value for run in runs) / 3)
+    assert cell.paper == 89.41
+    assert cell.difference == pytest.approx(cell.estimate.mean - 89.41)
+    # Full fine-tuning has no budget in the paper.
+    assert cells(table, "Full-FT")[0].paper == 89.89
+
+
+@pytest.mark.parametrize("profile", ["small", "smoke", "custom"])
+def test_no_difference_from_the_paper_outside_its_profile(profile):
+    (table,) = build(sensitivity(profile=profile))
+    row = cells(table, "0.01 (ours)")
+    assert row[0].paper == 79.41
+    assert all(cell.difference is None for row in table.rows for cell in row.cells)
+
+
+def test_the_best_of_a_column_in_its_group_but_no_reference_is_bold():
+    (table,) = build(vision())
+    for group in table.groups:
+        for column in range(8):
+            best = [row for row in group.rows if row.cells[column].best]
+            means = [r.cells[column].estimate.mean for r in group.rows if not r.is_reference]
+            assert best[0].cells[column].estimate.mean == max(means)
+            assert not best[0].is_reference
+    # Equal as displayed: both are bold.
+    axes = {"method": ("a", "b", "c"), "seed": ("0",)}
+    level = {"a": 80.001, "b": 80.0, "c": 79.9}
+    tied = invent_sweep("t", axes, ("method",), (), level=lambda x: level[x["method"]], noise=0)
+    assert [row.cells[0].best for row in build(tied)[0].rows] == [True, True, False]
+    equal = invent_sweep("t", axes, ("method",), (), level=lambda x: 80.0, noise=0)
+    assert not any(row.cells[0].best for row in build(equal)[0].rows)
+    assert [row.verdict.text for row in build(equal)[0].rows] == [
+        "best mean",
+        *["undecided: equal means"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "±0.00"), (-0.0, "±0.00"), (-0.004, "±0.00"), (-1.5, "−1.50")]
+)
+def test_differences_have_a_sign(value, text):
+    cell = TableCell((), {}, percent=True)
+    assert cell.format_difference(value) == text
+    assert cell.format_difference(2.345) == "+2.35"
+
+
+def test_the_average_is_taken_seed_by_seed():
+    (table,) = build(sensitivity())
+    for row in table.rows:
+        *columns, average = row.cells
+        means = [sum(cell.seeds[seed] for cell in columns) / 3 for seed in ("0", "1", "2")]
+        assert list(average.seeds.values()) == pytest.approx(means)
+        assert average.estimate.mean == pytest.approx(sum(means) / 3)
+    assert table.columns[-1] == ("average",)
+
+
+def test_the_papers_average():
+    tasks = ("mnli_mismatched", "mnli_matched", "qnli", "qqp", "sst2", "rte")
+    axes = {"method": ("RAVAN", "TRISHUL"), "task": tasks, "seed": ("0",)}
+    sweep = invent_sweep("glue", axes, ("method",), ("task",), paper="tab:glue", average=True)
+    (table,) = build(sweep)
+    assert [row.cells[-1].paper for row in table.rows] == [83.9, 84.66]
+
+
+def test_a_loss_is_better_if_lower():
+    axes = {"method": ("a", "b"), "seed": tuple(map(str, range(8)))}
+    sweep = invent_sweep(
+        "losses", axes, ("method",), (), level=lambda x: 90.0 if x["method"] == "a" else 50.0
+    )
+    losses = [dataclasses.replace(cell, metric="loss") for cell in sweep.cells]
+    (table,) = build(dataclasses.replace(sweep, cells=tuple(losses)))
+    assert table.unit == "loss"
+    first, second = table.rows
+    assert first.cells[0].best
+    assert first.verdict.kind == "best"
+    assert second.verdict.kind == "worse"
+    assert second.verdict.comparison.difference == pytest.approx(0.4, abs=0.05)
+    assert first.cells[0].estimate.mean == pytest.approx(0.6, abs=0.05)
+    # Rows are not compared over columns in different units.
+    both = {"measure": ("accuracy", "loss"), **axes}
+    mixed = invent_sweep("mixed", both, ("method",), ("measure",), average=True)
+    runs = [dataclasses.replace(cell, metric=cell.labels["measure"]) for cell in mixed.cells]
+    (table,) = build(dataclasses.replace(mixed, cells=tuple(runs)))
+    assert {row.verdict.kind for row in table.rows} == {"none"}
+    assert not table.groups[0].rows[0].cells[-1].planned
+
+
+def test_verdicts():
+    tables = build(vision(), sensitivity(), initialization())
+    by_row = {
+        (table.layout.name, group.label, row.label): row.verdict
+        for table in tables
+        for group in table.groups
+        for row in group.rows
+    }
+    lower = "budget: lower"
+    assert by_row["vision", lower, "Full-FT"].text == "reference"
+    assert by_row["vision", lower, "TRISHUL"].text == "best mean"
+    worse = by_row["vision", lower, "FFA-LoRA"]
+    assert worse.kind == "worse"
+    assert worse.best == "TRISHUL"
+    assert worse.text.startswith("worse, decided: p = 0.0")
+    near = by_row["vision", lower, "RAVAN"]
+    assert near.kind == "undecided"
+    assert near.text.endswith(" seeds needed")
+    # Three seeds cannot decide one column, however clear it looks: there is no p-value.
+    clear = by_row["initialization", "", "Constant"]
+    assert clear.kind == "undecided"
+    assert clear.comparison.p_value is None
+    assert clear.comparison.difference < -20
+    assert tables[2].undecidable == 0.25
+    assert tables[0].undecidable is None
+
+
+def test_one_seed_has_no_spread_and_decides_nothing():
+    (table,) = build(vision(seeds=1))
+    assert {row.verdict.kind for row in table.rows} == {"best", "undecided", "reference"}
+    assert {row.verdict.text for row in table.rows if row.verdict.comparison} == {
+        "undecided: one seed"
+    }
+    assert table.undecidable == 1.0
+    assert all(cell.estimate.deviation is None for row in table.rows for cell in row.cells)
+
+
+def test_half_of_the_cells_missing():
+    (table,) = build(vision(status=half_missing))
+    found = [cell for row in table.rows for cell in row.cells]
+    gaps = {cell.gap for cell in found if cell.estimate is None}
+    assert gaps == {"failed", "missing", "stale", "corrupt"}
+    assert any(cell.partial for cell in found)
+    assert all(cell.gap == "failed" for cell in cells(table, "FFA-LoRA")[4:])
+    assert sum(table.states.values()) == 360
+    assert table.states["failed"] == 24
+    assert {row.verdict.kind for row in table.rows} >= {"best", "undecided"}
+
+
+def test_nothing_finished():
+    (table,) = build(vision(status=lambda labels: ("missing", "")))
+    assert all(cell.estimate is None for row in table.rows for cell in row.cells)
+    assert {row.verdict.text for row in table.rows} == {""}
+    assert table.states == {"missing": 360}
+
+
+def test_a_finished_run_may_lack_the_metric():
+    sweep = initialization(seeds=1)
+    lacking = [dataclasses.replace(cell, metric="accuracy_matched") for cell in sweep.cells]
+    (table,) = build(dataclasses.replace(sweep, cells=tuple(lacking)))
+    assert {cell.gap for row in table.rows for cell in row.cells} == {"not measured"}
+
+
+def test_combinations_that_the_sweep_leaves_out_are_no_gaps():
+    axes = {"method": ("a", "b"), "clients": ("20", "50"), "seed": ("0", "1")}
+    sweep = invent_sweep(
+        "part", axes, ("method",), ("clients",),
+        left_out=lambda x: x["method"] == "a" and x["clients"] == "50",
+    )  # fmt: skip
+    (table,) = build(sweep)
+    assert [cell.planned for row in table.rows for cell in row.cells] == [True, False, True, True]
+
+
+def test_other_axes_than_the_seed_are_averaged_within_a_seed():
+    axes = {"method": ("a", "b"), "clients": ("20", "50"), "seed": ("0", "1", "2")}
+    (table,) = build(invent_sweep("mean", axes, ("method",), ()))
+    cell = table.groups[0].rows[0].cells[0]
+    assert len(cell.runs) == 6
+    assert cell.estimate.count == 3
+    # A seed counts only if all of it is there.
+    incomplete = invent_sweep(
+        "mean", axes, ("method",), (),
+        status=lambda x: ("missing" if x["seed"] + x["clients"] == "150" else "finished", ""),
+    )  # fmt: skip
+    cell = build(incomplete)[0].groups[0].rows[0].cells[0]
+    assert (cell.estimate.count, cell.partial) == (2, True)
+
+
+def test_where_limits_what_is_shown():
+    sweep = vision()
+    where = {"clients": ("20",), "budget": ("lower",)}
+    layout = TableLayout(
+        "part", "Part", ("method",), ("dataset", "partition"), "tab:vision", where=where
+    )
+    (table,) = build(dataclasses.replace(sweep, tables=(layout,)))
+    assert len(table.columns) == 4
+    # The paper's number is found by the labels that are shown nowhere else.
+    assert cells(table, "TRISHUL")[3].paper == 91.38
+
+
+def test_a_slug_fits_file_names_and_ids():
+    assert make_slug("paper", "../../etc/passwd", "λ <b>") == "paper-etc-passwd-b"
+    assert make_slug("λ") == "x"

@@ -1,0 +1,54 @@
+"""How runs made the choices that the paper leaves open."""
+
+import pytest
+
+from trishul_ray.experiment import Experiment
+from trishul_ray.report.switches import MOST_VALUES, SWITCHES, read_switches
+
+
+def summary(**fields):
+    experiment = Experiment.model_validate(fields)
+    return {"config": experiment.to_dict(), "identity": experiment.identity()}
+
+
+def read(*summaries):
+    return {switch.field: switch for switch in read_switches(summaries)}
+
+
+def test_values_are_counted_where_the_method_reads_them():
+    found = read(
+        summary(method="trishul"),
+        summary(method={"name": "trishul", "lam": 0.1, "prox_on": "change"}),
+        summary(method="ravan", adapter={"init": "gram_schmidt"}),
+        summary(method="fedit", federation={"weighting": "size"}, partition={"kind": "iid"}),
+    )
+    assert found["method.lam"].values == (("0.01", 1), ("0.1", 1))
+    assert found["method.prox_on"].values == (("change", 1), ("core", 1))
+    assert found["federation.weighting"].values == (("uniform", 3), ("size", 1))
+    assert found["adapter.init"].values == (
+        ("gram_schmidt (the default of trishul)", 2),
+        ("gram_schmidt", 1),
+    )
+    assert found["method.scalars"].values == (("trainable", 3),)
+    assert found["partition.variant"].values == (("per-client", 3),)
+    assert found["model.train_head"].values == (("yes", 4),)
+    assert found["evaluation.limit"].values == (("all", 4),)
+    assert "adapter.sigma" not in found
+    assert "optimizer.lr_source" in found
+
+
+def test_every_switch_is_a_field():
+    wild = summary(method="trishul", adapter={"init": "rv_random_normal"})
+    assert set(read(wild)) == set(SWITCHES)
+
+
+def test_many_values_are_counted():
+    runs = [summary(optimizer={"lr": 0.1, "lr_source": f"table {i}"}) for i in range(9)]
+    sources = read(*runs)["optimizer.lr_source"]
+    assert len(sources.values) == MOST_VALUES
+    assert sources.others == 9 - MOST_VALUES
+
+
+@pytest.mark.parametrize("summaries", [[], [summary(method="fullft")]])
+def test_few_runs(summaries):
+    assert "method.lam" not in read(*summaries)

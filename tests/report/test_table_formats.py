@@ -1,0 +1,124 @@
+"""Tables as Markdown, LaTeX, CSV and on the terminal."""
+
+import csv
+import io
+import re
+
+import pytest
+from invented_outcomes import half_missing, initialization, invent_sweep, sensitivity, vision
+from rich.console import Console
+
+from trishul_ray.report.paper import paper_value
+from trishul_ray.report.sweep_tables import build_tables
+from trishul_ray.report.table_formats import to_csv, to_latex, to_markdown, to_rich
+
+HOSTILE = r"a|b & 50% of $x_1$ #{<script>alert(1)</script>} \n ~^ [red]λ±≤"
+
+
+def build(sweep):
+    return build_tables([sweep], paper_value)[0]
+
+
+def hostile():
+    axes = {HOSTILE: (HOSTILE, "b"), "metric": ("x", "y"), "seed": ("0", "1", "2")}
+    return invent_sweep(
+        "hostile", axes, (HOSTILE,), ("metric",), title=HOSTILE, profile="custom",
+        status=lambda x: ("failed", HOSTILE) if x["metric"] == "y" else ("finished", ""),
+    )  # fmt: skip
+
+
+def markdown_cells(line):
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+@pytest.mark.parametrize("sweep", [vision(), vision(status=half_missing), hostile()])
+def test_markdown_has_the_same_number_of_cells_in_each_row(sweep):
+    table = build(sweep)
+    lines = to_markdown(table).splitlines()
+    assert {len(markdown_cells(line)) for line in lines} == {len(table.columns) + 2}
+    groups = sum(bool(group.label) for group in table.groups)
+    assert len(lines) == 2 + groups + len(list(table.rows))
+
+
+def test_markdown_shows_means_the_best_and_the_paper():
+    lines = to_markdown(build(sensitivity())).splitlines()
+    ours = markdown_cells(next(line for line in lines if line.startswith("| 0.01")))
+    assert re.fullmatch(r"\*\*79\.\d\d\*\* ± 0\.\d\d \[paper 79.41, [+−]0\.\d\d\]", ours[1])
+    assert ours[-1] == "best mean"
+    smoke = to_markdown(build(sensitivity(profile="smoke", seeds=1)))
+    assert re.search(r"\| \*\*\d\d\.\d\d\*\* \[paper 79\.41\] \|", smoke)
+    assert "failed" in to_markdown(build(hostile()))
+    assert "<script" not in to_markdown(build(hostile())).replace(r"\<script", "")
+
+
+def structure(latex):
+    """Check braces, environments and cells of a LaTeX table, and return its rows."""
+    bare = re.sub(r"\\[\\{}%$#&_]", "", latex)
+    assert bare.count("{") == bare.count("}")
+    depth = 0
+    for letter in bare:
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        assert depth >= 0
+    assert bare.count("$") % 2 == 0
+    assert not re.search(r"[%#_]", re.sub(r"\\label\{[^}]*\}", "", bare))
+    for name in ("table", "tabular"):
+        assert latex.count(rf"\begin{{{name}}}") == latex.count(rf"\end{{{name}}}") == 1
+    body = latex[latex.index(r"\toprule") : latex.index(r"\bottomrule")]
+    width = len(re.search(r"\\begin\{tabular\}\{(\w+)\}", latex).group(1))
+    rows = [line for line in body.splitlines() if line.endswith(r"\\")]
+    for row in rows:
+        spans = sum(int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", row))
+        assert len(re.findall(r"(?<!\\)&", row)) + 1 + spans == width, row
+    return rows
+
+
+@pytest.mark.parametrize("sweep", [vision(), vision(status=half_missing), sensitivity(), hostile()])
+def test_latex_is_balanced_and_every_row_fills_the_table(sweep):
+    structure(to_latex(build(sweep)))
+
+
+def test_latex_names_the_profile_and_shows_the_papers_numbers_in_its_profile_alone():
+    paper = to_latex(build(initialization()))
+    assert "Profile paper." in paper
+    assert paper.count(r"\emph{paper}") == 4
+    assert "66.92" in paper
+    smoke = to_latex(build(initialization(profile="smoke", seeds=1)))
+    assert "Profile smoke." in smoke
+    assert "66.92" not in smoke
+    assert all(ord(letter) < 128 for letter in to_latex(build(sensitivity())))
+
+
+def test_csv_has_every_run():
+    table = build(vision(status=half_missing))
+    rows = list(csv.DictReader(io.StringIO(to_csv(table))))
+    assert len(rows) == 360
+    assert len({row["id"] for row in rows}) == 360
+    by_id = {run.id: run for run in table.cells}
+    for row in rows:
+        run = by_id[row["id"]]
+        assert {axis: row[axis] for axis in run.labels} == run.labels
+        assert (row["status"], row["reason"]) == (run.status, run.reason)
+        assert (float(row["value"]) if row["value"] else None) == run.value
+        assert row["sweep_profile"] == "paper"
+        assert row["paper_percent"]
+
+
+def test_csv_keeps_hostile_text_and_axes_that_are_named_like_its_columns():
+    rows = list(csv.DictReader(io.StringIO(to_csv(build(hostile())))))
+    assert len(rows) == 12
+    assert {row["axis_metric"] for row in rows} == {"x", "y"}
+    assert {row["metric"] for row in rows} == {"accuracy"}
+    assert {row[HOSTILE] for row in rows} == {HOSTILE, "b"}
+    assert {row["reason"] for row in rows} == {"", HOSTILE}
+
+
+@pytest.mark.parametrize("sweep", [sensitivity(), sensitivity(seeds=1, profile="smoke"), hostile()])
+def test_the_terminal_shows_every_row_as_it_is(sweep):
+    table = build(sweep)
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(to_rich(table, console.width))
+    text = console.export_text()
+    for row in table.rows:
+        assert row.label in text
+        assert row.verdict.text in text
+    assert f"[{table.profile}]" in text

@@ -1,0 +1,161 @@
+"""What a plan counts: each run once, in the first sweep that has it."""
+
+import pytest
+
+from trishul_ray.errors import InputError
+from trishul_ray.tuning.cost import work_of
+from trishul_ray.tuning.plan import device_of, make_plan, plan_notes
+from trishul_ray.tuning.state import CellState
+from trishul_ray.tuning.sweep import distinct, load_sweep, sweep_from_axes
+
+BASE = ["dataset=cifar100", "federation.rounds=10"]
+
+
+def result(experiment, seconds, *, gpus=(), cpus=1, rounds=None, wall=None):
+    """What result.json has of the time of a run."""
+    per_round = [seconds] * (rounds or experiment.federation.rounds)
+    return {
+        "identity": experiment.identity(),
+        "config": experiment.to_dict(),
+        "round_seconds": per_round,
+        "wall_seconds": sum(per_round) if wall is None else wall,
+        "hardware": {"gpus": list(gpus), "cpus": cpus},
+    }
+
+
+@pytest.fixture
+def sweeps():
+    """Two sweeps of 6 and 4 cells that share 2 runs."""
+    one = sweep_from_axes(["method=fedit,ravan", "seed=0..2"], BASE)
+    two = sweep_from_axes(["method=ravan,trishul", "seed=0..1"], BASE)
+    return [one, two]
+
+
+def states_of(sweeps, **given):
+    states = {id: CellState("missing", "not run yet") for id in distinct(sweeps)}
+    return states | given
+
+
+def test_a_shared_run_is_counted_once_in_the_first_sweep_that_has_it(sweeps):
+    plan = make_plan(sweeps, states_of(sweeps), "h100")
+    one, two = plan.sweeps
+    assert (one.cells, one.runs, one.shared, one.to_do) == (6, 6, 0, 6)
+    assert (two.cells, two.runs, two.shared, two.to_do) == (4, 2, 2, 2)
+    assert (plan.total.cells, plan.total.runs, plan.total.shared) == (10, 8, 2)
+    hours = {
+        cell.experiment.method.name: work_of(cell.experiment).seconds("h100", "fp32") / 3600
+        for sweep in sweeps
+        for cell in sweep.cells
+    }
+    assert one.hours_left == pytest.approx(3 * hours["fedit"] + 3 * hours["ravan"])
+    assert two.hours_left == pytest.approx(2 * hours["trishul"])
+    assert plan.total.hours_left == pytest.approx(one.hours_left + two.hours_left)
+    assert make_plan(sweeps[::-1], states_of(sweeps), "h100").sweeps[0].runs == 4
+
+
+def test_runs_are_counted_by_what_the_store_has_of_them(sweeps):
+    ids = list(distinct(sweeps))
+    done = result(distinct(sweeps)[ids[0]], 36.0, gpus=["NVIDIA A100-SXM4-80GB"])
+    given = {
+        ids[0]: CellState("finished", "", done),
+        ids[1]: CellState("stale", "the data have changed since it was run"),
+        ids[2]: CellState("failed", "out of memory"),
+        ids[-1]: CellState("corrupt", "checksum differs"),
+    }
+    plan = make_plan(sweeps, states_of(sweeps, **given), "h100")
+    one, two = (dict(each.states) for each in plan.sweeps)
+    assert one == {"finished": 1, "stale": 1, "failed": 1, "missing": 3}
+    assert two == {"missing": 1, "corrupt": 1}
+    assert (plan.sweeps[0].to_do, plan.total.to_do) == (5, 7)
+    assert plan.total.hours_done == pytest.approx(10 * 36 / 3600)
+    notes = "\n".join(plan_notes(plan, states_of(sweeps, **given), 1))
+    assert "8 distinct runs" in notes and "1 failed: out of memory" in notes
+    assert "1 stale: the data have changed since it was run" in notes
+
+
+def test_the_time_of_a_similar_run_counts_more_than_the_model(sweeps):
+    cells = {cell.labels["method"]: cell.experiment for cell in sweeps[1].cells}
+    ravan = cells["ravan"]
+    other_rate = ravan.model_copy(
+        update={"seed": 9, "optimizer": ravan.optimizer.model_copy(update={"lr": 0.5})}
+    )
+    seldom = ravan.model_copy(
+        update={"evaluation": ravan.evaluation.model_copy(update={"every": 5})}
+    )
+    h100 = ["NVIDIA H100 80GB HBM3"]
+    measured = [
+        result(seldom, 1.0, gpus=h100),
+        result(other_rate, 72.0, gpus=h100, rounds=5, wall=5 * 72 + 36),
+        result(cells["trishul"], 5.0, gpus=["NVIDIA L4"]),
+        result(cells["trishul"], 5.0),
+    ]
+    plan = make_plan(sweeps[1:], states_of(sweeps), "h100", measured)
+    (only,) = plan.sweeps
+    assert only.measured == 2
+    trishul = work_of(cells["trishul"]).seconds("h100", "fp32") / 3600
+    # The rounds of the nearest run, as many as this one has, and what that run took around them.
+    assert only.hours_left == pytest.approx(2 * (10 * 72 + 36) / 3600 + 2 * trishul)
+    assert make_plan(sweeps[1:], states_of(sweeps), "a100", measured).sweeps[0].measured == 0
+
+
+def test_device_hours_are_hours_times_what_the_run_held(sweeps):
+    experiment = next(iter(distinct(sweeps).values()))
+    two = result(experiment, 360.0, gpus=["NVIDIA H100"] * 2, cpus=16)
+    plan = make_plan(sweeps[:1], states_of(sweeps), "h100", [two])
+    assert plan.sweeps[0].measured == 3 and plan.sweeps[0].hours_left > 6
+    resources = experiment.resources.model_copy(update={"actors": 1, "device": "cpu"})
+    small = experiment.model_copy(update={"resources": resources})
+    quarter = result(small, 360.0, cpus=4)
+    states = states_of(sweeps, **{experiment.id: CellState("finished", "", quarter)})
+    assert make_plan(sweeps[:1], states, "cpu").total.hours_done == pytest.approx(0.25)
+
+
+def test_devices_are_known_by_name():
+    experiment = sweep_from_axes([], BASE).cells[0].experiment
+    names = [
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA A100-SXM4-40GB",
+        "Tesla V100-SXM2-16GB",
+        "NVIDIA L40S",
+    ]
+    assert [device_of(result(experiment, 1.0, gpus=[name])) for name in names] == [
+        *("h100", "a100", "v100"),
+        "NVIDIA L40S",
+    ]
+    assert device_of(result(experiment, 1.0)) == "cpu"
+    with pytest.raises(InputError, match=r"device 'tpu' is unknown; known: h100, h200, a100"):
+        make_plan([], {}, "tpu")
+
+
+def test_runs_of_unknown_models_are_named_and_not_guessed():
+    sweep = sweep_from_axes(["model=nobody/nothing,vit-digits"], ["method=fedit"])
+    plan = make_plan([sweep], states_of([sweep]), "cpu")
+    assert (plan.total.to_do, plan.total.unknown) == (2, 1) and plan.total.hours_left > 0
+    assert "1 runs of unknown time are not counted: model.name='nobody/nothing'" in "\n".join(
+        plan_notes(plan, {}, 1)
+    )
+
+
+def test_an_adaptive_search_counts_with_all_its_samples(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "base: {dataset: digits, method: fedit}\n"
+        "axes: {seed: [0, 1]}\n"
+        "search: {kind: optuna, samples: 7, space: {optimizer.lr: {log: [0.001, 0.1]}}}\n"
+    )
+    plan = make_plan([load_sweep(file)], {}, "cpu")
+    assert (plan.total.cells, plan.total.runs, plan.total.states["missing"]) == (14, 14, 14)
+
+
+def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "140")
+    code, out, err = called("plan", "vision", "--price", "2.5", "--device", "h100")
+    assert code == 0, err
+    cells = out.splitlines()[0].split(), out.splitlines()[1].split()
+    row = dict(zip(*cells, strict=True))
+    assert (row["sweep"], row["cells"], row["runs"], row["missing"]) == ("vision", *["360"] * 3)
+    assert float(row["cost"]) == pytest.approx(2.5 * float(row["hours"]), rel=0.02)
+    assert "360 distinct runs; hours on one H100: 0 runs measured, 360 from the cost model" in out
+    assert not list(tmp_path.iterdir())
+    assert called("plan", "visoin")[0] == 2 and called("plan", "vision", "--device", "x")[0] == 2

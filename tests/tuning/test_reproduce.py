@@ -1,0 +1,256 @@
+"""Sweeps under Ray Tune: the bytes of single runs, failures, retries, one MLflow run per cell."""
+
+import functools
+import io
+import json
+import os
+import re
+import textwrap
+import time
+
+import psutil
+import pytest
+from rich.console import Console
+
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.run.results import read_metrics
+from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tuning import tuner
+from trishul_ray.tuning.monitor import TuneOptions
+from trishul_ray.tuning.reproduce import reproduce
+from trishul_ray.tuning.sweep import load_sweep
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.timeout(900),  # processes start several times
+]
+
+#: Five cells, of which one always fails: its update is not finite. Four need one process each.
+CASES = """
+    base: {resources.backend: inline}
+    axes:
+      case:
+        trishul: {method: trishul}
+        other seed: {method: trishul, seed: 1}
+        fedit: {method: fedit}
+        broken: {method: fedit, optimizer.lr: 1.0e+30}
+        scaffold: {method: scaffold, resources.backend: ray}
+    """
+
+
+class Followed(SweepProgress):
+    """Progress without a terminal, that remembers and may strike at a round."""
+
+    def __init__(self, strike=lambda: None):
+        self.text = io.StringIO()
+        super().__init__(Console(file=self.text, width=200))
+        self.strike, self.retries, self.ended = strike, [], {}
+
+    def round(self, id, round_, metrics):
+        super().round(id, round_, metrics)
+        if round_ == 1:
+            strike, self.strike = self.strike, lambda: None
+            strike()
+
+    def retry(self, id, why, attempt, attempts):
+        super().retry(id, why, attempt, attempts)
+        self.retries.append((id, why))
+
+    def end(self, id, *, failure=None):
+        super().end(id, failure=failure)
+        assert id not in self.ended
+        self.ended[id] = failure
+
+
+def trials():
+    """The processes of trials that are running, oldest first."""
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline", "create_time"])
+        if any("CellTrial" in word for word in process.info["cmdline"] or [])
+    ]
+    return sorted(found, key=lambda process: process.info["create_time"])
+
+
+@pytest.fixture
+def sweep_file(tmp_path, cache, small_words):
+    """``sweep_file(text, *overrides)`` -> a sweep whose runs lie in this test's folder."""
+
+    def make(text, *overrides, name="mine"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(textwrap.dedent(text))
+        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+        return load_sweep(file, [*small_words, *places, "tracking.mlflow=true", *overrides])
+
+    return make
+
+
+def by_label(sweep, axis="case"):
+    return {cell.labels[axis]: cell.experiment for cell in sweep.cells}
+
+
+def files_of(experiment):
+    """Content and time of what a finished run must keep."""
+    home = run_folder(experiment).root
+    stats = {}
+    for name in ("attempt.json", "result.json", "metrics.parquet"):
+        with open(f"{home}/{name}", "rb") as file:
+            stats[name] = file.read(), os.stat(f"{home}/{name}").st_mtime_ns
+    return stats
+
+
+def logged_runs(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    groups = [e.experiment_id for e in client.search_experiments()]
+    return client, list(client.search_runs(groups))
+
+
+def assert_as_inline(experiment, inline_result):
+    reference = inline_result(experiment)
+    summary = json.loads(run_folder(experiment).read("result.json"))
+    assert summary["state_sha256"] == reference.digest
+    numbers = [
+        {k: v for k, v in r.items() if isinstance(v, int | float) and not k.endswith("seconds")}
+        for r in reference.records
+    ]
+    rows = read_metrics(run_folder(experiment))
+    assert [{k: row[k] for k in known} for row, known in zip(rows, numbers, strict=True)] == numbers
+
+
+def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
+    sweep_file, tmp_path, inline_result
+):
+    sweep = sweep_file(CASES)
+    experiments = by_label(sweep)
+    broken = experiments.pop("broken")
+    progress = Followed(lambda: trials()[-1].kill())
+    result = reproduce([sweep], TuneOptions(retries=1), progress)
+
+    # The one that was killed was tried again, as was the broken one; two ran at a time.
+    said = progress.text.getvalue()
+    killed = [id for id, why in progress.retries if id != broken.id]
+    assert len(killed) == 1 and killed[0] in {e.id for e in experiments.values()}, said
+    assert [id for id, _ in progress.retries].count(broken.id) == 1
+    assert list(result.failures) == ["mine: broken"]
+    assert "is not finite at round 1" in result.failures["mine: broken"]
+    (outcome,) = result.outcomes
+    assert {c.labels["case"]: c.status for c in outcome.cells} == {
+        **dict.fromkeys(experiments, "finished"),
+        "broken": "failed",
+    }
+    failure = json.loads(run_folder(broken).read("failure.json"))
+    assert failure["reason"] == result.failures["mine: broken"] and failure["attempts"] == 2
+    for experiment in experiments.values():
+        assert_as_inline(experiment, inline_result)
+
+    client, runs = logged_runs(tmp_path)
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert parent.info.status == "FAILED"
+    assert parent.data.params["axis.case"].startswith("trishul, other seed")
+    assert parent.data.metrics == {"cells.finished": 4, "cells.failed": 1, "cells.missing": 0}
+    children = {run.data.tags["trishul.id"]: run for run in runs if run is not parent}
+    assert len(children) == len(runs) - 1 == 5
+    assert children[broken.id].info.status == "FAILED"
+    for label, experiment in experiments.items():
+        child = children[experiment.id]
+        assert child.info.status == "FINISHED"
+        tags = child.data.tags
+        assert tags["mlflow.parentRunId"] == parent.info.run_id
+        assert (tags["sweep"], tags["profile"], tags["table"]) == ("mine", "custom", "mine")
+        assert (tags["row"], tags["column"], tags["seed"]) == (label, "", str(experiment.seed))
+        history = client.get_metric_history(child.info.run_id, "accuracy")
+        rows = read_metrics(run_folder(experiment))
+        assert [(p.step, p.value) for p in sorted(history, key=lambda p: p.step)] == [
+            (row["round"], row["accuracy"]) for row in rows
+        ]
+
+    # Once more, with another sweep that shares a cell: only the broken one is run.
+    before = {id: files_of(e) for id, e in experiments.items()}
+    shared = sweep_file("axes: {method: [scaffold]}", name="shared")
+    again = Followed()
+    result = reproduce([sweep, shared], TuneOptions(retries=0), again)
+    assert result.ran == 1 and list(again.ended) == [broken.id] and again.retries == []
+    assert {id: files_of(e) for id, e in experiments.items()} == before
+    _, runs = logged_runs(tmp_path)
+    assert len(runs) == 7  # a second parent
+    (scaffold,) = [r for r in runs if r.data.tags.get("trishul.id") == experiments["scaffold"].id]
+    assert scaffold.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert scaffold.data.tags["sweep"] == "mine"
+    assert scaffold.data.tags["sweep.shared"] == "custom"
+    assert result.outcomes[1].cells[0].value == scaffold.data.metrics["accuracy"]
+
+
+@pytest.mark.chaos
+def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(
+    sweep_file, inline_result, monkeypatch
+):
+    jumps = [0.0]
+
+    def clock():
+        return time.monotonic() + sum(jumps)
+
+    monkeypatch.setattr(tuner, "Watchdog", functools.partial(tuner.Watchdog, clock=clock))
+
+    def strike():
+        trials()[-1].suspend()
+        jumps.append(3600.0)  # the limit passes at once, for the other trial, too
+
+    sweep = sweep_file("axes: {method: [trishul, fedit]}", "tracking.mlflow=false")
+    progress = Followed(strike)
+    result = reproduce([sweep], TuneOptions(), progress)
+    assert result.failures == {}, progress.text.getvalue()
+    whys = [why for _, why in progress.retries]
+    assert whys and all(re.fullmatch(r"no progress for 1 h 0\d min: .*watchdog", w) for w in whys)
+    for cell in sweep.cells:
+        assert_as_inline(cell.experiment, inline_result)
+    assert not [process for process in trials() if process.status() == psutil.STATUS_STOPPED]
+
+
+def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file):
+    text = """
+        search:
+          kind: random
+          samples: 4
+          seed: 3
+          space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
+        early_stopping: {grace: 1, reduction: 2}
+        """
+    sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
+    progress = Followed()
+    result = reproduce([sweep], TuneOptions(), progress)
+    stopped = {id: why for id, why in progress.ended.items() if why is not None}
+    assert result.ran == len(progress.ended) == 4
+    assert 0 < len(stopped) < 4 and result.failures == {}
+    assert all(why.startswith("stopped early after round") for why in stopped.values()), stopped
+    (outcome,) = result.outcomes
+    assert [cell.status for cell in outcome.cells].count("finished") == 4 - len(stopped)
+    assert len(outcome.axes["sample"]) == 4
+    again = Followed()
+    assert reproduce([sweep], TuneOptions(), again).ran == 0 and again.ended == {}
+
+
+def test_an_optuna_search_goes_the_same_way_again(sweep_file):
+    pytest.importorskip("optuna")
+    text = """
+        axes: {method: [fedit]}
+        search:
+          kind: optuna
+          samples: 5
+          space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
+        early_stopping: {grace: 1, reduction: 2}
+        """
+    sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
+    progress = Followed()
+    result = reproduce([sweep], TuneOptions(concurrency=1), progress)
+    (outcome,) = result.outcomes
+    stopped = [why for why in progress.ended.values() if why is not None]
+    assert stopped and all(why.startswith("stopped early after round") for why in stopped)
+    assert len(outcome.cells) == 5 and result.failures == {}
+    before = {cell.id: cell.home.read("attempt.json") for cell in outcome.cells}
+    again = Followed()
+    (repeated,) = reproduce([sweep], TuneOptions(concurrency=1), again).outcomes
+    assert {cell.id: cell.home.read("attempt.json") for cell in repeated.cells} == before
+    assert again.ended == progress.ended and again.retries == []

@@ -1,0 +1,96 @@
+"""A trial without progress is ended; one with long rounds, or one that is over, is not."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from trishul_ray.tuning import watchdog
+from trishul_ray.tuning.watchdog import AGAIN_SECONDS, LONGEST_ROUNDS, Watchdog
+
+
+@dataclass
+class FakeTrial:
+    trial_id: str
+    temporary_state: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(ray_actor=None)
+    )
+    finished: bool = False
+
+    def is_finished(self):
+        return self.finished
+
+
+class Watched:
+    """A watchdog with a limit of a minute, a clock that is set, and what it has ended."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.killed = 0.0, []
+        monkeypatch.setattr(watchdog.ray, "kill", self.killed.append)
+        self.dog = Watchdog(60.0, lambda: self.now)
+        self.trials = []
+
+    def start(self, name):
+        trial = FakeTrial(name)
+        trial.temporary_state.ray_actor = object()
+        self.trials.append(trial)
+        self.dog.on_trial_start(0, self.trials, trial)
+        return trial
+
+    def report(self, trial):
+        self.dog.on_trial_result(0, self.trials, trial, {})
+
+    def at(self, now):
+        self.now = now
+        self.dog.on_step_end(0, self.trials)
+        return self.killed
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    return Watched(monkeypatch)
+
+
+def test_a_silent_trial_is_ended_once_and_again_if_that_did_not_help(watched):
+    silent, busy = watched.start("silent"), watched.start("busy")
+    assert watched.at(59) == []
+    watched.report(busy)
+    assert watched.at(61) == [silent.temporary_state.ray_actor]
+    assert watched.dog.reasons == {"silent": "no progress for 1 min 01 s: ended by the watchdog"}
+    assert len(watched.at(100)) == 1
+    watched.report(busy)
+    assert watched.at(61 + AGAIN_SECONDS + 1) == [silent.temporary_state.ray_actor] * 2
+
+
+def test_a_trial_that_was_started_again_has_new_time(watched):
+    trial = watched.start("again")
+    assert len(watched.at(61)) == 1
+    trial.temporary_state.ray_actor = object()
+    watched.dog.on_trial_start(0, watched.trials, trial)
+    assert len(watched.at(61 + 59)) == 1
+    assert watched.at(61 + 61) == [watched.killed[0], trial.temporary_state.ray_actor]
+
+
+def test_an_actor_that_is_being_handed_to_the_next_trial_is_watched_too(watched):
+    trial = FakeTrial("reset")
+    watched.trials.append(trial)
+    assert watched.at(100) == []  # waits for resources
+    trial.temporary_state.ray_actor = object()
+    assert watched.at(101) == []
+    assert watched.at(162) == [trial.temporary_state.ray_actor]
+
+
+def test_rounds_may_be_longer_than_the_limit(watched):
+    trial = watched.start("long")
+    watched.at(50)
+    watched.report(trial)  # the first one includes loading
+    watched.at(100)
+    watched.report(trial)  # a round of 50 seconds
+    assert watched.at(100 + LONGEST_ROUNDS * 50) == []
+    assert len(watched.at(100 + LONGEST_ROUNDS * 50 + 1)) == 1
+
+
+def test_a_finished_trial_is_not_ended(watched):
+    trial = watched.start("done")
+    trial.finished = True
+    assert watched.at(1000) == []

@@ -1,0 +1,295 @@
+"""The report: one self-contained HTML page, the same as Markdown, and its tables and figures.
+
+The same outcomes give the same bytes. What depends on the clock is on the HTML page alone, inside
+elements with the attribute ``data-time``: without them, the pages of two repetitions are equal.
+"""
+
+import itertools
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from trishul_ray.report.outcomes import CellOutcome, FigureLayout, Status, SweepOutcome
+from trishul_ray.report.paper import paper_value
+from trishul_ray.report.statistics import ALPHA
+from trishul_ray.report.sweep_tables import (
+    PaperValue,
+    SweepTable,
+    build_tables,
+    labels_text,
+    make_slug,
+)
+from trishul_ray.report.switches import Switch, read_switches
+from trishul_ray.report.table_formats import (
+    escape_markdown,
+    seeds_text,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
+from trishul_ray.tracking.progress import format_duration
+
+#: Draws a figure from the finished cells: names and SVG texts, none if there is nothing to draw.
+DrawFigure = Callable[[FigureLayout, SweepOutcome], Sequence[tuple[str, str]]]
+
+#: What the numbers of a profile may be compared with; other profiles are a user's own.
+COMPARABLE = {
+    "paper": "The paper's protocol: these numbers may be compared with the paper's.",
+    "small": "Small models and short runs: compare the rows of a table with each other, and no "
+    "number with the paper's.",
+    "smoke": "Stand-in data, tiny models and a few steps: these numbers show that every cell "
+    "works. They say nothing about the methods, and must not be compared with the paper's.",
+    "custom": "A sweep of your own: compare what differs in the axes of a table alone, and no "
+    "number with the paper's.",
+}
+_STATUSES: tuple[Status, ...] = ("finished", "missing", "failed", "stale", "corrupt")
+#: How the overhead figure marks itself: it draws measured seconds.
+_TIMED = 'data-timed="true"'
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure on the page: its SVG texts by name, or why there is none."""
+
+    layout: FigureLayout
+    slug: str
+    images: tuple[tuple[str, str], ...]
+    problem: str = ""
+
+    @property
+    def markup(self) -> list[Markup]:
+        """The SVG texts, to be put into HTML as they are."""
+        return [Markup(text) for _, text in self.images]
+
+    @property
+    def timed(self) -> bool:
+        """Whether it shows measured seconds."""
+        return any(_TIMED in text.partition(">")[0] for _, text in self.images)
+
+
+@dataclass(frozen=True)
+class SweepPart:
+    """A sweep on the page."""
+
+    sweep: SweepOutcome
+    slug: str
+    tables: tuple[tuple[str, SweepTable], ...]  # by slug
+    drawings: tuple[Drawing, ...]
+
+    @property
+    def states(self) -> Counter[str]:
+        """Number of its runs by state."""
+        return _states(_distinct([self.sweep]))
+
+    @property
+    def problems(self) -> list[tuple[Status, str, list[CellOutcome]]]:
+        """Runs that failed or cannot be used, by state and reason."""
+        found: dict[tuple[Status, str], list[CellOutcome]] = {}
+        for _, run in _distinct([self.sweep]).values():
+            if run.status not in ("finished", "missing"):
+                found.setdefault((run.status, run.reason), []).append(run)
+        groups = [(status, reason, runs) for (status, reason), runs in found.items()]
+        return sorted(groups, key=lambda group: _STATUSES.index(group[0]))
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the templates show."""
+
+    parts: tuple[SweepPart, ...]
+
+    @property
+    def title(self) -> str:
+        """The title of the only sweep, or one for all."""
+        return self.parts[0].sweep.title if len(self.parts) == 1 else "Tables and figures"
+
+    @property
+    def profiles(self) -> tuple[tuple[str, str], ...]:
+        """Profiles, and what their numbers may be compared with."""
+        names = dict.fromkeys(part.sweep.profile for part in self.parts)
+        return tuple((name, comparable(name)) for name in names)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[SweepOutcome, CellOutcome], ...]:
+        """Every run once, with the first sweep that has it."""
+        return tuple(_distinct([part.sweep for part in self.parts]).values())
+
+    @cached_property
+    def states(self) -> Counter[str]:
+        """Number of runs by state."""
+        return _states({run.id: (sweep, run) for sweep, run in self.runs})
+
+    @cached_property
+    def summaries(self) -> list[Mapping[str, Any]]:
+        """The results of all finished runs."""
+        return [run.summary for _, run in self.runs if run.status == "finished"]
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """How the runs made the choices that the paper leaves open."""
+        return read_switches(self.summaries)
+
+    @property
+    def hardware(self) -> list[tuple[str, int]]:
+        """Machines and the number of runs on each."""
+        return sorted(Counter(_machine(s["hardware"]) for s in self.summaries).items())
+
+    @property
+    def versions(self) -> list[tuple[str, str]]:
+        """Versions of software by name; several if runs differ."""
+        found: dict[str, dict[str, None]] = {}
+        for summary in self.summaries:
+            for name, version in summary["versions"].items():
+                found.setdefault(name, {})[version] = None
+        return [(name, ", ".join(sorted(versions))) for name, versions in found.items()]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all rounds of all finished runs, each counted once."""
+        return sum(sum(summary["round_seconds"]) for summary in self.summaries)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall time of the processes that finished the runs: with start and evaluation."""
+        return float(sum(summary["wall_seconds"] for summary in self.summaries))
+
+    @property
+    def median_round(self) -> float:
+        """Median seconds of a round."""
+        rounds = [seconds for summary in self.summaries for seconds in summary["round_seconds"]]
+        return statistics.median(rounds) if rounds else 0.0
+
+
+def comparable(profile: str) -> str:
+    """Return what the numbers of a profile may be compared with."""
+    return COMPARABLE.get(profile, COMPARABLE["custom"])
+
+
+def write_report(
+    outcomes: Sequence[SweepOutcome],
+    folder: Path,
+    figures: DrawFigure | None = None,
+    paper: PaperValue = paper_value,
+) -> Path:
+    """Write the report on sweeps into a folder, and return the path of its HTML page.
+
+    The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
+    LaTeX) and ``figures/`` (SVG).
+
+    Args:
+        outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
+        folder: Where to write; created if needed. Files of the same name are replaced.
+        figures: Draws a figure; by default :func:`trishul_ray.report.paper_figures.draw`.
+        paper: Returns the numbers that the paper prints.
+    """
+    if figures is None:
+        from trishul_ray.report.paper_figures import draw  # imports matplotlib
+
+        figures = draw
+    page = Page(tuple(_parts(outcomes, figures, paper)))
+    templates = Environment(
+        loader=PackageLoader("trishul_ray.report"),
+        autoescape=select_autoescape(("html",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {"duration": format_duration, "markdown": escape_markdown}
+    templates.globals |= {
+        "ALPHA": ALPHA,
+        "comparable": comparable,
+        "labels_text": labels_text,
+        "seeds_text": seeds_text,
+        "statuses": _STATUSES,
+        "to_markdown": to_markdown,
+    }
+    for part in page.parts:
+        for slug, table in part.tables:
+            _write(folder / "tables" / f"{slug}.csv", to_csv(table))
+            _write(folder / "tables" / f"{slug}.tex", to_latex(table))
+        for drawing in part.drawings:
+            for name, text in drawing.images:
+                _write(folder / "figures" / f"{name}.svg", text)
+    paths = [
+        _write(folder / name, templates.get_template(name).render(page=page))
+        for name in ("report.md", "report.html")
+    ]
+    return paths[-1]
+
+
+def _parts(
+    outcomes: Sequence[SweepOutcome], draw: DrawFigure, paper: PaperValue
+) -> Iterator[SweepPart]:
+    tables = iter(build_tables(outcomes, paper))
+    taken: set[str] = set()
+
+    def unique(slug: str) -> str:
+        numbered = (f"{slug}-{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([slug], numbered) if name not in taken)
+        taken.add(name)
+        return name
+
+    for sweep in outcomes:
+        slug = unique(make_slug("sweep", sweep.profile, sweep.name))
+        own = tuple((unique(t.slug), t) for t in itertools.islice(tables, len(sweep.tables)))
+        drawings = []
+        for layout in sweep.figures:
+            name = unique(make_slug("figure", sweep.profile, sweep.name, layout.name))
+            drawings.append(_draw(layout, sweep, draw, name))
+        yield SweepPart(sweep, slug, own, tuple(drawings))
+
+
+def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str) -> Drawing:
+    try:
+        images = draw(layout, sweep)
+    # One unreadable file of a run must not cost the whole page.
+    except (OSError, ValueError) as error:
+        return Drawing(layout, slug, (), f"It could not be drawn: {error}")
+    names = [slug] if len(images) == 1 else [f"{slug}-{i}" for i in range(1, len(images) + 1)]
+    named = tuple((name, text) for name, (_, text) in zip(names, images, strict=True))
+    return Drawing(layout, slug, named, "" if named else "No finished run has what it shows.")
+
+
+def _distinct(
+    sweeps: Sequence[SweepOutcome],
+) -> dict[str, tuple[SweepOutcome, CellOutcome]]:
+    found: dict[str, tuple[SweepOutcome, CellOutcome]] = {}
+    for sweep in sweeps:
+        for cell in sweep.cells:
+            found.setdefault(cell.id, (sweep, cell))
+    return found
+
+
+def _states(runs: Mapping[str, tuple[SweepOutcome, CellOutcome]]) -> Counter[str]:
+    return Counter(run.status for _, run in runs.values())
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    gpus = Counter(hardware["gpus"])
+    devices = [f"{count} x {name}" for name, count in sorted(gpus.items())] or ["no GPU"]
+    return ", ".join(
+        [
+            hardware["processor"],
+            f"{hardware['cpus']} CPUs ({hardware['cpu_capability']})",
+            f"{hardware['memory_gib']} GiB",
+            *devices,
+        ]
+    )
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file beside its place and rename it: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(temporary, path)
+    return path

@@ -1,0 +1,229 @@
+"""The cells that a figure shows: their groups, their numbers, and which of them are missing."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
+
+#: The axis that runs are averaged over without saying so in each label.
+SEED = "seed"
+#: More names than these are counted instead of listed.
+MOST_NAMES = 6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number measured ``count`` times: its centre and the interval that is drawn."""
+
+    centre: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of_runs(cls, values: Sequence[float]) -> "Estimate":
+        """Return the mean of several runs, and their smallest and largest value."""
+        return cls(float(np.mean(values)), min(values), max(values), len(values))
+
+    @classmethod
+    def of_rounds(cls, values: Sequence[float]) -> "Estimate":
+        """Return the median of many rounds, and their 10 % and 90 % quantiles."""
+        low, centre, high = np.quantile(values, [0.1, 0.5, 0.9])
+        return cls(float(centre), float(low), float(high), len(values))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished cells of one combination of labels; ``name`` is how it is displayed."""
+
+    name: str
+    cells: tuple[CellOutcome, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The cells that one figure shows.
+
+    Attributes:
+        figure: The figure.
+        sweep: Its sweep.
+        options: Every option of the figure's kind, with defaults.
+    """
+
+    figure: FigureLayout
+    sweep: SweepOutcome
+    options: Mapping[str, Any]
+
+    @cached_property
+    def cells(self) -> tuple[CellOutcome, ...]:
+        """The cells within ``figure.where``, finished or not."""
+        where = self.figure.where.items()
+        return tuple(
+            cell
+            for cell in self.sweep.cells
+            if all(cell.labels.get(axis) in labels for axis, labels in where)
+        )
+
+    @cached_property
+    def finished(self) -> tuple[CellOutcome, ...]:
+        """The finished ones."""
+        return tuple(cell for cell in self.cells if cell.status == "finished")
+
+    def axes(self, option: str) -> tuple[str, ...]:
+        """Return the axes that an option names: none, one or several."""
+        value = self.options[option]
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else tuple(value)
+
+    def groups(self, axes: Sequence[str], within: Group | None = None) -> list[Group]:
+        """Return the cells by their labels of ``axes``, in the order of the sweep.
+
+        Groups without a finished cell are listed, too, so that names and colours do not depend on
+        what is missing. ``within`` limits the cells to those of another group.
+        """
+        order = {axis: {label: i for i, label in enumerate(self.sweep.axes[axis])} for axis in axes}
+        members: dict[tuple[str, ...], list[CellOutcome]] = {}
+        for cell in self.cells:
+            members.setdefault(tuple(cell.labels[axis] for axis in axes), [])
+        for cell in self.finished if within is None else within.cells:
+            members[tuple(cell.labels[axis] for axis in axes)].append(cell)
+        keys = sorted(
+            members, key=lambda key: [order[a][label] for a, label in zip(axes, key, strict=True)]
+        )
+        return [
+            Group(
+                ", ".join(self.shown(a, label) for a, label in zip(axes, key, strict=True)),
+                tuple(members[key]),
+            )
+            for key in keys
+        ]
+
+    def shown(self, axis: str, label: str) -> str:
+        """Return how a label is displayed."""
+        return self.sweep.shown.get(axis, {}).get(label, label)
+
+    @cached_property
+    def varying(self) -> tuple[str, ...]:
+        """The axes in which the cells differ."""
+        return tuple(
+            axis
+            for axis in self.sweep.axes
+            if len({cell.labels[axis] for cell in self.cells if axis in cell.labels}) > 1
+        )
+
+    def run_axes(self, series: Sequence[str]) -> tuple[str, ...]:
+        """Return the axes in which cells of one series differ, such as the seed.
+
+        Cells of two series with the same labels of these axes are runs of the same setting.
+        """
+        labels: dict[tuple[str, ...], set[str]] = {}
+        for axis in self.varying:
+            for cell in self.cells:
+                key = (axis, *(cell.labels[each] for each in series))
+                labels.setdefault(key, set()).add(cell.labels[axis])
+        found = {axis for (axis, *_), several in labels.items() if len(several) > 1}
+        return tuple(axis for axis in self.varying if axis in found and axis not in series)
+
+    def footnote(self, remarks: Iterable[str]) -> list[str]:
+        """Return the lines below the figure: profile, data, seeds, remarks, what is missing."""
+        runs = [len(g.cells) for g in self.groups([a for a in self.varying if a != SEED])]
+        runs = [count for count in runs if count]
+        span = f"{min(runs)}" if min(runs) == max(runs) else f"{min(runs)}–{max(runs)}"
+        seeds = f"{span} seed" + ("" if span == "1" else "s")
+        conditions = [
+            f"{axis} {self.shown(axis, labels[0])}"
+            for axis in self.sweep.axes
+            if axis not in (*self.varying, "dataset", SEED)
+            and (labels := [cell.labels[axis] for cell in self.cells if axis in cell.labels])
+        ]
+        lines = [
+            f"Profile {self.sweep.profile} · {seeds} · {'; '.join(self._data())}",
+            "; ".join([*conditions, *dict.fromkeys(remarks)]),
+            *self._missing(),
+        ]
+        return [line for line in lines if line]
+
+    def _data(self) -> list[str]:
+        """Return each dataset as it is displayed, with its test rows."""
+        found: dict[str, None] = {}
+        for cell in self.finished:
+            data = cell.summary["data"]
+            label = cell.labels.get("dataset")
+            name = data["dataset"] if label is None else self.shown("dataset", label)
+            used, official = data["test"]["used"], data["test"]["official"]
+            rows = f"{used:,}" if used == official else f"{used:,} of {official:,}"
+            found[f"{name}: {rows} test rows"] = None
+        return list(found)
+
+    def _missing(self) -> list[str]:
+        """Return a line for each way in which cells are not finished, such as ``failed: FedIT``."""
+        unfinished = [cell for cell in self.cells if cell.status != "finished"]
+        by_status = groupby(sorted(unfinished, key=lambda c: c.status), key=lambda c: c.status)
+        return [f"{status}: {'; '.join(self.names(list(cells)))}" for status, cells in by_status]
+
+    def names(self, cells: Sequence[CellOutcome]) -> list[str]:
+        """Name cells by the labels in which the figure's cells differ, with their seeds last."""
+        wanted = {id(cell) for cell in cells}
+        seeds: dict[str, list[str]] = {}
+        everyone: dict[str, int] = {}
+        for cell in self.cells:
+            name = self._name(cell)
+            everyone[name] = everyone.get(name, 0) + 1
+            if id(cell) in wanted:
+                seeds.setdefault(name, []).append(cell.labels.get(SEED, ""))
+        found = {}
+        for name, missing in seeds.items():
+            some = SEED in self.varying and len(missing) < everyone[name]
+            found[name] = f"seed{'s' * (len(missing) > 1)} {', '.join(missing)}" if some else ""
+        if found.keys() == everyone.keys() and len({*found.values()}) == 1:
+            return [f"{found.popitem()[1]} of all".removeprefix(" of ")]
+        parts = [", ".join(part for part in item if part) for item in found.items()]
+        more = len(parts) - MOST_NAMES
+        return parts if more <= 0 else [*parts[:MOST_NAMES], f"{more} more"]
+
+    def _name(self, cell: CellOutcome) -> str:
+        axes = [axis for axis in self.varying if axis != SEED and axis in cell.labels]
+        return ", ".join(self.shown(axis, cell.labels[axis]) for axis in axes)
+
+    def pooled(self, points: Iterable[Sequence[CellOutcome]]) -> list[str]:
+        """Return a remark on each axis other than the seed that points are averaged over."""
+        pooled: dict[str, set[str]] = {}
+        for cells in points:
+            for axis in self.varying:
+                labels = {cell.labels.get(axis, "") for cell in cells}
+                if axis != SEED and len(labels) > 1:
+                    pooled.setdefault(axis, set()).update(labels)
+        return [
+            f"averaged over {axis}: "
+            + ", ".join(self.shown(axis, v) for v in self.sweep.axes[axis] if v in labels)
+            for axis, labels in pooled.items()
+        ]
+
+
+def records_of(cell: CellOutcome) -> list[dict[str, Any]]:
+    """Return the rows of a finished cell's metrics; none if the file was deleted since."""
+    try:
+        return cell.records
+    except FileNotFoundError:
+        return []
+
+
+def number_of(cell: CellOutcome, field: str) -> float | None:
+    """Return a numeric field of a cell's experiment, such as ``method.lam``; None without it.
+
+    ``partition.alpha`` is infinite for an IID partition, and None for natural clients.
+    """
+    value: Any = cell.summary["config"]
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if field == "partition.alpha":
+        kind = cell.summary["config"]["partition"]["kind"]
+        value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
+    return None if value is None or isinstance(value, str | bool) else float(value)

@@ -1,0 +1,445 @@
+"""Tables that the cells of sweeps form: means over seeds, the best in bold, and what is decided.
+
+:func:`build_tables` makes all tables of a page at once, because what is decided depends on how much
+the page compares. :mod:`trishul_ray.report.table_formats` writes them.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout
+from trishul_ray.report.statistics import (
+    ALPHA,
+    MAX_SEEDS,
+    Array,
+    Comparison,
+    Estimate,
+    compare_rows,
+    estimate,
+    smallest_p_value,
+)
+
+#: Returns the number that the paper prints at a position of a table, by table key and labels.
+PaperValue = Callable[[str, Mapping[str, str]], float | None]
+
+#: The axis whose labels are repetitions.
+SEED = "seed"
+#: The column of the mean over all others; also the paper's label of it.
+AVERAGE = "average"
+#: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
+_REFERENCE_METHOD = "fullft"
+#: How states of runs without a number are displayed, the gravest first.
+GAPS = {
+    "failed": "failed",
+    "corrupt": "corrupt",
+    "stale": "stale",
+    "missing": "missing",
+    "finished": "not measured",
+}
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """One number of a table.
+
+    Attributes:
+        runs: Its runs, one for each seed; empty if the sweep leaves the combination out, and for
+            the average over columns.
+        seeds: Value of each seed, in percent unless a loss; None if it is not finished.
+        percent: Whether it is in percent.
+        paper: The paper's number.
+        difference: Mean minus the paper's number; None unless the profile is the paper's.
+        best: Whether it is the best of its column within the group of rows.
+    """
+
+    runs: tuple[CellOutcome, ...]
+    seeds: Mapping[str, float | None]
+    percent: bool
+    paper: float | None = None
+    difference: float | None = None
+    best: bool = False
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """Mean and spread over the finished seeds."""
+        return estimate([value for value in self.seeds.values() if value is not None])
+
+    @property
+    def planned(self) -> bool:
+        """Whether the sweep has this combination."""
+        return bool(self.seeds)
+
+    @property
+    def partial(self) -> bool:
+        """Whether the mean lacks some seeds."""
+        return self.estimate is not None and self.estimate.count < len(self.seeds)
+
+    @property
+    def gap(self) -> str:
+        """Why a number is missing or lacks seeds, in a word: the gravest state of its runs."""
+        states = {run.status for run in self.runs if run.value is None}
+        return next((GAPS[state] for state in GAPS if state in states), "incomplete")
+
+    def format(self, value: float) -> str:
+        """Return a value as text, without unit."""
+        return f"{value:.2f}" if self.percent else f"{value:.4f}"
+
+    def format_difference(self, value: float) -> str:
+        """Return a difference as text, with its sign."""
+        size = self.format(abs(value))
+        sign = "±" if float(size) == 0 else "−" if value < 0 else "+"
+        return sign + size
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a row stands against the best of its group.
+
+    Attributes:
+        kind: ``best`` has the best mean; ``worse`` is decided to be worse than the best;
+            ``undecided`` is not; ``reference`` is not compared; ``apart`` has numbers, but no
+            seed and column in common with the best; ``none`` has nothing to compare.
+        best: Label of the best row; empty if there is none.
+        comparison: The numbers of ``worse`` and ``undecided``.
+    """
+
+    kind: Literal["best", "worse", "undecided", "reference", "apart", "none"]
+    best: str = ""
+    comparison: Comparison | None = None
+
+    @property
+    def label(self) -> str:
+        """The verdict in a word or two."""
+        labels = {"best": "best mean", "worse": "worse, decided", "apart": "no run to compare"}
+        return "" if self.kind == "none" else labels.get(self.kind, self.kind)
+
+    @property
+    def detail(self) -> str:
+        """How sure it is, or what would decide it."""
+        if self.comparison is None:
+            return ""
+        if self.comparison.p_value is not None:
+            return f"p = {self.comparison.p_value:.2g}"
+        if self.comparison.difference == 0:
+            return "equal means"
+        if self.comparison.seeds == 1:
+            return "one seed"
+        if self.comparison.seeds_needed is None:
+            return f"more than {MAX_SEEDS} seeds needed"
+        return f"about {self.comparison.seeds_needed} seeds needed"
+
+    @property
+    def text(self) -> str:
+        """Label and detail."""
+        return f"{self.label}: {self.detail}" if self.detail else self.label
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row: its label within the group, a cell for each column, and how it stands."""
+
+    label: str
+    cells: tuple[TableCell, ...]
+    verdict: Verdict = field(default=Verdict("none"))
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the runs train the whole backbone."""
+        finished = [r for cell in self.cells for r in cell.runs if r.status == "finished"]
+        names = {run.summary["config"]["method"]["name"] for run in finished}
+        return names == {_REFERENCE_METHOD}
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that are compared with each other: equal in all row axes but the last."""
+
+    label: str
+    rows: tuple[TableRow, ...]
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """A table.
+
+    Attributes:
+        sweep: The sweep whose cells it shows.
+        layout: How they form the table.
+        columns: Displayed labels of each column, one for each of the layout's column axes; the
+            average over columns is ``("average", "", ...)``.
+        groups: Groups of rows.
+        metrics: Metrics that are shown, in order.
+        cells: The runs that it shows.
+    """
+
+    sweep: SweepOutcome
+    layout: TableLayout
+    columns: tuple[tuple[str, ...], ...]
+    groups: tuple[RowGroup, ...]
+    metrics: tuple[str, ...]
+    cells: tuple[CellOutcome, ...]
+
+    @property
+    def profile(self) -> str:
+        """The profile of the sweep."""
+        return self.sweep.profile
+
+    @property
+    def slug(self) -> str:
+        """Profile, sweep and table in characters that file names and ids may have."""
+        names = dict.fromkeys((self.profile, self.sweep.name, self.layout.name))
+        return make_slug(*names)
+
+    @property
+    def row_axis(self) -> str:
+        """The axis whose labels name a row within its group."""
+        return self.layout.rows[-1] if self.layout.rows else ""
+
+    @property
+    def rows(self) -> Iterator[TableRow]:
+        """All rows."""
+        return (row for group in self.groups for row in group.rows)
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds of each number."""
+        return max((len(cell.seeds) for row in self.rows for cell in row.cells), default=0)
+
+    @property
+    def unit(self) -> str:
+        """What is shown, such as ``accuracy, %``."""
+        names = " and ".join(metric.replace("_", " ") for metric in self.metrics)
+        return names if all(map(is_loss, self.metrics)) else f"{names}, %"
+
+    @property
+    def states(self) -> Counter[str]:
+        """Number of runs by state; runs of several cells count once."""
+        return Counter({cell.id: cell.status for cell in self.cells}.values())
+
+    @property
+    def undecidable(self) -> float | None:
+        """The smallest attainable p-value, if it is too large to decide any row; else None."""
+        sizes = [
+            (row.verdict.comparison.seeds, row.verdict.comparison.columns)
+            for row in self.rows
+            if row.verdict.comparison is not None
+        ]
+        smallest = min((smallest_p_value(*size) for size in sizes), default=0.0)
+        return smallest if smallest > ALPHA else None
+
+    def header(self) -> list[list[tuple[str, int]]]:
+        """Return the levels of the column header: labels, and how many columns each spans."""
+        levels = []
+        for level in range(max(1, len(self.layout.columns))):
+            spans = Counter(column[: level + 1] for column in self.columns)
+            levels.append([(labels[-1], span) for labels, span in spans.items()])
+        return levels
+
+
+def make_slug(*names: str) -> str:
+    """Join names to one of lower-case letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-") or "x"
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether a metric is a loss: not a percentage, and better if lower."""
+    return metric.endswith("loss")
+
+
+def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
+    """Return the displayed labels of a cell in one line."""
+    return ", ".join(
+        f"{SEED} {label}" if axis == SEED else shown(sweep, axis, label)
+        for axis, label in labels.items()
+    )
+
+
+def shown(sweep: SweepOutcome, axis: str, label: str) -> str:
+    """Return how a label is displayed."""
+    return sweep.shown.get(axis, {}).get(label, label)
+
+
+def build_tables(sweeps: Sequence[SweepOutcome], paper: PaperValue) -> tuple[SweepTable, ...]:
+    """Make the tables of a page, and decide which of their rows are worse than the best.
+
+    Args:
+        sweeps: All sweeps of the page.
+        paper: Returns the paper's numbers, in percent.
+    """
+    tables = [_build(sweep, layout, paper) for sweep in sweeps for layout in sweep.tables]
+    results = iter(compare_rows([_oriented(t, group) for t in tables for group in t.groups]))
+    judged = []
+    for table in tables:
+        # Larger is better in a comparison; a table shows differences of what it shows.
+        sign = -1.0 if table.metrics and all(map(is_loss, table.metrics)) else 1.0
+        new = []
+        for group in table.groups:
+            result = next(results)
+            best = "" if result.best is None else group.rows[result.best].label
+            rows = [
+                replace(row, verdict=_verdict(row, index == result.best, best, comparison, sign))
+                for index, (row, comparison) in enumerate(zip(group.rows, result.rows, strict=True))
+            ]
+            new.append(replace(group, rows=tuple(rows)))
+        judged.append(replace(table, groups=tuple(new)))
+    return tuple(judged)
+
+
+def _verdict(
+    row: TableRow, is_best: bool, best: str, comparison: Comparison | None, sign: float
+) -> Verdict:
+    if row.is_reference:
+        return Verdict("reference")
+    if is_best:
+        return Verdict("best", best)
+    if comparison is None:
+        has_numbers = any(cell.estimate is not None for cell in row.cells)
+        return Verdict("apart" if best and has_numbers else "none", best)
+    kind: Literal["worse", "undecided"] = "worse" if comparison.decided else "undecided"
+    return Verdict(kind, best, replace(comparison, difference=sign * comparison.difference))
+
+
+def _oriented(table: SweepTable, group: RowGroup) -> Array:
+    """Return the values [rows, seeds, columns] to compare, larger is better.
+
+    References have none, and nothing is compared over columns in different units.
+    """
+    columns = len(table.columns) - table.layout.average
+    seeds = list(dict.fromkeys(s for row in group.rows for cell in row.cells for s in cell.seeds))
+    values = np.full((len(group.rows), len(seeds), columns), np.nan)
+    if len({is_loss(metric) for metric in table.metrics}) > 1:
+        return values
+    for r, row in enumerate(group.rows):
+        for c, cell in enumerate([] if row.is_reference else row.cells[:columns]):
+            sign = 1.0 if cell.percent else -1.0
+            for seed, value in cell.seeds.items():
+                if value is not None:
+                    values[r, seeds.index(seed), c] = sign * value
+    return values
+
+
+def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> SweepTable:
+    cells = [
+        cell
+        for cell in sweep.cells
+        if all(cell.labels[axis] in labels for axis, labels in layout.where.items())
+    ]
+    by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
+    for cell in cells:
+        place = tuple(tuple(cell.labels[a] for a in axes) for axes in (layout.rows, layout.columns))
+        by_place.setdefault((place[0], place[1]), []).append(cell)
+    rows = _in_order(sweep, layout.rows, [row for row, _ in by_place])
+    columns = _in_order(sweep, layout.columns, [column for _, column in by_place])
+
+    def number(row: tuple[str, ...], column: tuple[str, ...]) -> TableCell:
+        runs = by_place.get((row, column), [])
+        labels = dict(zip(layout.rows + layout.columns, row + column, strict=True))
+        labels |= {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
+        return _with_paper(_cell(runs), sweep, paper, layout.paper, labels)
+
+    def average(row: tuple[str, ...], found: Sequence[TableCell]) -> TableCell:
+        labels = dict(zip(layout.rows, row, strict=True)) | dict.fromkeys(layout.columns, AVERAGE)
+        return _with_paper(_mean(found), sweep, paper, layout.paper, labels)
+
+    groups = []
+    for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
+        table_rows = []
+        for row in members:
+            found = [number(row, column) for column in columns]
+            if layout.average:
+                found.append(average(row, found))
+            label = shown(sweep, layout.rows[-1], row[-1]) if row else layout.title
+            table_rows.append(TableRow(label, tuple(found)))
+        label = ", ".join(
+            f"{axis}: {shown(sweep, axis, name)}"
+            for axis, name in zip(layout.rows[:-1], head, strict=True)
+        )
+        groups.append(RowGroup(label, _mark_best(table_rows)))
+    names = [
+        tuple(shown(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
+        or ("",)
+        for column in columns
+    ]
+    if layout.average:
+        names.append((AVERAGE, *[""] * (len(layout.columns) - 1)))
+    metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
+    return SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells))
+
+
+def _in_order(
+    sweep: SweepOutcome, axes: tuple[str, ...], found: Sequence[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """Return the combinations of labels that there are, in the order of the axes' labels."""
+    places = [{label: i for i, label in enumerate(sweep.axes[axis])} for axis in axes]
+    return sorted(
+        set(found),
+        key=lambda labels: [place[label] for place, label in zip(places, labels, strict=True)],
+    )
+
+
+def _cell(runs: Sequence[CellOutcome]) -> TableCell:
+    """Average the runs of one place, seed by seed; a seed counts if all of its runs have values."""
+    percent = not any(is_loss(run.metric) for run in runs)
+    by_seed: dict[str, list[float | None]] = {}
+    for run in runs:
+        by_seed.setdefault(run.labels.get(SEED, ""), []).append(run.value)
+    seeds = {seed: _mean_of(values, 100.0 if percent else 1.0) for seed, values in by_seed.items()}
+    return TableCell(tuple(runs), seeds, percent)
+
+
+def _mean(cells: Sequence[TableCell]) -> TableCell:
+    """Average columns, seed by seed; a seed counts if all columns have values."""
+    planned = [cell for cell in cells if cell.planned]
+    names = dict.fromkeys(seed for cell in planned for seed in cell.seeds)
+    seeds = {seed: _mean_of([cell.seeds.get(seed) for cell in planned]) for seed in names}
+    if len({cell.percent for cell in planned}) > 1:
+        seeds = {}  # a mean of different units says nothing
+    return TableCell((), seeds, all(cell.percent for cell in planned))
+
+
+def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:
+    known = [value for value in values if value is not None]
+    return factor * float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def _with_paper(
+    cell: TableCell,
+    sweep: SweepOutcome,
+    paper: PaperValue,
+    key: str | None,
+    labels: Mapping[str, str],
+) -> TableCell:
+    """Add the paper's number, and the difference from it where the two may be compared."""
+    if key is None or not cell.planned:
+        return cell
+    value = paper(key, labels)
+    if value is None or cell.estimate is None or sweep.profile != "paper":
+        return replace(cell, paper=value)
+    return replace(cell, paper=value, difference=cell.estimate.mean - value)
+
+
+def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
+    """Mark the best of each column, as displayed; where all numbers are equal, none is."""
+    marks = [[False] * len(row.cells) for row in rows]
+    for c in range(len(rows[0].cells)):
+        known = {
+            r: float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
+            for r, cell in enumerate(row.cells[c] for row in rows)
+            if cell.estimate is not None and not rows[r].is_reference
+        }
+        for r, value in known.items():
+            marks[r][c] = value == max(known.values()) > min(known.values())
+    return tuple(
+        replace(
+            row,
+            cells=tuple(replace(cell, best=m) for cell, m in zip(row.cells, mark, strict=True)),
+        )
+        for row, mark in zip(rows, marks, strict=True)
+    )

@@ -1,0 +1,249 @@
+"""Tables of sweeps as Markdown, LaTeX (booktabs), CSV (long form), and on the terminal."""
+
+import csv
+import io
+import re
+from collections.abc import Callable, Sequence
+
+from rich.cells import cell_len
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Column, Table
+from rich.text import Text
+
+from trishul_ray.report.sweep_tables import SweepTable, TableCell, TableRow
+
+#: Columns of :func:`to_csv` besides the axes.
+_CSV_HEAD = ("sweep", "sweep_profile", "table")
+_CSV_TAIL = ("metric", "value", "status", "reason", "id", "paper_percent")
+
+_GREEK = {
+    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η",
+    "theta": "θ", "lambda": "λ", "mu": "μ", "rho": "ρ", "sigma": "σ", "tau": "τ",
+}  # fmt: skip
+_LATEX = {
+    **{mark: f"\\{mark}" for mark in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "−": "$-$",
+    "≤": r"$\leq$",
+    "–": "--",
+    **{letter: f"$\\{name}$" for name, letter in _GREEK.items()},
+}
+
+
+def to_markdown(table: SweepTable) -> str:
+    """Return a table as Markdown: mean ± standard deviation, and the paper's number in brackets."""
+    names = [escape_markdown(" / ".join(filter(None, column))) for column in table.columns]
+    lines = [
+        _md_row([escape_markdown(table.row_axis), *names, "against the best"]),
+        _md_row(["---", *["---:"] * len(names), "---"]),
+    ]
+    for group in table.groups:
+        if group.label:
+            lines.append(_md_row([f"*{escape_markdown(group.label)}*", *[""] * (len(names) + 1)]))
+        lines += [
+            _md_row(
+                [
+                    escape_markdown(row.label),
+                    *map(_md_cell, row.cells),
+                    escape_markdown(row.verdict.text),
+                ]
+            )
+            for row in group.rows
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _md_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _md_cell(cell: TableCell) -> str:
+    text = _plain_cell(cell, lambda value: f"**{value}**", escape_markdown)
+    if cell.paper is None:
+        return text
+    difference = "" if cell.difference is None else f", {cell.format_difference(cell.difference)}"
+    return f"{text} [paper {cell.format(cell.paper)}{difference}]"
+
+
+def escape_markdown(text: str) -> str:
+    """Escape what Markdown, or HTML within it, would read as markup; a table row is one line."""
+    return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(text.split()))
+
+
+def _plain_cell(
+    cell: TableCell, bold: Callable[[str], str], quote: Callable[[str], str], sign: str = "±"
+) -> str:
+    """Return mean and spread, with how many seeds if some are missing, or why there are none."""
+    if not cell.planned:
+        return ""
+    if cell.estimate is None:
+        return quote(cell.gap)
+    mean = cell.format(cell.estimate.mean)
+    text = bold(mean) if cell.best else mean
+    if cell.estimate.deviation is not None:
+        text += f" {sign} {cell.format(cell.estimate.deviation)}"
+    return text + quote(f" ({seeds_text(cell)})") * cell.partial
+
+
+def seeds_text(cell: TableCell) -> str:
+    """Return how many of a cell's seeds its mean has."""
+    count = cell.estimate.count if cell.estimate is not None else 0
+    return f"{count} of {len(cell.seeds)} seeds"
+
+
+def to_latex(table: SweepTable) -> str:
+    """Return a table for LaTeX with the package booktabs; the caption names the profile.
+
+    The paper's numbers have rows of their own, in the profile ``paper`` alone.
+    """
+    width = len(table.columns)
+    lines = [
+        r"\begin{table}",
+        rf"\caption{{{_tex(caption(table))}}}",
+        rf"\label{{tab:{table.slug}}}",
+        r"\centering",
+        rf"\begin{{tabular}}{{l{'r' * width}l}}",
+        r"\toprule",
+        *_tex_header(table),
+        r"\midrule",
+    ]
+    for index, group in enumerate(table.groups):
+        lines += [r"\midrule"] * (index > 0)
+        if group.label:
+            lines.append(rf"\multicolumn{{{width + 2}}}{{l}}{{\emph{{{_tex(group.label)}}}}} \\")
+        for row in group.rows:
+            lines += _tex_rows(row, with_paper=table.profile == "paper")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+
+def _tex_header(table: SweepTable) -> list[str]:
+    lines = []
+    levels = table.header()
+    for number, level in enumerate(levels, 1):
+        last = number == len(levels)
+        cells, rules, start = [_tex(table.row_axis) if last else ""], [], 2
+        for label, span in level:
+            text = _tex(label)
+            cells.append(text if span == 1 else rf"\multicolumn{{{span}}}{{c}}{{{text}}}")
+            if label and not last:
+                rules.append(rf"\cmidrule(lr){{{start}-{start + span - 1}}}")
+            start += span
+        lines.append(" & ".join([*cells, "against the best" if last else ""]) + r" \\")
+        lines += [" ".join(rules)] * bool(rules)
+    return lines
+
+
+def _tex_rows(row: TableRow, *, with_paper: bool) -> list[str]:
+    cells = [_plain_cell(c, lambda text: rf"\textbf{{{text}}}", _tex, r"$\pm$") for c in row.cells]
+    lines = [" & ".join([_tex(row.label), *cells, _tex(row.verdict.text)]) + r" \\"]
+    numbers = ["" if cell.paper is None else cell.format(cell.paper) for cell in row.cells]
+    if with_paper and any(numbers):
+        lines.append(" & ".join([r"\quad\emph{paper}", *numbers, ""]) + r" \\")
+    return lines
+
+
+def _tex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
+
+
+def caption(table: SweepTable) -> str:
+    """Return title, unit and profile of a table in one line."""
+    spread = "mean ± standard deviation over seeds" if table.seeds > 1 else "one seed"
+    return f"{table.layout.title}: {table.unit}, {spread}. Profile {table.profile}."
+
+
+def to_csv(table: SweepTable) -> str:
+    """Return all runs of a table, one a line, with their labels, value, state and id.
+
+    Values are fractions of 1 unless losses, with all digits; the paper's numbers are percentages.
+    """
+    axes = list(table.sweep.axes)
+    taken = {*_CSV_HEAD, *_CSV_TAIL}
+    names = [f"axis_{axis}" if axis in taken else axis for axis in axes]
+    sink = io.StringIO()
+    writer = csv.writer(sink, lineterminator="\n")
+    writer.writerow([*_CSV_HEAD, *names, *_CSV_TAIL])
+    head = (table.sweep.name, table.profile, table.layout.name)
+    for cell in (cell for row in table.rows for cell in row.cells):
+        paper = "" if cell.paper is None else repr(cell.paper)
+        for run in cell.runs:
+            value = "" if run.value is None else repr(run.value)
+            labels = [run.labels[axis] for axis in axes]
+            tail = (run.metric, value, run.status, run.reason, run.id, paper)
+            writer.writerow([*head, *labels, *tail])
+    return sink.getvalue()
+
+
+def to_rich(table: SweepTable, width: int) -> Group:
+    """Return a table for a terminal of ``width`` letters.
+
+    Columns that do not fit beside each other are shown below, again with the names of the rows.
+    """
+    heads = ["\n".join(filter(None, column)) for column in table.columns]
+    contents = [[_rich_cell(row.cells[i]) for row in table.rows] for i in range(len(heads))]
+    # Headings wrap between words; numbers do not.
+    widths = [
+        max(map(cell_len, [*head.split(), *(line for c in cells for line in _lines(c))]))
+        for head, cells in zip(heads, contents, strict=True)
+    ]
+    left = max(map(cell_len, (table.row_axis, *(row.label for row in table.rows))))
+    parts: list[list[int]] = [[]]
+    for i in range(len(heads)):
+        used = left + 4 + sum(widths[k] + 3 for k in (*parts[-1], i))
+        if parts[-1] and used > width:
+            parts.append([])
+        parts[-1].append(i)
+    columns = [
+        Column(escape(head), justify="right", width=width)
+        for head, width in zip(heads, widths, strict=True)
+    ]
+    views = [_rich_part(table, columns, part, left) for part in parts]
+    views.append(_rich_verdicts(table))
+    views[0].title = escape(f"{table.layout.title} [{table.profile}]")
+    views[-1].caption = escape(caption(table))
+    return Group(*views)
+
+
+def _rich_part(
+    table: SweepTable, columns: Sequence[Column], part: Sequence[int], left: int
+) -> Table:
+    """Return the columns ``part`` of a table; the names of its rows have ``left`` letters."""
+    view = Table(Column(escape(table.row_axis), width=left), *(columns[i].copy() for i in part))
+    for group in table.groups:
+        if group.label:
+            view.add_section()
+            view.add_row(f"[italic]{escape(group.label)}[/italic]")
+        for row in group.rows:
+            view.add_row(escape(row.label), *(_rich_cell(row.cells[i]) for i in part))
+    return view
+
+
+def _rich_verdicts(table: SweepTable) -> Table:
+    """Return what is decided of each row."""
+    view = Table.grid(padding=(0, 2))
+    for group in table.groups:
+        if group.label:
+            view.add_row(f"[italic]{escape(group.label)}[/italic]")
+        for row in group.rows:
+            view.add_row(escape(row.label), escape(row.verdict.text))
+    return view
+
+
+def _lines(markup: str) -> list[str]:
+    return Text.from_markup(markup).plain.split("\n")
+
+
+def _rich_cell(cell: TableCell) -> str:
+    text = _plain_cell(cell, lambda value: f"[bold]{value}[/bold]", escape)
+    if cell.paper is None:
+        return text
+    difference = "" if cell.difference is None else f" {cell.format_difference(cell.difference)}"
+    return f"{text}\n[dim]paper {cell.format(cell.paper)}[/dim]{difference}"

@@ -1,0 +1,265 @@
+"""What a run costs before anything has been measured: its floating-point operations and a device.
+
+A run is the local steps of its clients and the evaluations of the global model. A step of a frozen
+backbone is a forward pass and the gradient of its inputs; only full fine-tuning also needs the
+gradient of the weights. Texts are counted at ``task.max_length`` tokens, so that an estimate is an
+upper bound for short ones. Messages between server and clients are not counted.
+
+Legend: n tokens of a row, m tokens of a generated target, d width.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.adapters.targets import classifier_module
+from trishul_ray.config import ModelConfig
+from trishul_ray.data.prepare import official_rows, prepare
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.on_ray.slices import usable_cores
+from trishul_ray.federation.prepare import build_site
+from trishul_ray.methods.base import build_method
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.storage import Places
+
+#: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
+#: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
+EFFICIENCY = {"fp32": 0.6, "tf32": 0.4, "bf16": 0.4, "fp64": 0.3}
+
+#: What a run takes beyond its rounds: its data, its clients, its results.
+RUN_SECONDS = 3.0
+
+#: Beginning of the names of a decoder's layers, beside an encoder.
+DECODER = "decoder."
+
+#: Last names of the layers that compute an attention's queries.
+QUERIES = ("q", "q_proj", "query")
+
+#: Operations of one proximal map of an r x r core, in units of r^3: 21 steps of two products for
+#: each of two signs, and the final ones, of 2 r^3 operations each.
+PROX_OPERATIONS = 174
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes.
+
+    Attributes:
+        peak: Dense peak by precision, in operations per second.
+        layer_seconds: Least time of one linear layer with what surrounds it, however small: the
+            launches of its kernels and the interpreter.
+    """
+
+    peak: dict[str, float]
+    layer_seconds: float
+
+
+def _device(fp64: float, fp32: float, tf32: float, bf16: float) -> Device:
+    tera = {"fp64": fp64, "fp32": fp32, "tf32": tf32, "bf16": bf16}
+    return Device({name: value * 1e12 for name, value in tera.items()}, 1e-4)
+
+
+#: Devices by name; peaks in 10^12 operations per second, without sparsity, from NVIDIA's data
+#: sheets: H100 SXM5 (H200 is equal), A100 SXM4, V100 SXM2 (has neither tf32 nor bf16 units), L4.
+DEVICES = {
+    "h100": _device(fp64=34, fp32=67, tf32=494.7, bf16=989.4),
+    "h200": _device(fp64=34, fp32=67, tf32=494.7, bf16=989.4),
+    "a100": _device(fp64=9.7, fp32=19.5, tf32=156, bf16=312),
+    "v100": _device(fp64=7.8, fp32=15.7, tf32=15.7, bf16=15.7),
+    "l4": _device(fp64=0.49, fp32=30.3, tf32=60.5, bf16=121),
+    "cpu": Device({}, 3e-5),
+}
+
+#: Peak of one core: two fused multiply-adds of 256 bits per cycle at 3 GHz.
+CORE_PEAK = {"fp64": 48e9, "fp32": 96e9, "tf32": 96e9, "bf16": 192e9}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The work of training or of evaluation.
+
+    Attributes:
+        backbone: Operations of the backbone.
+        adapters: Operations of the adapters.
+        layers: Number of linear layers that are computed one after the other.
+    """
+
+    backbone: float
+    adapters: float
+    layers: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a run.
+
+    Attributes:
+        training: All local steps.
+        evaluation: All evaluations.
+        prox: Operations of the proximal maps, in double precision.
+    """
+
+    training: Phase
+    evaluation: Phase
+    prox: float
+
+    def seconds(self, device: str, precision: str) -> float:
+        """Return the time of the run on one device of :data:`DEVICES`."""
+        rate = peak(device, precision) * EFFICIENCY[precision]
+        total = RUN_SECONDS + self.prox / (peak(device, "fp64") * EFFICIENCY["fp64"])
+        for phase in (self.training, self.evaluation):
+            products = (phase.backbone + phase.adapters) / rate
+            total += max(products, phase.layers * DEVICES[device].layer_seconds)
+        return total
+
+
+def peak(device: str, precision: str) -> float:
+    """Return the operations per second of a device; of the cpu, all cores of this machine."""
+    if device == "cpu":
+        return CORE_PEAK[precision] * usable_cores()
+    return DEVICES[device].peak[precision]
+
+
+def work_of(experiment: Experiment) -> Work:
+    """Count the work of a run from the shapes of its model; no weights are read.
+
+    Raises:
+        InputError: The model or the number of test rows is not known on this machine, or the
+            adapters do not fit the model.
+    """
+    fed, options, model = experiment.federation, experiment.evaluation, experiment.model
+    shape = _shape(model.model_copy(update={"content": None}), Places.of(experiment))
+    n, m = shape.image_tokens or experiment.task.max_length, experiment.task.target_length
+    method = build_method(experiment.method, experiment.adapter)
+    site = build_site(shape.module, experiment)
+    adapters = method.adapters(site)
+
+    def extra(batch: int, *, training: bool) -> float:
+        return 2.0 * sum(
+            adapters[layer.name].multiplications(
+                layer,
+                batch * shape.tokens_through(layer.name, n, m),
+                training=training,
+                path=experiment.adapter.path,
+                low_precision=model.precision == "bf16",
+            )
+            for layer in site.layers
+            if layer.name in adapters
+        )
+
+    steps = fed.rounds * fed.clients_per_round * fed.local_steps
+    forward, attention = shape.products(n, m), shape.attention(n, m)
+    # The gradient of a product's input costs as much as the product; an attention has two inputs.
+    step = 2 * forward + 3 * attention
+    step += forward if method.train_all else 0
+    step += forward + attention if model.gradient_checkpointing else 0
+    training = Phase(
+        backbone=steps * fed.batch_size * step,
+        adapters=steps * extra(fed.batch_size, training=True),
+        layers=steps * 3 * len(shape.widths),
+    )
+    evaluations = len({*range(0, fed.rounds + 1, options.every), fed.rounds})
+    rows = evaluated_rows(experiment)
+    batches = evaluations * -(-rows // options.batch_size)
+    # A target is scored at once, and then a text is generated, token by token.
+    generated = shape.products(n, m, generated=True) + shape.attention(0, m)
+    decoder = [name for name in shape.widths if name.startswith(DECODER)]
+    evaluation = Phase(
+        backbone=evaluations * rows * (forward + attention + (generated if decoder else 0)),
+        adapters=batches * extra(options.batch_size, training=False),
+        layers=batches * (len(shape.widths) + m * len(decoder)),
+    )
+    return Work(training, evaluation, _prox_operations(experiment, adapters.values()) * steps)
+
+
+def evaluated_rows(experiment: Experiment) -> int:
+    """Return the number of rows that an evaluation scores.
+
+    Raises:
+        InputError: Own data are not on this machine.
+    """
+    official = official_rows(experiment.data.name)
+    if official is not None:
+        rows = official["test"]
+    else:
+        places = Places.of(experiment)
+        rows = len(
+            prepare(experiment.data, cache=places.cache, hub=places.hub, download=False).test
+        )
+    return min(rows, experiment.evaluation.limit or rows)
+
+
+def _prox_operations(experiment: Experiment, adapters: Iterable[LayerAdapter]) -> float:
+    """Return the operations of the proximal maps, per local step."""
+    if getattr(experiment.method, "lam", 0) == 0:
+        return 0.0
+    cubes = sum(a.heads * a.rank**3 for a in adapters if isinstance(a, MultiHead))
+    return PROX_OPERATIONS * cubes / getattr(experiment.method, "prox_every", 1)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The products of a model.
+
+    Attributes:
+        module: The model on the meta device.
+        widths: ``d_out * d_in`` of its linear layers, by name.
+        image_tokens: Tokens of an image; None for texts.
+        patch: Multiplications that embed one patch of an image.
+    """
+
+    module: nn.Module
+    widths: Mapping[str, int]
+    image_tokens: int | None
+    patch: int
+
+    def tokens_through(self, name: str, n: int, m: int) -> int:
+        """Return how many tokens of a row a layer sees."""
+        if classifier_module(name) is not None:
+            return 1
+        if name == "lm_head":
+            config: Any = self.module.config
+            return m if config.is_encoder_decoder else 1
+        if name.startswith(DECODER):
+            return n if name.endswith(("EncDecAttention.k", "EncDecAttention.v")) else m
+        return n
+
+    def products(self, n: int, m: int, *, generated: bool = False) -> float:
+        """Return the operations of the layers for a row; only the decoder's if ``generated``."""
+        used = {
+            name: size
+            for name, size in self.widths.items()
+            if not generated or name.startswith((DECODER, "lm_head"))
+        }
+        patches = self.patch * (n - 1) if not generated else 0
+        return 2.0 * (
+            sum(size * self.tokens_through(name, n, m) for name, size in used.items()) + patches
+        )
+
+    def attention(self, n: int, m: int) -> float:
+        """Return the operations of scores and means of one row."""
+        total = 0
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in QUERIES:
+                queries = self.tokens_through(name, n, m)
+                keys = n if "EncDecAttention" in name else queries
+                total += 4 * queries * keys * module.out_features
+        return float(total)
+
+
+@lru_cache(maxsize=32)
+def _shape(model: ModelConfig, places: Places) -> _Shape:
+    module = Backbone(model, places).meta_model()
+    config: Any = module.config
+    widths = {n: x.weight.numel() for n, x in module.named_modules() if isinstance(x, nn.Linear)}
+    patch_size = getattr(config, "patch_size", None)
+    if patch_size is None:
+        return _Shape(module, widths, None, 0)
+    grid = (model.image_size or config.image_size) // patch_size
+    patch = config.hidden_size * config.num_channels * patch_size**2
+    return _Shape(module, widths, grid**2 + 1, patch)

@@ -1,0 +1,171 @@
+"""Follow the trials of Ray Tune: show progress, count attempts, record failures."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle, tune
+from ray.tune.experiment import Trial
+
+from trishul_ray.federation.on_ray.pool import cause_of
+from trishul_ray.tracking.progress import HEADLINES
+from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tuning.search import Search
+from trishul_ray.tuning.state import record_failure
+from trishul_ray.tuning.trial import (
+    FAILURE,
+    FINISHED,
+    NOTES,
+    ROUND,
+    STOPPED_EARLY,
+    CellRun,
+    FindRun,
+)
+from trishul_ray.tuning.watchdog import Watchdog
+
+#: Seconds without a running trial before it is reported that trials wait for resources.
+WAITING_NOTICE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How cells are run.
+
+    Attributes:
+        retries: How often a cell that failed is tried again.
+        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
+        concurrency: Number of cells at a time; None is what the cluster holds. Cells beyond that
+            wait for nodes that an autoscaler adds.
+    """
+
+    retries: int = 2
+    stall_minutes: float = 30.0
+    concurrency: int | None = None
+
+
+class Monitor(tune.Callback):
+    """Follows the trials of one Tuner after the other: progress, failures, samples.
+
+    Args:
+        find: Returns what a trial runs.
+        options: How cells are run.
+        progress: Where to show progress; it knows the cells, except those that a search samples.
+        search: The search that the trials belong to.
+    """
+
+    def __init__(
+        self, find: FindRun, options: TuneOptions, progress: SweepProgress, search: Search | None
+    ) -> None:
+        self.options, self.watchdog = options, Watchdog(0.0)
+        self.failures: dict[str, str] = {}
+        self.samples: list[dict[str, Any]] = []
+        self.staging: Path | None = None  # where Tune keeps its files until it saves them
+        self._find, self._progress = find, progress
+        self._metric = search.metric if search is not None else None
+        self._adaptive = search is not None and search.kind == "optuna"
+        self._runs: dict[str, CellRun] = {}  # by trial
+        self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
+        self._finished: set[str] = set()
+        self._attempts: dict[str, int] = {}
+        self._waits_since: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune saves its callbacks, which nobody reads
+
+    def on_trial_start(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Show that a cell is being run."""
+        assert trial.storage is not None
+        self.staging = Path(trial.storage.experiment_driver_staging_path).parents[1]
+        self._progress.start(self._id(trial))
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
+    ) -> None:
+        """Show a round and what was reported in it."""
+        self._results[trial.trial_id] = result
+        for note in result.get(NOTES, ()):
+            self._progress.note(f"{self._run(trial).name}: {note}")
+        if ROUND in result:
+            self._progress.round(self._id(trial), result[ROUND], result)
+
+    def on_trial_recover(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Show why a cell is tried again."""
+        attempt = self._count(trial)
+        self._progress.retry(
+            self._id(trial), self._reason(trial), attempt + 1, self.options.retries + 1
+        )
+
+    def on_trial_error(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Note why a cell failed for good."""
+        if self._count(trial) > self.options.retries:
+            self._fail(trial, self._reason(trial))
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Note how a cell ended that Tune did not count as failed."""
+        result = self._results.get(trial.trial_id, {})
+        if result.get(FINISHED):
+            self._finished.add(self._id(trial))
+            self._progress.end(self._id(trial))
+        elif FAILURE in result:
+            self._count(trial)
+            self._fail(trial, result[FAILURE])
+        else:
+            names = (self._metric,) if self._metric else HEADLINES
+            shown = "".join(f", {name} {result[name]:.4g}" for name in names if name in result)
+            self._fail(trial, f"{STOPPED_EARLY} after round {result.get(ROUND, 0)}{shown}")
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        """Report once that trials wait for resources; Tune calls this all the time."""
+        now = time.monotonic()
+        if any(trial.status == Trial.RUNNING for trial in trials):
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        elif now - self._waits_since > WAITING_NOTICE_SECONDS:
+            self._waits_since = math.inf
+            self._progress.note("no cell is running: waiting for resources on the cluster")
+
+    def unfinished(self, ids: Sequence[str]) -> list[str]:
+        """Return the cells that Tune has given up although they may be tried again."""
+        return [id for id in ids if id not in self._finished and id not in self.failures]
+
+    def _fail(self, trial: Trial, why: str) -> None:
+        id = self._id(trial)
+        self.failures[id] = why
+        record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1))
+        self._progress.end(id, failure=why)
+
+    def _count(self, trial: Trial) -> int:
+        id = self._id(trial)
+        self._attempts[id] = self._attempts.get(id, 0) + 1
+        return self._attempts[id]
+
+    def _run(self, trial: Trial) -> CellRun:
+        if trial.trial_id not in self._runs:
+            run = self._runs[trial.trial_id] = self._find(trial.config)
+            if self._adaptive:
+                self.samples.append(dict(trial.config))
+                self._progress.add(run.experiment.id, run.name, run.experiment.federation.rounds)
+        return self._runs[trial.trial_id]
+
+    def _id(self, trial: Trial) -> str:
+        return self._run(trial).experiment.id
+
+    def _reason(self, trial: Trial) -> str:
+        ended = self.watchdog.reasons.pop(trial.trial_id, None)
+        if ended is not None or trial.pickled_error_file is None:
+            return ended or "it failed without a reason"
+        # Written by this process a moment ago.
+        error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        return cause_of(error)

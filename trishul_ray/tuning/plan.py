@@ -1,0 +1,295 @@
+"""What sweeps would run and what it would cost, before anything runs.
+
+Each distinct run is counted once, in the first sweep that has it. Its time is that of the most
+similar finished run of its kind in the store, or else from :mod:`trishul_ray.tuning.cost`. Times
+are device-hours: the hours of a run times the number of GPUs, or the share of a CPU's cores, that
+it holds.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.on_ray.slices import plan_slices
+from trishul_ray.report.outcomes import Status
+from trishul_ray.run.results import flatten
+from trishul_ray.tuning.cost import DEVICES, work_of
+from trishul_ray.tuning.samples import is_adaptive
+from trishul_ray.tuning.state import CellState
+from trishul_ray.tuning.sweep import Sweep
+
+#: What a run's status should not be; shown where it is.
+RARE: tuple[Status, ...] = ("failed", "stale", "corrupt")
+
+#: Fields that two runs must have in common if the time of one is to tell that of the other.
+_KIND = (
+    *("data.name", "data.path", "model.name", "model.precision", "model.image_size", "method.name"),
+    *("federation.clients_per_round", "federation.local_steps", "federation.batch_size"),
+)
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What one sweep would run.
+
+    Attributes:
+        name: Name of the sweep, or ``total``.
+        cells: Number of cells.
+        runs: Number of distinct runs that no earlier sweep has.
+        shared: Number of distinct runs that an earlier sweep has.
+        states: How many of the runs have each status.
+        measured: Number of runs to do whose time is that of a finished one of the same kind.
+        unknown: Number of runs to do whose time is not known, because their model or data are not.
+        hours_left: Device-hours of the runs to do, without the unknown ones.
+        hours_done: Device-hours of the finished runs.
+    """
+
+    name: str
+    cells: int = 0
+    runs: int = 0
+    shared: int = 0
+    states: Counter[Status] = field(default_factory=Counter)
+    measured: int = 0
+    unknown: int = 0
+    hours_left: float = 0.0
+    hours_done: float = 0.0
+
+    @property
+    def to_do(self) -> int:
+        """Number of runs that are not finished."""
+        return self.runs - self.states["finished"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What sweeps would run.
+
+    Attributes:
+        sweeps: Each sweep, in order.
+        total: Their sum.
+        device: What the hours are of.
+        why_unknown: Why the time of some runs is not known, one line each.
+    """
+
+    sweeps: tuple[SweepPlan, ...]
+    total: SweepPlan
+    device: str
+    why_unknown: tuple[str, ...]
+
+
+def make_plan(
+    sweeps: Sequence[Sweep],
+    states: Mapping[str, CellState],
+    device: str,
+    measured: Iterable[Mapping[str, Any]] = (),
+) -> Plan:
+    """Count the runs of sweeps and estimate their time.
+
+    Args:
+        sweeps: The sweeps. One that searches adaptively counts with all its samples, as missing.
+        states: What the store has of every cell.
+        device: One of :data:`~trishul_ray.tuning.cost.DEVICES`.
+        measured: Results of further runs in the store.
+
+    Raises:
+        InputError: The device is unknown.
+    """
+    if device not in DEVICES:
+        raise InputError(f"device {device!r} is unknown; known: {', '.join(DEVICES)}")
+    finished = [state.summary for state in states.values() if state.summary is not None]
+    clock = _Clock(device, [*finished, *measured])
+    seen: set[str] = set()
+    plans = []
+    for sweep in sweeps:
+        samples = sweep.search.samples if sweep.search and is_adaptive(sweep) else None
+        runs = {cell.experiment.id: cell.experiment for cell in sweep.cells}
+        own = {id: experiment for id, experiment in runs.items() if samples or id not in seen}
+        if samples:
+            counts = Counter[Status]({"missing": samples * len(own)})
+            to_do, done = list(own.values()) * samples, []
+        else:
+            seen |= own.keys()
+            counts = Counter(states[id].status for id in own)
+            to_do = [own[id] for id in own if states[id].summary is None]
+            done = [summary for id in own if (summary := states[id].summary) is not None]
+        estimates = [clock.estimate(experiment) for experiment in to_do]
+        plans.append(
+            SweepPlan(
+                name=sweep.name,
+                cells=len(sweep.cells) * (samples or 1),
+                runs=len(own) * (samples or 1),
+                shared=len(runs) - len(own),
+                states=counts,
+                measured=sum(measured for _, measured in estimates),
+                unknown=sum(hours is None for hours, _ in estimates),
+                hours_left=sum(hours or 0.0 for hours, _ in estimates),
+                hours_done=sum(_device_hours(summary) for summary in done),
+            )
+        )
+    return Plan(tuple(plans), _sum(plans), device, tuple(clock.why_unknown))
+
+
+def _sum(plans: Sequence[SweepPlan]) -> SweepPlan:
+    return SweepPlan(
+        name="total",
+        cells=sum(plan.cells for plan in plans),
+        runs=sum(plan.runs for plan in plans),
+        shared=sum(plan.shared for plan in plans),
+        states=sum((plan.states for plan in plans), Counter[Status]()),
+        measured=sum(plan.measured for plan in plans),
+        unknown=sum(plan.unknown for plan in plans),
+        hours_left=sum(plan.hours_left for plan in plans),
+        hours_done=sum(plan.hours_done for plan in plans),
+    )
+
+
+class _Clock:
+    """Estimates the device-hours of runs on one device."""
+
+    def __init__(self, device: str, results: Iterable[Mapping[str, Any]]) -> None:
+        self.device = device
+        self.why_unknown: dict[str, None] = {}
+        self._measured: dict[str, list[Mapping[str, Any]]] = {}
+        self._modelled: dict[frozenset[tuple[str, str]], float | None] = {}
+        for result in results:
+            if result["round_seconds"] and device_of(result) == device:
+                self._measured.setdefault(_kind(result["identity"]), []).append(result)
+
+    def estimate(self, experiment: Experiment) -> tuple[float | None, bool]:
+        """Return the hours, None if unknown, and whether they are from a measurement."""
+        identity = experiment.identity()
+        ours = _decisive(identity)
+        if alike := self._measured.get(_kind(identity)):
+            nearest = min(alike, key=lambda result: len(ours ^ _decisive(result["identity"])))
+            return _device_hours(nearest, experiment.federation.rounds), True
+        if ours not in self._modelled:
+            self._modelled[ours] = self._model(experiment)
+        return self._modelled[ours], False
+
+    def _model(self, experiment: Experiment) -> float | None:
+        try:
+            work = work_of(experiment)
+        except InputError as error:
+            self.why_unknown[str(error)] = None
+            return None
+        return work.seconds(self.device, experiment.model.precision) / 3600
+
+
+def device_of(result: Mapping[str, Any]) -> str:
+    """Return what a result was computed on: one of ``DEVICES``, or the name of another GPU."""
+    gpus = result["hardware"]["gpus"]
+    if not gpus or result["config"]["resources"]["device"] == "cpu":
+        return "cpu"
+    return _known_gpu(gpus[0]) or str(gpus[0])
+
+
+def _known_gpu(name: str) -> str | None:
+    words = name.lower().replace("-", " ").split()
+    return next((device for device in DEVICES if device in words), None)
+
+
+def _kind(identity: Mapping[str, Any]) -> str:
+    """Return the fields of :data:`_KIND`, as text."""
+    fields = flatten(dict(identity))
+    return json.dumps([fields.get(name) for name in _KIND])
+
+
+def _decisive(identity: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """Return the fields that the time of a run depends on; seed, partition and rate are not."""
+    sections = {k: v for k, v in identity.items() if k not in ("seed", "partition", "optimizer")}
+    return frozenset((name, json.dumps(value)) for name, value in flatten(sections).items())
+
+
+def _device_hours(result: Mapping[str, Any], rounds: int | None = None) -> float:
+    """Return the device-hours of a finished run, for another number of rounds if one is given."""
+    per_round = result["round_seconds"]
+    seconds: float = sum(per_round)
+    # A resumed run has rounds of an earlier process, which its wall time lacks.
+    around: float = max(0.0, result["wall_seconds"] - seconds)
+    if rounds is not None:
+        seconds *= rounds / len(per_round)
+    return (seconds + around) * _share(result) / 3600
+
+
+def _share(result: Mapping[str, Any]) -> float:
+    """Return how many GPUs a finished run held, or which share of its machine's cores."""
+    hardware = result["hardware"]
+    free = {"CPU": float(hardware["cpus"] or 1), "GPU": float(len(hardware["gpus"]))}
+    try:
+        slices = plan_slices(Experiment.model_validate(result["config"]), free)
+    except ValueError:
+        return 1.0  # it ran on a cluster of several machines
+    return slices.actors * (slices.gpus or slices.cpus / free["CPU"])
+
+
+def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> Table:
+    """Show a plan: a row for each sweep and one for the total.
+
+    Args:
+        plan: The plan.
+        devices: How many devices work at the same time.
+        price: Price of a device-hour.
+    """
+    table = Table(box=None, pad_edge=False)
+    table.add_column("sweep")
+    usual: tuple[Status, ...] = ("finished", "missing")
+    statuses = [*usual, *(status for status in RARE if plan.total.states[status])]
+    unit = "CPU-hours" if plan.device == "cpu" else "GPU-hours"
+    numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", unit]
+    for name in numbers if price is None else [*numbers, "cost"]:
+        table.add_column(name, justify="right")
+    for each in (*plan.sweeps, plan.total):
+        if each is plan.total:
+            table.add_section()
+        left = _hours(each.hours_left)
+        table.add_row(
+            each.name,
+            *(f"{n:,}" for n in (each.cells, each.runs, each.shared)),
+            *(f"{each.states[s]:,}" for s in statuses),
+            f"{each.measured:,}",
+            _hours(each.hours_left / devices),
+            f"{left} + ?" if each.unknown else left,
+            *((f"{each.hours_left * price:,.0f}",) if price is not None else ()),
+        )
+    return table
+
+
+def _hours(number: float) -> str:
+    return f"{number:,.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> list[str]:
+    """Return what the table does not say: where its numbers are from, and what is unusual."""
+    name = plan.device.upper() if plan.device != "cpu" else "machine like this one"
+    count = f"{devices} {name}s" if devices > 1 else f"one {name}"
+    modelled = plan.total.to_do - plan.total.measured - plan.total.unknown
+    notes = [
+        f"{plan.total.runs:,} distinct runs; hours on {count}: {plan.total.measured:,} runs "
+        f"measured, {modelled:,} from the cost model"
+    ]
+    if plan.total.hours_done:
+        notes.append(f"finished runs took {_hours(plan.total.hours_done)} hours of their devices")
+    if plan.total.unknown:
+        why = "; ".join(plan.why_unknown[:3])
+        notes.append(f"{plan.total.unknown:,} runs of unknown time are not counted: {why}")
+    reasons = Counter(
+        f"{state.status}: {state.reason}" for state in states.values() if state.status in RARE
+    )
+    notes += [f"{count} {reason}" for reason, count in reasons.most_common(5)]
+    unchecked = Counter(state.note for state in states.values() if state.note)
+    notes += [f"{count} finished runs {note}" for note, count in unchecked.most_common(3)]
+    return notes
+
+
+def usual_device(profile: str) -> str:
+    """Return the GPU of this machine, if its peak is known, or what a profile is made for."""
+    if torch.cuda.is_available() and (known := _known_gpu(torch.cuda.get_device_name())):
+        return known
+    return "h100" if profile == "paper" else "cpu"
