@@ -155,14 +155,16 @@ def per_call(place: Place, call: Callable[[], object], calls: int, repeats: int 
     return found
 
 
-def on_device(place: Place, call: Callable[[], object], repeats: int = 20) -> float:
-    """Median seconds of a call between two events of the device."""
+def on_device(place: Place, call: Callable[[], object]) -> float:
+    """Median seconds of a call between two events of the device: 3 to 20 calls, as they last."""
     if place.rehearsal:
         return statistics.median(per_call(place, call, 1))
-    for _ in range(3):
-        call()
+    call()
+    began = now(place.device)
+    call()
+    seconds = now(place.device) - began
     found = []
-    for _ in range(repeats):
+    for _ in range(max(3, min(20, int(0.5 / seconds)))):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         call()

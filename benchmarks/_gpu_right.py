@@ -99,14 +99,18 @@ def same_bytes(place: Place) -> Section:
 
 def marked_tests(place: Place) -> Section:
     """The tests marked gpu; in a rehearsal they are only collected."""
-    missing = [n for n in ("pytest", "hypothesis") if importlib.util.find_spec(n) is None]
+    needed = ("pytest", "pytest_timeout", "hypothesis")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     title = "Tests marked gpu"
     if missing:
         return Section(title, ["result"], [[f"not run: {', '.join(missing)} missing"]])
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     if place.rehearsal:
         command.append("--collect-only")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    elif importlib.util.find_spec("xdist"):
+        command += ["-n", "4"]  # most of the time is the host's
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
         done = subprocess.run(
             [*command, *TESTS],

@@ -12,7 +12,7 @@ from trishul_ray.federation.prepare import prepare_run
 LIMITED = ["method=trishul", "federation.compute=uniform"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize(
     "overrides", [LIMITED, ["method=fedsb"], ["method=flexlora"], ["method=fullft"]]
 )

@@ -2,11 +2,13 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 ABSENT = [
@@ -19,18 +21,19 @@ ABSENT = [
 def gpu(tmp_path):
     """``gpu("prox", absent=["ray"])`` -> the finished script, and its results by part."""
 
-    def call(*words, absent=ABSENT):
+    def call(*words, absent=ABSENT, rehearse=True):
+        rehearsal = ["--rehearse"] if rehearse else []
         lines = ["import sys", f"sys.modules.update(dict.fromkeys({absent!r}))"]
         (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), *words, "--rehearse", "--out", str(tmp_path / "out")],
+            [sys.executable, str(SCRIPT), *words, *rehearsal, "--out", str(tmp_path / "out")],
             env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=280,
         )
         parts = {}
-        for file in (tmp_path / "out").glob("gpu-rehearsal_*.json"):
+        for file in (tmp_path / "out").glob("gpu*.json"):
             parts = json.loads(file.read_text())["parts"]
             assert file.with_suffix(".md").is_file()
         return done, parts
@@ -59,6 +62,22 @@ def test_a_part_that_is_stopped_does_not_stop_the_next(gpu):
     done, parts = gpu("prox", "step", "--limit", "0.1")
     assert done.returncode == 1
     assert [part["state"].split()[0] for part in parts.values()] == ["stopped", "stopped"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this part would succeed")
+def test_a_part_that_fails_does_not_stop_the_next(gpu):
+    done, parts = gpu("prox", "slices", rehearse=False)
+    assert done.returncode == 1
+    assert list(parts) == ["prox", "slices"]
+    assert all("failed: RuntimeError: no CUDA device" in p["state"] for p in parts.values())
+
+
+def test_the_parts_fit_into_their_time(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    seconds = list(runpy.run_path(str(SCRIPT))["LIMITS"].values())
+    assert sum(seconds[:4]) <= 12 * 60
+    assert sum(seconds) <= 25 * 60
 
 
 def test_a_missing_package_is_named(gpu):
