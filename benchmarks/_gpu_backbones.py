@@ -1,5 +1,6 @@
 """T5-Base and LLaMA-3.2-1B at the paper's lengths: a step against its limit, and memory."""
 
+import gc
 import statistics
 
 import torch
@@ -22,6 +23,7 @@ def measure(place: Place) -> None:
         experiment, prepared = text(place, kind, f"federation.local_steps={place.times(25)}")
         with deterministic(experiment):
             place.add(step(place, name, experiment, prepared))
+        gc.collect()  # a run and its steps refer to each other
         if not place.rehearsal:
             torch.cuda.empty_cache()
         if kind == "t5" or not place.rehearsal:

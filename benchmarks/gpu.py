@@ -5,7 +5,7 @@
 Parts (all by default), and the seconds after which each is stopped:
 
     right (240)      states against the CPU's; the same bytes twice and resumed; tests marked gpu
-    prox (70)        the proximal map on stacks of cores: time and error of each route
+    prox (80)        the proximal map on stacks of cores: time and error of each route
     step (190)       a local step of ViT-B/16 against its limit: by parts, profiled, as a CUDA graph
     run (200)        the paper's run on CIFAR-100: 50 rounds of 3 clients x 50 steps of 32
     backbones (330)  T5-Base and LLaMA-3.2-1B: a step against its limit, memory of two client actors
@@ -37,7 +37,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]  # the package need not be inst
 from trishul_ray.federation.determinism import set_environment  # noqa: E402
 
 #: Seconds after which a part is stopped.
-LIMITS = {"right": 240, "prox": 70, "step": 190, "run": 200, "backbones": 330, "slices": 240}
+LIMITS = {"right": 240, "prox": 80, "step": 190, "run": 200, "backbones": 330, "slices": 240}
 #: Modules that the core imports, and the packages they are in.
 NEEDED = {
     "torch": "torch",

@@ -10,23 +10,26 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 
 LIMITED = ["method=trishul", "federation.compute=uniform"]
+ON_A_GPU = [
+    pytest.param("cuda", overrides, precision, marks=pytest.mark.gpu)
+    for overrides in (LIMITED, ["method=fedsb"], ["method=flexlora"], ["method=fullft"])
+    for precision in ("fp32", "tf32", "bf16")
+]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize(
-    "overrides", [LIMITED, ["method=fedsb"], ["method=flexlora"], ["method=fullft"]]
+    ("where", "overrides", "precision"),
+    [("cpu", LIMITED, "fp32"), *ON_A_GPU],  # the first rehearses the test
 )
 def test_the_same_bytes_twice_and_after_a_resume(
-    small, drive_to_end, tmp_path, device, overrides, precision
+    small, drive_to_end, tmp_path, where, overrides, precision
 ):
-    if device == "cpu" and (overrides, precision) != (LIMITED, "fp32"):
-        pytest.skip("one configuration rehearses this test")
     results = []
     for name in ("one", "two", "resumed"):
         run = small(
             *overrides,
             f"model.precision={precision}",
-            f"resources.device={device}",
+            f"resources.device={where}",
             "resources.backend=inline",
             f"storage.runs={tmp_path / name}",
         )
