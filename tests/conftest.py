@@ -151,12 +151,21 @@ def assert_same():
     return check
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """What forks the workers of every local Ray of these tests."""
+    from trishul_ray.federation.on_ray.fork_server import ForkServer
+
+    with ForkServer() as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
-def local_ray():
+def local_ray(fork_server):
     """A local Ray with two CPUs, started as a run starts it."""
     from trishul_ray.federation.on_ray.session import ray_session
 
-    with ray_session(2) as free:
+    with ray_session(2, fork_server) as free:
         yield free
 
 
@@ -177,9 +186,10 @@ def describe(process):
         return "gone"
 
 
-def hear_interrupts():
-    """Undo what a child inherits of a test run in the background: there, SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def hear_signals():
+    """Undo what a child inherits of tests in the background (no SIGINT) or of nohup (no SIGHUP)."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 class Command:
@@ -189,7 +199,7 @@ class Command:
         self.mark = uuid.uuid4().hex
         self.errors: list[str] = []
         plain = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        options = plain | {"preexec_fn": hear_interrupts} | options
+        options = plain | {"preexec_fn": hear_signals} | options
         self.process = subprocess.Popen(
             words, env={**env, MARK: self.mark}, cwd=cwd, start_new_session=True, **options
         )

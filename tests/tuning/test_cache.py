@@ -62,7 +62,13 @@ OTHERS = {
     "data.path": ["elsewhere"],
     "model.name": ["vit-digits", "bert-tiny"],
     "method.name": ["fedex", "trishul"],
+    "federation.clients_per_round": [1],
+    "optimizer.momentum": [0.5],
+    "optimizer.warmup": [1, 2, 0.1],
+    "optimizer.weight_decay": [0.01],
 }
+#: Fields that have no other valid value in any of these worlds: their method takes no limits.
+WITHOUT_ANOTHER_VALUE = {"federation.compute", "federation.compute_shares"}
 
 
 class World:
@@ -179,24 +185,34 @@ def edited(file, content, rng):
 # What changes a number. Each yields overrides while the change is in place.
 
 
-@contextmanager
-def another_field(world, rng):
+def fields_with_effect(world):
     experiment = world.load()
     ignored = build_method(experiment.method).ignored_fields(experiment.adapter)
     names = [n for n in field_names("fedit") if n not in WITHOUT_EFFECT and n not in ignored]
-    names = [n for n in names if not n.startswith("storage.")]
-    while True:
-        name = rng.choice(names)
-        value = experiment
-        for part in name.split("."):
-            value = getattr(value, part)
+    return [n for n in names if not n.startswith("storage.")]
+
+
+def changed(world, name, rng):
+    """Return an override that gives a field another valid value, None if it has none here."""
+    value = world.load()
+    for part in name.split("."):
+        value = getattr(value, part)
+    for _ in range(8):
         other = rng.choice(OTHERS[name]) if OTHERS.get(name) else another_value(name, value, rng)
         if other is None or other == value:
             continue
         override = f"{name}={json.dumps(other)}"
         with suppress(InputError):
             world.load(override)
-            break
+            return override
+    return None
+
+
+@contextmanager
+def another_field(world, rng):
+    names = fields_with_effect(world)
+    while (override := changed(world, rng.choice(names), rng)) is None:
+        pass
     yield override
 
 
@@ -407,6 +423,20 @@ MISSES = [
     other_numerics, damaged_result,
 ]  # fmt: skip
 HITS = [field_without_effect, other_times, same_content, other_yaml, other_spelling, moved]
+
+
+@pytest.mark.slow
+def test_every_field_that_can_change_a_number_is_in_the_id(worlds):
+    rng = random.Random(0)
+    left = set()
+    for number, world in enumerate(worlds):
+        names = fields_with_effect(world)
+        overrides = {name: changed(world, name, rng) for name in names}
+        ids = {name: world.load(override).id for name, override in overrides.items() if override}
+        assert [name for name, id in ids.items() if id == world.load().id] == []
+        without = set(names) - set(ids)
+        left = left & without if number else without
+    assert left == WITHOUT_ANOTHER_VALUE
 
 
 @pytest.mark.slow

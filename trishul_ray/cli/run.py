@@ -50,15 +50,20 @@ def run(
     Repeat the command to continue a stopped run or to show a finished one. Changing a field that
     can change a result makes a different run, with a different id.
     """
-    from trishul_ray.report.tables import data_sentence, summary_table
-    from trishul_ray.run.results import config_yaml
-    from trishul_ray.run.runner import central_twin
-
     experiment = load_arguments(arguments)
     if show:
+        from trishul_ray.run.results import config_yaml
+
         out.print(f"# id: {experiment.id}", highlight=False)
         out.print(config_yaml(experiment).decode(), highlight=False, end="")
         return
+    if experiment.resources.backend == "ray" and sys.platform == "linux":
+        from trishul_ray.federation.on_ray.fork_server import fork_early
+
+        fork_early()  # before anything imports Ray
+    from trishul_ray.report.tables import data_sentence, summary_table
+    from trishul_ray.run.runner import central_twin
+
     experiments = [("federated", experiment)]
     if central:
         experiments.append(("central", central_twin(experiment)))

@@ -45,7 +45,6 @@ from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
-from trishul_ray.run.artifacts import write_artifacts
 from trishul_ray.run.results import (
     TABLES,
     config_yaml,
@@ -244,6 +243,9 @@ def _restore_files(
                 ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
                 note = coverage_of(experiment, prepared.dataset).sentence
+                # Imports matplotlib and PEFT, which takes seconds.
+                from trishul_ray.run.artifacts import write_artifacts
+
                 write_artifacts(experiment, prepared, result, folder, note)
             if adds:
                 missing += [name for name in _files_in(folder) if name not in listed]
@@ -303,6 +305,9 @@ def _run(
             folder = Path(scratch)
             write_tables(experiment, result, folder)
             if options.extras:
+                # Imports matplotlib and PEFT, which takes seconds.
+                from trishul_ray.run.artifacts import write_artifacts
+
                 write_artifacts(experiment, prepared, result, folder, coverage.sentence)
             home.upload_folder(folder)
             wall = time.perf_counter() - began

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class, method_names
 
@@ -15,15 +16,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 STATEFUL = {"hetlora": ["method.prune=true"]}
 
 
+@pytest.fixture(scope="module")
+def two_actors(local_ray):
+    """The two client actors on which every method is continued."""
+    with Workers() as workers:
+        yield workers
+
+
 @pytest.mark.parametrize("name", method_names())
 def test_actors_a_kill_and_a_resume_change_nothing(
-    name, small, inline_result, assert_same, drive_to_end
+    name, two_actors, small, inline_result, assert_same, drive_to_end
 ):
     overrides = [f"method={name}", *STATEFUL.get(name, [])]
     if method_class(name).takes_limits:
         overrides.append("federation.compute=uniform")
     # All three clients take part in every round, so that kept state is used.
-    overrides.append("federation.clients=3")
+    overrides += ["federation.clients=3", "resources.cpus_per_actor=0.5"]
     one, two = small(*overrides, "resources.actors=1"), small(*overrides, "resources.actors=2")
     assert one.id == two.id
     prepared = prepare_run(one)
@@ -32,7 +40,7 @@ def test_actors_a_kill_and_a_resume_change_nothing(
         driver.step()
         for process in driver.processes():  # the coordinator and its client
             os.kill(process, signal.SIGKILL)
-    with open_driver(two, prepared, "a") as driver:
+    with open_driver(two, prepared, "a", workers=two_actors) as driver:
         result = drive_to_end(driver)
         assert driver.slices.actors == 2
     assert [event for event in result.events if "continuing after round 1" in event] != []

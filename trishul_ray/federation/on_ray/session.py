@@ -5,19 +5,22 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants, utils, worker
+from ray._private.accelerators import get_all_accelerator_managers
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 
 _raylet: Any = ray._raylet  # a compiled module without types
@@ -30,13 +33,16 @@ CONNECT_TIMEOUT = 10.0
 
 
 @contextmanager
-def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
+def ray_session(
+    cpus: int | None = None, fork_server: ForkServer | None = None
+) -> Iterator[dict[str, float]]:
     """Join the cluster at ``RAY_ADDRESS``, use the current runtime, or start a local one.
 
     At the end a runtime that existed before is left as it was. One started here is shut down with
     all its processes, even if this process is killed. A local cluster has ``cpus`` CPUs (None: all
     of the machine), listens on localhost only, requires a token that only this process and its
-    children know, writes nothing to the home directory, and has no dashboard.
+    children know, writes nothing to the home directory, and has no dashboard. On Linux without
+    GPUs, its workers are forks of ``fork_server`` (None: of one that ends with the session).
 
     If this machine has a token (``RAY_AUTH_TOKEN``, ``~/.ray/auth_token``), an existing cluster
     receives it, as from Ray's own commands; set ``RAY_AUTH_MODE=disabled`` to join a cluster that
@@ -56,6 +62,7 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
     # By default Ray hides all GPUs from an actor that holds none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     before = {name: os.environ.get(name) for name in _TOKEN_SETTINGS}
+    stack = ExitStack()
     try:
         # Ray logs to its session directory; the run itself reports what matters to the user.
         worker._worker_logs_enabled = False
@@ -64,7 +71,10 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
                 if joins:
                     _join(str(address))
                 else:
-                    _start(cpus)
+                    forks = fork_server
+                    if forks is None and sys.platform == "linux" and not _has_gpu():
+                        forks = stack.enter_context(take_early() or ForkServer())
+                    _start(cpus, forks)
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
             raise RunError(f"cannot {action}: {_first_line(error)}") from error
@@ -72,6 +82,7 @@ def ray_session(cpus: int | None = None) -> Iterator[dict[str, float]]:
     finally:
         # Also after an interrupted start.
         ray.shutdown()
+        stack.close()
         worker._worker_logs_enabled = True
         for name, value in before.items():
             if value is None:
@@ -116,7 +127,13 @@ def _own_signal_handlers() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
-def _start(cpus: int | None) -> None:
+def _has_gpu() -> bool:
+    """Return whether there is an accelerator, which a process that imports torch may initialize."""
+    managers = get_all_accelerator_managers()
+    return any(manager.get_current_node_num_accelerators() > 0 for manager in managers)
+
+
+def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
     if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
         # Otherwise Ray writes one to the home directory, which may be read-only or shared.
         os.environ["RAY_AUTH_TOKEN"] = _process_token()
@@ -129,6 +146,7 @@ def _start(cpus: int | None) -> None:
         ray.init(
             address="local", num_cpus=cpus, include_dashboard=False,
             logging_level=logging.ERROR, log_to_driver=False,
+            runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
         )  # fmt: skip
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = default

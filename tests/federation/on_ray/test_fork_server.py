@@ -1,0 +1,138 @@
+"""Workers are forks of a process that has imported PyTorch, or start without it."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+import ray
+
+from trishul_ray.federation.on_ray import fork_server as module
+from trishul_ray.federation.on_ray.fork_server import ForkServer, fork_early, take_early
+
+#: A worker's script: what it is, and what it was given.
+SCRIPT = """
+import json, os, sys
+print(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv[1:],
+    "directory": os.getcwd(), "environment": dict(os.environ), "name": __name__,
+    "torch": "torch" in sys.modules, "ray": "ray" in sys.modules,
+}))
+print("an error line", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """``worker(server, "argument")`` -> what a worker started by this server reports."""
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT)
+
+    def start(server, *arguments):
+        ended = subprocess.run(
+            [*shlex.split(server.py_executable), str(script), *arguments],
+            env={"GIVEN": "ä"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ended.stderr == "an error line\n"
+        return json.loads(ended.stdout)
+
+    return start
+
+
+def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_streams(
+    fork_server, worker, tmp_path
+):
+    first, second = worker(fork_server, "a b", "--flag"), worker(fork_server)
+    assert first["parent"] == second["parent"] == fork_server.pid
+    assert first["pid"] != second["pid"]
+    assert first["group"] == first["pid"], "Ray ends the whole process group of a worker"
+    assert first["arguments"] == ["a b", "--flag"] and second["arguments"] == []
+    assert first["directory"] == str(tmp_path) and first["name"] == "__main__"
+    assert first["environment"]["GIVEN"] == "ä" and "HOME" not in first["environment"]
+    assert first["torch"] and not first["ray"]
+
+
+def test_without_an_answer_a_worker_starts_without_the_server(worker):
+    with ForkServer() as server:
+        os.kill(server.pid, signal.SIGKILL)
+        report = worker(server, "--flag")
+    assert report["arguments"] == ["--flag"] and not report["torch"]
+    assert not psutil.pid_exists(server.pid)
+
+
+@pytest.mark.parametrize("kill", ["parent", "fork_worker"])
+def test_a_worker_ends_with_the_process_that_asked_for_it(fork_server, tmp_path, kill):
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
+    words = shlex.join([*shlex.split(fork_server.py_executable), str(script)])
+    raylet = subprocess.Popen(["bash", "-c", f"{words} & echo $!; wait"], stdout=subprocess.PIPE)
+    shim, worker = (psutil.Process(int(raylet.stdout.readline())) for _ in range(2))
+    assert worker.ppid() == fork_server.pid
+    (raylet if kill == "parent" else shim).kill()
+    _, alive = psutil.wait_procs([shim, worker], timeout=20)
+    assert not alive
+    raylet.kill()
+    raylet.communicate()
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_the_server_ends_with_the_process_that_started_it(forked):
+    code = (
+        "import sys, time; from trishul_ray.federation.on_ray.fork_server import *\n"
+        f"print(ForkServer(forked={forked}).pid, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    server = psutil.Process(int(process.stdout.readline()))
+    assert server.is_running()
+    process.kill()
+    process.communicate()
+    gone, _ = psutil.wait_procs([server], timeout=60)  # it looks after its imports
+    assert gone
+
+
+def test_a_server_is_forked_early_only_where_that_is_safe(monkeypatch):
+    forks = []
+    monkeypatch.setattr(module, "ForkServer", lambda **options: forks.append(options) or Closed())
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    fork_early()
+    assert "ray" in sys.modules and forks == []
+    monkeypatch.delitem(sys.modules, "ray")
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        fork_early()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "active_count", lambda: 2)
+        fork_early()
+    assert forks == [] and take_early() is None
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    fork_early()
+    fork_early()
+    assert forks == [{"forked": True}]
+    assert isinstance(take_early(), Closed) and take_early() is None
+
+
+class Closed:
+    def close(self):
+        pass
+
+
+@pytest.mark.slow
+def test_actors_of_a_local_ray_are_forks(local_ray, fork_server):
+    @ray.remote(num_cpus=1)
+    class Actor:
+        def parent(self):
+            return os.getppid(), "torch" in sys.modules
+
+    actor = Actor.remote()
+    assert ray.get(actor.parent.remote()) == (fork_server.pid, True)
+    ray.kill(actor)

@@ -1,0 +1,43 @@
+"""Start a Ray worker as a fork of the fork server (see fork_server.py).
+
+    python -I -S fork_worker.py SOCKET PYTHON SCRIPT [ARGUMENT ...]
+
+Waits until the worker ends. If the parent of this process, the raylet, ends before, so does the
+worker. Without an answer from the server, this process becomes ``PYTHON SCRIPT ...``.
+"""
+
+import json
+import os
+import select
+import socket
+import struct
+import sys
+
+
+def main() -> None:
+    """Ask the server for a worker with the arguments, environment and descriptors of this one."""
+    path, python, *arguments = sys.argv[1:]
+    parent = os.getppid()
+    reader, _ = os.pipe()  # by its end the worker notices the end of this process
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(path)
+        request = {
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "directory": os.getcwd(),
+        }
+        content = json.dumps(request).encode()
+        socket.send_fds(connection, [struct.pack("!I", len(content))], [0, 1, 2, reader])
+        connection.sendall(content)
+        forked = connection.recv(1) == b"1"
+    except OSError:
+        forked = False
+    if not forked:
+        os.execv(python, [python, *arguments])
+    while not select.select([connection], [], [], 1.0)[0] and os.getppid() == parent:
+        pass
+
+
+if __name__ == "__main__":
+    main()
