@@ -48,13 +48,25 @@ class Limit:
             # An untrained update leaves every weight as it is, so sharing changes no number.
             self.model.get_submodule(owner)._parameters[attribute] = adapted[name]
         self.model.requires_grad_(False).eval()
-        embeddings: Any = self.model.base_model.embeddings  # type: ignore[union-attr]  # a ViT's
-        embeddings.register_forward_hook(_as_leaf)
+        model: Any = self.model
+        # A ViT's embeddings include patches and positions; a text model's are a table, which the
+        # parts of an encoder-decoder may hold as modules of their own.
+        embeddings = [getattr(model.base_model, "embeddings", None)]
+        if embeddings[0] is None:
+            shape = model.get_input_embeddings().weight.shape
+            tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
+            embeddings = [table for table in tables if table.weight.shape == shape]
+        for module in embeddings:
+            module.register_forward_hook(_as_leaf)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of a prepared batch; its backward ends at the output of the embeddings."""
+        return self.task.loss(self.model(**self.task.inputs(batch)), batch)
 
     def seconds(self, batch: Mapping[str, Tensor]) -> tuple[float, float]:
         """Seconds of forward with loss, and of backward, on a prepared batch."""
         began = now(self.device)
-        loss = self.task.loss(self.model(**self.task.inputs(batch)), batch)
+        loss = self.loss(batch)
         middle = now(self.device)
         loss.backward()
         return middle - began, now(self.device) - middle
@@ -71,7 +83,6 @@ class Steps:
     parts: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PARTS})
     forward: list[float] = field(default_factory=list)  # of the limit
     backward: list[float] = field(default_factory=list)  # of the limit
-    last_prox: float = 0.0  # the last step's, which also measures the spectrum
 
     @property
     def step(self) -> list[float]:
@@ -140,8 +151,8 @@ class _Clocked:
 def time_steps(experiment: Experiment, prepared: Prepared, steps: int) -> Steps:
     """Time ``steps`` local steps of one client, by turns with the limit.
 
-    One step before them warms up; one after them ends the client's round with the statistics of
-    the prox. Neither is among the measured ones.
+    One step before them warms up; one after them ends the client's round, and keeps the cores for
+    the statistics of its prox. Neither is among the measured ones.
     """
     fed = experiment.federation.model_copy(update={"local_steps": steps + 2})
     experiment = experiment.model_copy(update={"federation": fed})
@@ -150,11 +161,9 @@ def time_steps(experiment: Experiment, prepared: Prepared, steps: int) -> Steps:
     clocked = _Clocked(bench)
     train_client(bench, start, TrainJob(round=1, client=0))
     found = clocked.steps
-    last = found.parts["prox"][-1]
     inner = slice(1, -1)
     return Steps(
         {part: values[inner] for part, values in found.parts.items()},
         found.forward[inner],
         found.backward[inner],
-        last,
     )

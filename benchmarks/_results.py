@@ -4,21 +4,27 @@ import argparse
 import datetime
 import json
 import os
+import platform
 import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from trishul_ray.runs.results import hardware, processor, versions
+from trishul_ray.runs.results import hardware, processor
+from trishul_ray.version import NUMERICS, __version__
+
+if TYPE_CHECKING:  # gpu.py runs where rich may be missing
+    from rich.console import Console
 
 #: Results land beside the scripts, so that they are part of the repository.
 RESULTS = Path(__file__).resolve().parent / "results"
+#: Packages whose versions are recorded, where they are installed.
+PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 #: Runnable processes per CPU before we start, above which a timing is not worth quoting.
 BUSY = 0.3
 
@@ -81,8 +87,10 @@ class Section:
     data: dict[str, Any] = field(default_factory=dict)  # raw numbers, for the JSON file
     figure: str | None = None  # a PNG beside the page
 
-    def print(self, console: Console) -> None:
+    def print(self, console: "Console") -> None:
         """Show it on the terminal."""
+        from rich.table import Table
+
         table = Table(title=self.title, title_justify="left")
         for column in self.columns:
             table.add_column(column, overflow="fold")
@@ -110,10 +118,24 @@ def told_by(script: str | None) -> argparse.ArgumentParser:
     )
 
 
-def wide_console() -> Console:
+def wide_console() -> "Console":
     """The terminal as it is; elsewhere, a page wide enough for the tables."""
+    from rich.console import Console
+
     console = Console()
     return console if console.is_terminal else Console(width=160)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what numbers and times depend on."""
+    found = {"trishul_ray": __version__, "numerics": str(NUMERICS)}
+    found["python"] = platform.python_version()
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
 
 
 def hardware_slug() -> str:
@@ -129,7 +151,7 @@ def hardware_slug() -> str:
 class Report:
     """Collects sections and writes them as ``<what>_<hardware>_<date>.json`` and ``.md``."""
 
-    def __init__(self, what: str, config: dict[str, Any], console: Console) -> None:
+    def __init__(self, what: str, config: dict[str, Any], console: "Console") -> None:
         """Note when it began and how busy the machine was by then."""
         self.what, self.config, self.console = what, config, console
         self.began = datetime.datetime.now(datetime.UTC)

@@ -140,8 +140,6 @@ def steps(setup: Setup, count: int, name: str, bound: float, prox: float | None 
             f"{setup.experiment.resources.threads} threads, {setup.experiment.model.precision}; "
             f"medians (min-max) of {count} steps by turns with the limit",
             f"step / limit of neighbours: {paired(step, limit).show(digits=3)}",
-            f"prox of a round's last step, with the spectrum's statistics: "
-            f"{1e3 * found.last_prox:.1f} ms",
         ],
         goals,
         {"step": found.step, "limit": found.limit, "parts": found.parts},

@@ -33,6 +33,18 @@ SMALL = [
 MARK = "TRISHUL_TEST_MARK"
 
 
+@pytest.hookimpl(trylast=True)  # after -m has chosen
+def pytest_collection_modifyitems(items):
+    """Skip the tests marked gpu on a machine without a GPU."""
+    chosen = [item for item in items if item.get_closest_marker("gpu")]
+    if chosen:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in chosen:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
     """Prepared data: the caller's cache if there is one, so that repeated test runs share it."""

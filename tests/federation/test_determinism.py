@@ -11,8 +11,6 @@ from trishul_ray.config import ModelConfig, ResourcesConfig
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import ENVIRONMENT, deterministic
-from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.prepare import prepare_run
 
 
 def settings():
@@ -122,50 +120,3 @@ def test_the_environment_is_set_before_torch_is_imported(module):
     )
     # A variable that the user has set keeps its value.
     assert done.stdout.strip() == f"{[':16:8', *(ENVIRONMENT[name] for name in others)]} False"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("method", ["trishul", "fedsb", "flexlora", "fullft"])
-def test_the_same_bytes_twice_and_after_a_resume_on_a_gpu(
-    small, drive_to_end, tmp_path, method, precision
-):
-    results = []
-    for name, stopped in (("one", False), ("two", False), ("resumed", True)):
-        run = small(
-            f"method={method}",
-            f"model.precision={precision}",
-            "resources.device=cuda",
-            "resources.backend=inline",
-            f"storage.runs={tmp_path / name}",
-        )
-        prepared = prepare_run(run)
-        if stopped:
-            driver = InlineDriver(run, prepared, "a")
-            driver.begin()
-            driver.step()
-        results.append(drive_to_end(InlineDriver(run, prepared, "a")))
-    assert len({result.digest for result in results}) == 1
-    losses = [[record["loss"] for record in result.records] for result in results]
-    assert losses[0] == losses[1] == losses[2]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_and_its_gradient_repeat_on_a_gpu(dtype, masked):
-    """ViT-B's heads at its sequence length, where a kernel may split the sum over keys."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(8, 12, 197, 64, generator=generator).to("cuda", dtype).requires_grad_()
-        for _ in range(3)
-    )
-    mask = torch.zeros(8, 1, 197, 197, device="cuda", dtype=dtype) if masked else None
-    repeats = []
-    for _ in range(5):
-        with deterministic(experiment()):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-        repeats.append([tensor.detach().cpu() for tensor in (out, *gradients)])
-    for other in repeats[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(repeats[0], other, strict=True))

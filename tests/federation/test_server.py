@@ -68,21 +68,6 @@ def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(
     assert_same(result, inline_result(experiment))
 
 
-@pytest.mark.gpu
-def test_a_slice_of_a_gpu_is_enforced_on_the_device():
-    import torch
-
-    from trishul_ray.federation.on_ray.actors import cap_device_memory
-
-    total = torch.cuda.get_device_properties(0).total_memory
-    cap_device_memory(0.1)
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(int(0.2 * total), dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 @pytest.mark.parametrize("method", ["ravan", "trishul"])
 def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method):
     # A client of full capacity sends no mask, a limited one does.

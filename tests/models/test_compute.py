@@ -11,7 +11,7 @@ from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import (
-    FLOAT32_ATTENTION,
+    ATTENTION,
     cast,
     configure_compute,
     recompute_activations,
@@ -126,8 +126,7 @@ def test_a_model_without_blocks_says_so():
 def test_bf16_is_close_to_fp32_in_logits_and_gradient(name, tmp_path):
     given = inputs(name)
     full, half = backbone(name, tmp_path), backbone(name, tmp_path, precision="bf16")
-    assert half.config._attn_implementation == FLOAT32_ATTENTION
-    assert full.config._attn_implementation == "sdpa"
+    assert half.config._attn_implementation == full.config._attn_implementation == ATTENTION
     lower = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
     with torch.inference_mode():
         want, got = full(**given).logits, half(**lower).logits

@@ -200,6 +200,13 @@ class Layout:
             banks.append(vector[start:end].view(heads, rank, rank))
         return banks
 
+    @cached_property
+    def scalars(self) -> slice:
+        """Positions of all scalars of core heads in the vector; they are adjacent."""
+        entries = [entry for entry in self.entries if entry.kind == "scale"]
+        first = entries[0].offset if entries else 0
+        return slice(first, first + sum(entry.numel for entry in entries))
+
     def _check(self, vector: Tensor) -> None:
         if vector.shape != (self.size,):
             raise InputError(

@@ -49,6 +49,7 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
     Raises:
         RunError: an operation has no deterministic kernel on this device; the message names it.
     """
+    set_environment()  # in time for a process that has not used a GPU yet
     import torch
 
     settings = _settings(experiment.resources.threads, experiment.model.precision == "tf32")

@@ -8,8 +8,8 @@ Legend: P trainables of a client, S local steps, b batch size.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from trishul_ray.adapters.model import Trained
+from trishul_ray.data.prepared import Split
+from trishul_ray.errors import RunError
 from trishul_ray.federation.messages import (
     Arrays,
     EvalJob,
@@ -39,66 +41,115 @@ if TYPE_CHECKING:
 def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
     """Run one client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
+    The host waits for a GPU once, after the last step, to copy the results. Only a method's
+    ``start`` and ``upload`` may make it wait more often.
+
     Raises:
         FloatingPointError: The training loss is not finite; the message names client and step.
+        RunError: The memory of the device, or this process's share of it, is too small.
     """
     started = time.perf_counter()
-    settings, method, fed = bench.settings, bench.method, bench.settings.federation
-    run = new_run(bench, broadcast, job.round, job.client)
-    run.client_state = {k: v.to(bench.device) for k, v in to_tensors(job.state).items()}
-    trained = Trained(run.vector, *frozen_part(run.broadcast))
-    rows = bench.shards.shard(job.client)
-    rng = numpy_rng(settings.seed, "batches", job.round, job.client)
-    batches = batch_order(rows, fed.local_steps, fed.batch_size, rng)  # [S, b]
+    with (
+        _memory_of(f"client {job.client} in round {job.round}", "federation.batch_size"),
+        _client_stream(bench, "dropout", job.round, job.client),
+    ):
+        run = new_run(bench, broadcast, job.round, job.client)
+        run.client_state = {k: v.to(bench.device) for k, v in to_tensors(job.state).items()}
+        steps = LocalSteps(bench, run, job)
+        losses = torch.empty(steps.last, dtype=torch.float64, device=bench.device)
+        with steps.bound():
+            for step in range(1, steps.last + 1):
+                losses[step - 1] = steps.compute(step, steps.batch(step))
+        with torch.no_grad():
+            upload, state = bench.method.upload(run, steps.last)
+        losses = losses.cpu()
+    # It refers to the run and the workbench: let them be freed before the next garbage collection.
+    del run.gradient
+    _check_finite(losses, job, bench.settings.optimizer.lr)
+    run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, bench.method)
+    run.notes["unsent"] = run.unsent
+    active = None if run.active is None else run.active.numpy()
+    rows = len(bench.shards.shard(job.client))
+    arrays, kept = to_arrays(upload), to_arrays(state)
+    seconds = time.perf_counter() - started
+    return (
+        Upload(job.client, rows, arrays, active),
+        TrainReport(job.client, kept, float(losses.mean()), seconds, run.notes),
+    )
 
-    def backward(step: int) -> Tensor:
-        run.grad.zero_()
-        loss = _loss(bench, batches[step - 1])
+
+class LocalSteps:
+    """The local steps of one client's round.
+
+    A step has a part of the host, :meth:`batch`, and a part of the device, :meth:`compute`. The
+    latter never waits for the device, and its kernels, shapes and addresses do not depend on
+    values, so that the host prepares the next batches in the meantime, and a CUDA graph could hold
+    it for batches of one shape and a constant learning rate.
+
+    Args:
+        bench: The worker's model, method, task and data.
+        run: A new run of this client, which the steps change.
+        job: Round and client.
+
+    Attributes:
+        last: S, the number of the last step.
+        optimizer: The client's optimizer.
+    """
+
+    def __init__(self, bench: Workbench, run: LocalRun, job: TrainJob) -> None:
+        self.bench, self.run = bench, run
+        settings, method, fed = bench.settings, bench.method, bench.settings.federation
+        rng = numpy_rng(settings.seed, "batches", job.round, job.client)
+        rows = bench.shards.shard(job.client)
+        self.last = fed.local_steps
+        self._order = batch_order(rows, self.last, fed.batch_size, rng)  # [S, b]
+        self._trained = Trained(run.vector, *frozen_part(run.broadcast))
+        run.gradient = self._gradient
+        method.start(run, bench.initial)
+        self._mask = gradient_mask(run, method.wire(run.layout))
+        # Weight decay moves even what has no gradient: put back what is not trained.
+        decays = settings.optimizer.weight_decay > 0
+        self._untrained = None
+        if decays and self._mask is not None:
+            self._untrained = run.vector * (1 - self._mask)
+        run.vector.grad = run.grad
+        self.optimizer = make_optimizer(settings.optimizer, run.vector)
+
+    def bound(self) -> AbstractContextManager[None]:
+        """Let the model compute with the client's vector inside, as :meth:`compute` needs it."""
+        return _bound(self.bench, self._trained, self.run.grad)
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Return the prepared mini-batch of a step (from 1); its copies may still be under way."""
+        return _prepare(self.bench, self.bench.train, self._order[step - 1])
+
+    def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
+        """Run a step on a prepared batch and return its loss, a scalar on the device."""
+        run, method, settings = self.run, self.bench.method, self.bench.settings
+        loss = self._backward(batch)
+        method.before_step(run)
+        if self._mask is not None:
+            run.grad.mul_(self._mask)
+        if settings.optimizer.clip_norm is not None:
+            # Clip what the optimizer reads: corrected, and without inactive core heads.
+            torch.nn.utils.clip_grad_norm_([run.vector], settings.optimizer.clip_norm)
+        self.optimizer.param_groups[0]["lr"] = run.rates[step - 1]
+        with torch.no_grad():
+            self.optimizer.step()
+            if self._untrained is not None and self._mask is not None:
+                run.vector.mul_(self._mask).add_(self._untrained)
+            method.after_step(run, step, self.last)
+        return loss
+
+    def _backward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        self.run.grad.zero_()
+        loss = _loss(self.bench, batch)
         loss.backward()
         return loss.detach()
 
-    def gradient(step: int) -> None:
-        with _bound(bench, trained, run.grad):
-            backward(step)
-
-    run.gradient = gradient
-    losses = torch.empty(fed.local_steps, dtype=torch.float64)
-    with _client_stream(bench, "dropout", job.round, job.client):
-        method.start(run, bench.initial)
-        mask = gradient_mask(run, method.wire(run.layout))
-        # Weight decay moves even what has no gradient: put back what is not trained.
-        decays = settings.optimizer.weight_decay > 0
-        untrained = run.vector * (1 - mask) if decays and mask is not None else None
-        run.vector.grad = run.grad
-        optimizer = make_optimizer(settings.optimizer, run.vector)
-        with _bound(bench, trained, run.grad):
-            for step in range(1, fed.local_steps + 1):
-                losses[step - 1] = backward(step)
-                method.before_step(run)
-                if mask is not None:
-                    run.grad.mul_(mask)
-                if settings.optimizer.clip_norm is not None:
-                    # Clip what the optimizer reads: corrected, and without inactive core heads.
-                    torch.nn.utils.clip_grad_norm_([run.vector], settings.optimizer.clip_norm)
-                optimizer.param_groups[0]["lr"] = run.rates[step - 1]
-                with torch.no_grad():
-                    optimizer.step()
-                    if untrained is not None and mask is not None:
-                        run.vector.mul_(mask).add_(untrained)
-                    method.after_step(run, step, fed.local_steps)
-        _check_finite(losses, job, settings.optimizer.lr)
-        with torch.no_grad():
-            upload, state = method.upload(run, fed.local_steps)
-    # It refers to the run and the workbench: let them be freed before the next garbage collection.
-    del run.gradient
-    run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, method)
-    run.notes["unsent"] = run.unsent
-    active = None if run.active is None else run.active.numpy()
-    seconds = time.perf_counter() - started
-    return (
-        Upload(job.client, len(rows), to_arrays(upload), active),
-        TrainReport(job.client, to_arrays(state), float(losses.mean()), seconds, run.notes),
-    )
+    def _gradient(self, step: int) -> None:
+        with self.bound():
+            self._backward(self.batch(step))
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -125,13 +176,13 @@ def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
     """Return [P] float32, 1 for what is trained and 0 for inactive core heads; None if all are."""
     if run.active is None:
         return None
-    mask = torch.ones_like(run.vector)
+    mask = torch.ones(run.vector.shape)  # on the host, and copied once
     for unit, active in zip(run.layout.units(wire), run.active.tolist(), strict=True):
         if not active:
             mask[unit.span] = 0
             if unit.scalar is not None:
                 mask[unit.scalar] = 0
-    return mask
+    return mask.to(run.vector.device)
 
 
 def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
@@ -163,7 +214,8 @@ def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
 
     def gradients() -> Iterator[dict[str, Tensor]]:
         for rows in batches:
-            grads = torch.autograd.grad(_loss(bench, rows), list(weights.values()))
+            loss = _loss(bench, _prepare(bench, bench.train, rows))
+            grads = torch.autograd.grad(loss, list(weights.values()))
             yield {name: grad.float() for name, grad in zip(weights, grads, strict=True)}
 
     for weight in weights.values():
@@ -181,10 +233,14 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
 
     Round 0 is the pretrained backbone, even for a method whose first broadcast already updates it
     (Fed-SB).
+
+    Raises:
+        RunError: The memory of the device, or this process's share of it, is too small.
     """
     bench.model.train(False)
     rows = bench.test_rows[job.start : job.stop]
-    with torch.inference_mode():
+    work = f"evaluation of rows {job.start}:{job.stop} after round {job.round}"
+    with _memory_of(work, "evaluation.batch_size"), torch.inference_mode():
         trained = Trained(bench.initial)
         if job.round > 0:
             trained = global_model(bench, broadcast, job.round)
@@ -197,8 +253,11 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
     return EvalReport(round=job.round, start=job.start, sums=sums)
 
 
-def _loss(bench: Workbench, rows: np.ndarray) -> Tensor:
-    batch = bench.task.prepare_batch(bench.train.batch(rows), bench.device, bench.dtype)
+def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:
+    return bench.task.prepare_batch(split.batch(rows), bench.device, bench.dtype)
+
+
+def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
     return bench.task.loss(bench.model.forward(**bench.task.inputs(batch)), batch)
 
 
@@ -209,6 +268,23 @@ def _check_finite(losses: Tensor, job: TrainJob, rate: float) -> None:
             f"training loss of client {job.client} is not finite at round {job.round}, local "
             f"step {step} (optimizer.lr={rate}): try a smaller learning rate"
         )
+
+
+@contextmanager
+def _memory_of(work: str, batch_size: str) -> Iterator[None]:
+    """Turn an allocation that fails into a RunError that names the work and the remedies."""
+    try:
+        yield
+    except RuntimeError as error:
+        on_cpu = "DefaultCPUAllocator" in str(error)
+        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
+            raise
+        raise RunError(
+            f"{work} needs more memory than its process may use "
+            f"({'. '.join(str(error).split('. ')[:2])}): lower {batch_size}, set "
+            "model.gradient_checkpointing=true or model.precision=bf16, or give each actor more "
+            "(resources.gpus_per_actor)"
+        ) from error
 
 
 @contextmanager

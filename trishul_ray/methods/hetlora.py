@@ -95,9 +95,8 @@ class HetLoRA(FedIT):
         rank = int(run.memory["rank"])
         state: State = {}
         if self.config.prune:
-            smaller = self._pruned(rank)
             shrunk = torch.stack(self._tails(run, run.vector)).sum() < run.memory["tail"]
-            state["rank"] = torch.tensor([float(smaller if shrunk else rank)])
+            state["rank"] = torch.where(shrunk, float(self._pruned(rank)), float(rank)).view(1)
         run.notes["metrics"] = {"rank": float(rank)}
         return {"shared": self.pack(run.layout, run.vector)}, state
 

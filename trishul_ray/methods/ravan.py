@@ -127,12 +127,19 @@ class Ravan(Method):
         first core heads would be trained in round 1, have the largest norms afterwards, and be the
         only ones ever trained.
         """
-        selection = self.config.selection
+        selection, wire = self.config.selection, self.wire(run.layout)
         if selection == "gradient":
             run.gradient(1)
-        scored = run.layout.views(run.grad if selection == "gradient" else run.vector)
+        scores: dict[str, Tensor] = {}  # [h] by layer
+        if selection != "random":
+            views = run.layout.views(run.grad if selection == "gradient" else run.vector)
+            cores = [name for name in wire if run.layout.entry(name).kind == "core"]
+            norms = [views[name].flatten(1).norm(dim=1) for name in cores]
+            # All at once: each copy to the host waits for the device.
+            on_host = torch.cat(norms).cpu().split([len(norm) for norm in norms])
+            scores = dict(zip(cores, on_host, strict=True))
         flags: list[Tensor] = []
-        for _, group in groupby(run.layout.units(self.wire(run.layout)), lambda u: u.tensor):
+        for name, group in groupby(run.layout.units(wire), lambda u: u.tensor):
             units = list(group)
             heads = len(units)
             if units[0].kind != "core":
@@ -142,7 +149,7 @@ class Ravan(Method):
                 score = torch.rand(heads, generator=run.generator)
                 order = score.argsort(descending=True, stable=True)
             else:
-                score = scored[units[0].tensor].flatten(1).norm(dim=1).cpu()  # [h]
+                score = scores[name]
                 shuffled = torch.randperm(heads, generator=run.generator)
                 order = shuffled[score[shuffled].argsort(descending=True, stable=True)]
             count = math.ceil(exact_share(heads, self.config.head_fraction, run.capacity))
@@ -154,7 +161,9 @@ class Ravan(Method):
     def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
         """Send the products s_i H_i (eq. uploaded_core) and the classification head."""
         vector = run.vector.clone()
-        for unit in run.layout.units(self.wire(run.layout)):
-            if unit.scalar is not None:
-                vector[unit.span] *= vector[unit.scalar]
+        views = run.layout.views(vector)
+        for entry in run.layout.entries:
+            if entry.kind == "scale":
+                core = views[entry.name.removesuffix("scale") + "core"]  # [h, r, r]
+                core *= views[entry.name][:, None, None]
         return {"shared": self.pack(run.layout, vector)}, {}

@@ -32,7 +32,7 @@ from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.diagnostics import stack_spectra
-from trishul_ray.spectral.svt import SvtStats, svt, svt_summary, svt_with_stats
+from trishul_ray.spectral.svt import svt, svt_stats, svt_summary
 
 _log = logging.getLogger(__name__)
 
@@ -146,67 +146,92 @@ class Trishul(Ravan):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Keep a copy of the broadcast if the prox acts on the change since."""
         super().start(run, initial)
-        if run.training and self.config.prox_on == "change":
+        if not run.training:
+            return
+        if self.config.prox_on == "change":
             run.memory["broadcast"] = run.vector.clone()
+        if run.active is not None:
+            # Which core heads and scalars are trained, on the device: the steps must not ask the
+            # host. Core heads are the first units of the wire, in the order of the banks.
+            banks = run.layout.core_banks(run.vector)
+            units = list(run.layout.units(self.wire(run.layout)))[: sum(map(len, banks))]
+            trained = run.active[: len(units)].split([len(bank) for bank in banks])
+            for number, flags in enumerate(trained):
+                run.memory[f"heads/{number}"] = flags.nonzero().squeeze(1).to(run.vector.device)
+            scalars = torch.zeros(run.layout.size, dtype=torch.bool)
+            for unit, active in zip(units, run.active.tolist(), strict=False):
+                if active and unit.scalar is not None:
+                    scalars[unit.scalar] = True
+            run.memory["scalars"] = scalars[run.layout.scalars].to(run.vector.device)
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to trained cores (prong 2)."""
         self._clip_scalars(run)
-        if self.config.lam == 0.0:
-            return
+        threshold = self._threshold(run, step, steps)
+        if threshold is not None:
+            self._shrink_cores(run, threshold, keep=step == steps)
+
+    def _threshold(self, run: LocalRun, step: int, steps: int) -> float | None:
+        """Return the threshold of the prox that ends a step; None for a step without a prox."""
+        if self.config.lam == 0.0 or (step % self.config.prox_every and step != steps):
+            return None
         # The last prox covers the steps since the one before, so that the total is λη per step.
         since = step % self.config.prox_every or self.config.prox_every
-        if step % self.config.prox_every and step != steps:
-            return
-        threshold = self.config.lam * run.summed_rate(step, since)
-        stats = self._shrink_cores(run, threshold, measure=step == steps)
-        if stats:
-            run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary(stats).items()}
-            run.notes["spectra"] = {
-                "before": stack_spectra([s.before for s in stats]).cpu().numpy(),
-                "after": stack_spectra([s.after for s in stats]).cpu().numpy(),
-                "threshold": np.array([threshold]),
-            }
+        return float(self.config.lam * run.summed_rate(step, since))
 
     def _clip_scalars(self, run: LocalRun) -> None:
         """Clip the scalars of trained core heads to [0, s_max]."""
-        if "scalars" not in run.memory:
-            units = list(run.layout.units(self.wire(run.layout)))
-            active = [True] * len(units) if run.active is None else run.active.tolist()
-            trained = zip(units, active, strict=True)
-            positions = [u.scalar for u, on in trained if on and u.scalar is not None]
-            run.memory["scalars"] = torch.tensor(positions, dtype=torch.long).to(run.vector.device)
-        scalars = run.memory["scalars"]
-        run.vector[scalars] = run.vector[scalars].clamp(0.0, self.config.scalar_max)
+        scalars = run.vector[run.layout.scalars]
+        clipped = scalars.clamp(0.0, self.config.scalar_max)
+        if "scalars" in run.memory:
+            clipped = torch.where(run.memory["scalars"], clipped, scalars)
+        scalars.copy_(clipped)
 
-    def _shrink_cores(self, run: LocalRun, threshold: float, measure: bool) -> list[SvtStats]:
+    def _shrink_cores(self, run: LocalRun, threshold: float, keep: bool) -> None:
         """Apply the prox to all trained cores of each rank at once.
 
-        What is thresholded is a core minus its origin: zero, or the core that was broadcast.
-
-        Returns:
-            Statistics by rank if ``measure``, else an empty list.
+        What is thresholded is a core minus its origin: zero, or the core that was broadcast. With
+        ``keep``, what it was before is kept for the statistics of :meth:`upload`.
         """
-        stats: list[SvtStats] = []
-        banks = run.layout.core_banks(run.vector)
-        origins: list[Tensor] | list[None] = [None] * len(banks)
+        origins: list[Tensor] = []
         if "broadcast" in run.memory:
             origins = run.layout.core_banks(run.memory["broadcast"])
-        first = 0
-        for bank, origin in zip(banks, origins, strict=True):
-            # Core heads are the first units of the wire, in the order of the banks.
-            trained = slice(None) if run.active is None else run.active[first : first + len(bank)]
-            first += len(bank)
-            cores = bank[trained]
-            if origin is not None:
-                cores = cores - origin[trained]
-            if measure:
-                shrunk, found = svt_with_stats(cores, threshold)
-                stats.append(found)
+        for number, bank in enumerate(run.layout.core_banks(run.vector)):
+            trained = run.memory.get(f"heads/{number}")
+            cores = _take(bank, trained)
+            if origins:
+                cores = cores - _take(origins[number], trained)
+            if keep:
+                run.memory[f"before/{number}"] = cores.clone()
+            shrunk = svt(cores, threshold)
+            if origins:
+                shrunk = shrunk + _take(origins[number], trained)
+            if trained is None:
+                bank.copy_(shrunk)
             else:
-                shrunk = svt(cores, threshold)
-            bank[trained] = shrunk if origin is None else shrunk + origin[trained]
-        return stats
+                bank.index_copy_(0, trained, shrunk)
+
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+        """Send what RAVAN sends; report the spectra before and after the last prox."""
+        sent = super().upload(run, steps)
+        threshold = self._threshold(run, steps, steps)
+        banks = run.layout.core_banks(run.vector)
+        if threshold is not None and banks:
+            stats = [
+                svt_stats(run.memory[f"before/{number}"], threshold) for number in range(len(banks))
+            ]
+            run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary(stats).items()}
+            run.notes["spectra"] = {
+                "before": stack_spectra([s.before for s in stats]).numpy(),
+                "after": stack_spectra([s.after for s in stats]).numpy(),
+                "threshold": np.array([threshold]),
+            }
+        return sent
+
+
+def _take(bank: Tensor, heads: Tensor | None) -> Tensor:
+    """Return the given cores of a stack [n, r, r]; all of them, as a view, for None."""
+    return bank if heads is None else bank.index_select(0, heads)
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from trishul_ray.errors import InputError
 if TYPE_CHECKING:
     from trishul_ray.config import ModelConfig
 
-#: Name under which :func:`float32_attention` is registered with transformers.
-FLOAT32_ATTENTION = "sdpa-wide"
+#: Name under which :func:`attention` and :func:`unread_mask` are registered with transformers.
+ATTENTION = "trishul-sdpa"
 
 
 def run_dtype(config: "ModelConfig") -> torch.dtype:
@@ -56,13 +56,13 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
     if getattr(untyped.config, "use_cache", False):
         # Training needs no cached keys and values; generation has a setting of its own.
         untyped.config.use_cache = False
-    if config.precision == "bf16" and untyped.config._attn_implementation == "sdpa":
-        untyped.set_attn_implementation(FLOAT32_ATTENTION)
+    if untyped.config._attn_implementation == "sdpa":
+        untyped.set_attn_implementation(ATTENTION)
     if config.gradient_checkpointing:
         recompute_activations(model, dropout=config.dropout)
 
 
-def float32_attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -94,8 +94,20 @@ def float32_attention(
     return output.to(dtype), None
 
 
-AttentionInterface.register(FLOAT32_ATTENTION, float32_attention)
-AttentionMaskInterface.register(FLOAT32_ATTENTION, sdpa_mask)
+def unread_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """Build the mask of SDPA; on a GPU, do so without reading ``attention_mask``.
+
+    Transformers leaves out a mask that hides nothing. To find out, the host would wait for the GPU
+    in every forward pass.
+    """
+    if attention_mask is not None and attention_mask.device.type != "cpu":
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **options)
+    return mask
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, unread_mask)
 
 
 def recompute_activations(model: nn.Module, *, dropout: bool) -> None:

@@ -8,8 +8,8 @@ svt). It runs after every local step and must be cheap:
   Squaring costs half the digits, which float64 can spare for float32 cores: errors stay below
   about 1e-7 of the largest singular value. (A float32 Gram matrix would lose every singular value
   below 3e-4 of the largest.)
-* On a GPU, where batched eigensolvers are slow at these sizes, :func:`svt_by_iteration` uses only
-  batched matrix products.
+* On a GPU, where batched eigensolvers are slow at these sizes and stop the host, the same map is
+  computed by :func:`svt_by_iteration`: only batched matrix products, the same ones for any values.
 * A core whose spectral norm is provably at most tau, by ``sigma_1^2 <= ||X^T X||_F``, becomes zero
   without a decomposition.
 
@@ -67,23 +67,21 @@ def svt(cores: Tensor, threshold: float) -> Tensor:
     _check(cores, threshold)
     if threshold == 0.0 or cores.numel() == 0:
         return cores.detach().clone()
-    if cores.is_cuda:
+    if cores.device.type != "cpu":
         return svt_by_iteration(cores, threshold)
     with torch.no_grad():
         return _svt_by_gram(cores, threshold)
 
 
-def svt_with_stats(cores: Tensor, threshold: float) -> tuple[Tensor, SvtStats]:
-    """Apply :func:`svt` and return the spectra too; slower, since every core is decomposed.
+def svt_stats(cores: Tensor, threshold: float) -> SvtStats:
+    """Return the spectra of cores before and after :func:`svt`, in host memory.
 
-    Singular values below about 1e-8 of a core's largest are rounding noise of that size. Those of
-    a non-finite core are NaN.
+    Every core is decomposed, and the host waits for the result. Singular values below about 1e-8 of
+    a core's largest are rounding noise of that size. Those of a non-finite core are NaN.
     """
     _check(cores, threshold)
-    with torch.no_grad():
-        values = singular_values(cores)
-        shrunk = svt(cores, threshold)
-        return shrunk, SvtStats(before=values, after=(values - threshold).clamp(min=0.0))
+    values = singular_values(cores).cpu()
+    return SvtStats(before=values, after=(values - threshold).clamp(min=0.0))
 
 
 def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
@@ -111,31 +109,32 @@ def singular_values(cores: Tensor) -> Tensor:
     """
     x = cores.detach().double()
     gram = x.mT @ x
-    values = gram.new_full(gram.shape[:-1], math.nan)
-    finite = gram.isfinite().all(dim=-1).all(dim=-1)
-    values[finite] = torch.linalg.eigvalsh(gram[finite]).clamp(min=0.0).sqrt().flip(-1)
-    return values
+    finite = gram.isfinite().flatten(1).all(dim=-1)  # [n]
+    # A mask would be an index, for which the host has to count its entries.
+    squares = torch.linalg.eigvalsh(torch.where(finite[:, None, None], gram, 0.0))
+    return torch.where(finite[:, None], squares.clamp(min=0.0).sqrt().flip(-1), math.nan)
 
 
-def svt_by_iteration(cores: Tensor, threshold: float) -> Tensor:
-    """Apply the same map with batched float64 matrix products only, as used on GPUs.
+def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Apply the same map with batched matrix products only, as used on GPUs.
 
     With the polar factors ``X = Q S`` the result is ``Q (S - tau I)_+``, and the positive part is
     ``(Y + Y sign(Y)) / 2`` for ``Y = S - tau I``. Q and the sign come from scaled Newton-Schulz
     iterations (Chen and Chow, 2014), whose number is fixed, so the host never waits for the GPU.
     Removed singular values come back as rounding noise, not as exact zeros.
 
-    Args, return value and errors are those of :func:`svt`.
+    Arguments, return value and errors are those of :func:`svt`. The products are computed in
+    ``dtype``; in float32 errors are a few 1e-6 of the largest singular value.
     """
     _check(cores, threshold)
     if threshold == 0.0 or cores.numel() == 0:
         return cores.detach().clone()
     with torch.no_grad():
         scalings = _newton_schulz_scalings(_RESOLUTION)
-        peak = cores.abs().amax(dim=(-2, -1), keepdim=True).double()  # [n, 1, 1]
+        peak = cores.abs().amax(dim=(-2, -1), keepdim=True).to(dtype)  # [n, 1, 1]
         finite = peak.isfinite()
         peak = torch.where(finite & (peak > 0), peak, 1.0)
-        x = torch.where(finite, cores.double() / peak, 0.0)  # [n, r, r], entries <= 1
+        x = torch.where(finite, cores.to(dtype) / peak, 0.0)  # [n, r, r], entries <= 1
         # sigma_1 <= sqrt(||X^T X||_F), at most r^(1/4) too large; at least 1 unless X = 0.
         bound = torch.linalg.matrix_norm(x.mT @ x, keepdim=True).sqrt()
         bound = torch.where(bound > 0, bound, 1.0)

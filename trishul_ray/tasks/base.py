@@ -9,6 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,6 +125,27 @@ def logits_of(outputs: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise TypeError(f"expected logits as a tensor, got {type(logits).__name__}")
     return logits
+
+
+def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """Return the batch with every tensor on ``device``, without waiting for the device.
+
+    A copy to a GPU starts from page-locked memory; from any other, the host would have to wait
+    until the GPU has done all earlier work.
+    """
+    if torch.device(device).type == "cpu":
+        return dict(batch)
+    return {name: value.pin_memory().to(device, non_blocking=True) for name, value in batch.items()}
+
+
+@lru_cache(maxsize=64)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor that is copied to its device once, not in every step.
+
+    Do not write to it.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def group_column(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Classification, group_column
+from trishul_ray.tasks.base import Classification, constant, group_column, to_device
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepared import DatasetInfo
@@ -77,18 +77,17 @@ class ImageClassification(Classification):
             ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b]; ``group``
             if the rows have it.
         """
-        images = batch["pixels"].to(device, non_blocking=True).to(torch.float32).div_(255)
-        images = self._match_channels(images)
+        moved = to_device({"pixels": batch["pixels"], "labels": batch["label"]}, device)
+        images = self._match_channels(moved["pixels"].to(torch.float32).div_(255))
         side = (self.image_size, self.image_size)
         if images.shape[-2:] != side:
             images = F.interpolate(
                 images, size=side, mode="bilinear", align_corners=False, antialias=True
             )
-        mean = images.new_tensor(self.mean).view(1, -1, 1, 1)
-        std = images.new_tensor(self.std).view(1, -1, 1, 1)
+        mean, std = (_per_channel(values, images) for values in (self.mean, self.std))
         return {
             "pixel_values": ((images - mean) / std).to(dtype),
-            "labels": batch["label"].to(device, non_blocking=True),
+            "labels": moved["labels"],
             **group_column(batch),
         }
 
@@ -99,11 +98,15 @@ class ImageClassification(Classification):
         if channels == 1:
             return images.expand(-1, self.channels, -1, -1)
         if channels == 3:
-            luma = images.new_tensor(_LUMA).view(1, 3, 1, 1)
-            return (images * luma).sum(dim=1, keepdim=True)
+            return (images * _per_channel(_LUMA, images)).sum(dim=1, keepdim=True)
         raise InputError(
             f"images have {channels} channels; only 1 and 3 can be converted to {self.channels}"
         )
+
+
+def _per_channel(values: tuple[float, ...], images: Tensor) -> Tensor:
+    """Return a number for each channel as [1, C, 1, 1], beside the images."""
+    return constant(values, images.dtype, images.device).view(1, -1, 1, 1)
 
 
 def image_task(expected: "Preprocessing", info: "DatasetInfo") -> ImageClassification:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Classification, group_column
-from trishul_ray.tasks.text import TokenizerRef, read_texts, to_device, trim_padding
+from trishul_ray.tasks.base import Classification, group_column, to_device
+from trishul_ray.tasks.text import TokenizerRef, read_texts, trim_padding
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepare import Encoder

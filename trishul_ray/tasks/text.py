@@ -286,8 +286,3 @@ def trim_padding(ids: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """
     positions = torch.arange(int(length.max()))
     return ids[:, : len(positions)].long(), (positions < length.long()[:, None]).long()
-
-
-def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Return the batch with every tensor on ``device``."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -27,6 +27,7 @@ from trishul_ray.tasks.base import (
     group_means,
     logits_of,
     sum_rows,
+    to_device,
 )
 from trishul_ray.tasks.breakdown import class_counts, macro_f1
 from trishul_ray.tasks.text import (
@@ -34,7 +35,6 @@ from trishul_ray.tasks.text import (
     Template,
     TokenizerRef,
     field_rows,
-    to_device,
     trim_padding,
 )
 

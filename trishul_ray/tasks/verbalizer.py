@@ -19,8 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Classification, class_sums, group_column, logits_of
-from trishul_ray.tasks.text import PromptTokenizer, Template, TokenizerRef, field_rows, to_device
+from trishul_ray.tasks.base import (
+    Classification,
+    class_sums,
+    constant,
+    group_column,
+    logits_of,
+    to_device,
+)
+from trishul_ray.tasks.text import PromptTokenizer, Template, TokenizerRef, field_rows
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepare import Encoder
@@ -112,7 +119,7 @@ class Verbalizer(Classification):
         return class_sums(logits, batch, self.groups, self._answer_columns(logits))
 
     def _answer_columns(self, logits: Tensor) -> Tensor:
-        return torch.tensor(self.answer_ids, device=logits.device)
+        return constant(self.answer_ids, torch.int64, logits.device)
 
     @staticmethod
     def _answer_logits(outputs: Any) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from trishul_ray.federation.determinism import deterministic, set_environment
-from trishul_ray.federation.on_ray.slices import Slices
+from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
 
 if TYPE_CHECKING:
     from trishul_ray.federation.messages import (
@@ -54,14 +54,6 @@ class WorkerEnvironment:
         os.environ.update(self.variables)
         if os.path.isdir(self.directory):
             os.chdir(self.directory)
-
-
-def cap_device_memory(share: float) -> None:
-    """Limit this process to a share of one GPU's memory, if 0 < share < 1: Ray limits nothing."""
-    import torch
-
-    if torch.cuda.is_available() and 0.0 < share < 1.0:
-        torch.cuda.set_per_process_memory_fraction(share)
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,17 @@ def _slices_in(bundle: Mapping[str, float], one: Slices) -> int:
     return min(count, int(bundle.get("GPU", 0.0) / one.gpus + 1e-9)) if one.gpus else count
 
 
+def cap_device_memory(share: float) -> None:
+    """Limit this process to a share of one GPU's memory, if 0 < share < 1: Ray limits nothing.
+
+    The limit covers what torch allocates, not the CUDA context (some hundred MiB) of the process.
+    """
+    import torch
+
+    if torch.cuda.is_available() and 0.0 < share < 1.0:
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def usable_cores() -> int:
     """Return the number of cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS

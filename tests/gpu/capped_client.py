@@ -1,0 +1,45 @@
+"""Train one client in a process of limited memory.
+
+    python capped_client.py EXPERIMENT.yaml DEVICE LIMIT
+
+LIMIT is a share of a GPU's memory, or in MiB what the process may take on the CPU beyond what it
+has after loading; 0 limits nothing. Prints the digest of the upload, or the error.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+
+from trishul_ray.errors import RunError
+from trishul_ray.federation.checkpoint import state_digest
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.on_ray.slices import cap_device_memory
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.loading import load_experiment
+
+
+def main(file, device, limit):
+    experiment = load_experiment(Path(file), [f"resources.device={device}"])
+    bench = InlineExecutor(experiment, prepare_run(experiment)).bench
+    broadcast = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if device == "cuda":
+        cap_device_memory(float(limit))
+    elif float(limit):
+        most = psutil.Process().memory_info().vms + int(float(limit) * 2**20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        upload, _ = train_client(bench, broadcast, TrainJob(round=1, client=2))
+    except RunError as error:
+        print(f"RunError: {error}")
+    else:
+        print(state_digest(upload.arrays))
+    resource.setrlimit(resource.RLIMIT_AS, before)  # the interpreter's end needs some memory
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Run one round of many configurations on the emulated device and on the CPU; print JSON.
+
+    python emulated_rounds.py CACHE
+
+For every configuration: the waits before the first step of the last client, in its steps, and after
+them, those of an evaluated chunk, and how far the state moved and differs from the CPU's.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+from emulated_device import NAME, EmulatedDevice
+
+from trishul_ray.federation import inline, local
+from trishul_ray.federation.checkpoint import CheckpointStore
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.server import Server
+from trishul_ray.loading import load_experiment
+from trishul_ray.methods.base import method_names
+from trishul_ray.storage import Store
+
+COMMON = [
+    "model.init=random", "federation.clients=4", "federation.clients_per_round=2",
+    "federation.rounds=2", "federation.local_steps=2", "federation.batch_size=4",
+    "evaluation.limit=8", "evaluation.batch_size=8", "evaluation.diagnostics_every=0",
+    "task.max_length=48", "task.target_length=4", "tracking.mlflow=false",
+    # Adam would turn the rounding noise of a gradient that is zero into a whole step.
+    "optimizer.name=sgd", "optimizer.lr=0.1",
+]  # fmt: skip
+LIMITED = ["federation.compute=uniform", "federation.clients_per_round=4"]
+TEXT = ["adapter.rank=4", "adapter.heads=2"]
+CONFIGURATIONS = {
+    **{name: [f"method={name}"] for name in method_names()},
+    "adam": ["optimizer.name=adam", "optimizer.lr=0.001", "optimizer.clip_norm=1"],
+    "bf16": ["model.precision=bf16"],
+    "limited": [*LIMITED, "optimizer.weight_decay=0.1", "method.prox_on=change"],
+    "chosen heads": ["method.head_fraction=0.5", "method.selection=gradient"],
+    "pruned ranks": ["method=hetlora", "method.prune=true", *LIMITED],
+    "control variates": ["method=scaffold", "method.option=I"],
+    "encoder": ["dataset=synthetic/topics", "model=bert-tiny", *TEXT],
+    "encoder-decoder": ["dataset=synthetic/topics", "model=t5-tiny", *TEXT],
+    "decoder": ["dataset=synthetic/rte", "model=llama-tiny", *TEXT],
+    "decoder bf16": ["dataset=synthetic/rte", "model=llama-tiny", "model.precision=bf16", *TEXT],
+}
+
+
+class MarkedRows:
+    """Training rows that note how many waits there were before each batch."""
+
+    def __init__(self, rows, waits, marks):
+        self.rows, self.waits, self.marks = rows, waits, marks
+
+    def __getattr__(self, name):
+        return getattr(self.rows, name)
+
+    def batch(self, indices):
+        self.marks.append(len(self.waits))
+        return self.rows.batch(indices)
+
+
+def server_of(experiment):
+    executor = InlineExecutor(experiment, prepare_run(experiment))
+    store = CheckpointStore(Store.open(tempfile.mkdtemp()), experiment.id)
+    return Server(experiment, executor, store, "attempt"), executor.bench
+
+
+def on_cpu(experiment):
+    server, _ = server_of(experiment)
+    start = server.state["shared"]
+    server.step()
+    return start, server.state["shared"]
+
+
+def emulated(experiment, device):
+    resources = experiment.resources.model_copy(update={"device": NAME})
+    server, bench = server_of(experiment.model_copy(update={"resources": resources}))
+    waits, marks, spans = device.waits, [], []
+    bench.train = MarkedRows(bench.train, waits, marks)
+
+    def train_client(*args):
+        waits.clear()
+        marks.clear()
+        device.busy = False
+        found = local.train_client(*args)
+        steps = marks[-experiment.federation.local_steps :]
+        # The end belongs to the last step: nothing tells them apart.
+        spans.append((waits[: steps[0]], waits[steps[0] : steps[-1]], waits[steps[-1] :]))
+        return found
+
+    def evaluate_chunk(*args):
+        waits.clear()
+        found = local.evaluate_chunk(*args)
+        spans.append(list(waits))
+        return found
+
+    with patch.multiple(inline, train_client=train_client, evaluate_chunk=evaluate_chunk):
+        server.step()
+    (start, steps, end), evaluation = spans[-2:]
+    found = {"start": start, "steps": steps, "end": end, "evaluation": evaluation}
+    return server.state["shared"], found
+
+
+def known_waits(device):
+    """Waits of lines that must be noted, and of one that must not."""
+    found = {}
+    with device:
+        values = torch.arange(6.0, device=NAME)
+        for name, act in {
+            "read": lambda: float(values[0]),
+            "branch": lambda: bool((values > 2).any()),
+            "mask": lambda: values[values > 2],
+            "mask of the host": lambda: values[torch.arange(6) > 2],
+            "to the host": lambda: values.cpu(),
+            "blocking": lambda: torch.ones(6).to(NAME),
+            "pageable": lambda: torch.ones(6).to(NAME, non_blocking=True),
+            "made from numbers": lambda: torch.tensor([1.0, 2.0], device=NAME),
+            "page-locked": lambda: torch.ones(6).pin_memory().to(NAME, non_blocking=True),
+            "arithmetic": lambda: torch.where(values > 2, values, 0.0).sum(),
+        }.items():
+            device.waits.clear()
+            device.busy = True
+            act()
+            found[name] = list(device.waits)
+        try:
+            values + torch.ones(6)
+        except RuntimeError as error:
+            found["two devices"] = [str(error)]
+    return found
+
+
+def main(cache):
+    device = EmulatedDevice()
+    results = {"known waits": known_waits(device)}
+    for name, overrides in CONFIGURATIONS.items():
+        experiment = load_experiment(None, [*COMMON, f"storage.cache={cache}", *overrides])
+        before, expected = on_cpu(experiment)
+        with device:
+            state, found = emulated(experiment, device)
+        found["moved"] = float(np.abs(expected - before).max())
+        found["difference"] = float(np.abs(state - expected).max())
+        results[name] = found
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

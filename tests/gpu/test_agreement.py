@@ -1,0 +1,61 @@
+"""A GPU computes what the CPU computes, and bf16 learns as fp32 does."""
+
+import numpy as np
+import pytest
+
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.methods.base import method_names
+
+#: Largest distance of the losses of bf16 and fp32, as a share of fp32's, in every round.
+LOSS_BOUND = 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", method_names())
+def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
+    """Rehearsed by test_the_route_of_a_gpu_gives_the_state_of_the_cpu."""
+    states = []
+    for device in ("cpu", "cuda"):
+        experiment = small(
+            f"method={method}",
+            "federation.rounds=1",
+            # Adam would turn the rounding noise of a gradient that is zero into a whole step.
+            "optimizer.name=sgd",
+            "optimizer.lr=0.1",
+            "resources.backend=inline",
+            f"resources.device={device}",
+            f"storage.runs={tmp_path / device}",
+        )
+        driver = InlineDriver(experiment, prepare_run(experiment), "a")
+        start = driver.server.state["shared"]
+        driver.step()
+        states.append(driver.server.state["shared"])
+    assert np.abs(states[0] - start).max() > 1e-3
+    assert np.abs(states[0] - states[1]).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["trishul", "fedex"])
+def test_the_losses_of_bf16_stay_near_those_of_fp32(small, drive_to_end, tmp_path, device, method):
+    records = {}
+    for precision in ("fp32", "bf16"):
+        experiment = small(
+            f"method={method}",
+            f"model.precision={precision}",
+            f"resources.device={device}",
+            "resources.backend=inline",
+            "federation.rounds=5",
+            "federation.clients_per_round=1",
+            "federation.local_steps=20",
+            "federation.batch_size=32",
+            "partition.kind=iid",
+            "adapter.rank=16",
+            "optimizer.lr=0.003",
+            f"storage.runs={tmp_path}",
+        )
+        driver = InlineDriver(experiment, prepare_run(experiment), "a")
+        records[precision] = drive_to_end(driver).records
+    fp32, bf16 = ([record["loss"] for record in records[p]] for p in ("fp32", "bf16"))
+    assert fp32[-1] < 0.75 * fp32[0]
+    assert np.abs(np.divide(bf16, fp32) - 1).max() < LOSS_BOUND, (fp32, bf16)

@@ -1,0 +1,86 @@
+"""benchmarks/gpu.py from end to end on the CPU, without the packages that a GPU box may lack."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ABSENT = [
+    *("ray", "mlflow", "datasets", "peft", "rich", "typer"),
+    *("matplotlib", "sklearn", "scipy", "torchmetrics", "accelerate"),
+]
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """``gpu("prox", absent=["ray"])`` -> the finished script, and its results by part."""
+
+    def call(*words, absent=ABSENT, rehearse=True):
+        rehearsal = ["--rehearse"] if rehearse else []
+        lines = ["import sys", f"sys.modules.update(dict.fromkeys({absent!r}))"]
+        (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *words, *rehearsal, "--out", str(tmp_path / "out")],
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        parts = {}
+        for file in (tmp_path / "out").glob("gpu*.json"):
+            parts = json.loads(file.read_text())["parts"]
+            assert file.with_suffix(".md").is_file()
+        return done, parts
+
+    return call
+
+
+@pytest.mark.slow
+def test_every_part_is_rehearsed(gpu):
+    done, parts = gpu()
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert list(parts) == ["right", "prox", "step", "run", "backbones", "slices"]
+    states = {name: part["state"].split()[0] for name, part in parts.items()}
+    assert set(states.values()) == {"done"}
+    sections = [section for part in parts.values() for section in part["sections"].values()]
+    assert all(section["rows"] for section in sections)
+    goals = {goal["what"]: goal["met"] for section in sections for goal in section["goals"]}
+    # Speed means nothing here; what is right on the CPU must be right.
+    for what in ("runs with other bytes", "failed without its name", "others harmed"):
+        assert goals[what], what
+    assert all(met for what, met in goals.items() if "route" in what or "uploads" in what)
+
+
+@pytest.mark.slow
+def test_a_part_that_is_stopped_does_not_stop_the_next(gpu):
+    done, parts = gpu("prox", "step", "--limit", "0.1")
+    assert done.returncode == 1
+    assert [part["state"].split()[0] for part in parts.values()] == ["stopped", "stopped"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this part would succeed")
+def test_a_part_that_fails_does_not_stop_the_next(gpu):
+    done, parts = gpu("prox", "slices", rehearse=False)
+    assert done.returncode == 1
+    assert list(parts) == ["prox", "slices"]
+    assert all("failed: RuntimeError: no CUDA device" in p["state"] for p in parts.values())
+
+
+def test_the_parts_fit_into_their_time(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    seconds = list(runpy.run_path(str(SCRIPT))["LIMITS"].values())
+    assert sum(seconds[:4]) <= 12 * 60
+    assert sum(seconds) <= 25 * 60
+
+
+def test_a_missing_package_is_named(gpu):
+    done, parts = gpu(absent=["pydantic", "PIL", "ray"])
+    assert (done.returncode, parts) == (2, {})
+    assert done.stderr.strip() == "missing: pip install pydantic pillow"

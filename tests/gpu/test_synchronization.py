@@ -1,0 +1,108 @@
+"""When the host waits for a GPU: never in a local step, and once at the end of a client's round.
+
+Without a GPU, the emulated device finds the waits, in a process of its own.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.local import LocalSteps
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.methods.base import method_names
+
+SCRIPT = Path(__file__).with_name("emulated_rounds.py")
+LOW_PRECISION = {"bf16", "decoder bf16"}
+END = "copy to the host at local.py"
+
+
+@pytest.fixture(scope="module")
+def rounds(cache):
+    """What :mod:`emulated_rounds` prints, by configuration."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(cache)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def configurations(rounds):
+    return {name: found for name, found in rounds.items() if name != "known waits"}
+
+
+def places(waits):
+    return [wait.rpartition(":")[0] for wait in waits]
+
+
+@pytest.mark.slow
+def test_the_emulated_device_notes_what_waits_and_only_that(rounds):
+    known = rounds["known waits"]
+    assert known.pop("page-locked") == known.pop("arithmetic") == []
+    assert all(len(waits) == 1 for waits in known.values()), known
+    assert set(method_names()) <= configurations(rounds).keys()
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_the_device(rounds):
+    waiting = {n: found["steps"] for n, found in configurations(rounds).items() if found["steps"]}
+    assert waiting == {}
+
+
+@pytest.mark.slow
+def test_a_client_waits_at_the_end_of_its_round_once(rounds):
+    for name, found in configurations(rounds).items():
+        end = places(found["end"])
+        if "_linalg_eigh at svt.py" in end:
+            # TRISHUL's statistics: LAPACK's error code, then the singular values.
+            assert end == ["_linalg_eigh at svt.py", "copy to the host at svt.py"], name
+        else:
+            assert end == [END], name
+
+
+@pytest.mark.slow
+def test_before_its_first_step_a_client_only_receives(rounds):
+    for name, found in configurations(rounds).items():
+        sent = [wait for wait in places(found["start"]) if "copy to the host" in wait]
+        # Scores of core heads, of which the host chooses the largest.
+        assert sent == (["copy to the host at ravan.py"] if name == "chosen heads" else []), name
+
+
+@pytest.mark.slow
+def test_the_route_of_a_gpu_gives_the_state_of_the_cpu(rounds):
+    for name, found in configurations(rounds).items():
+        assert found["moved"] > 1e-3, name
+        assert found["difference"] < (1e-3 if name in LOW_PRECISION else 1e-4), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["full", "uniform"])
+@pytest.mark.parametrize("method", method_names())
+def test_no_step_synchronizes_on_a_gpu(small, monkeypatch, method, compute):
+    overrides = [f"method={method}", "resources.device=cuda", "resources.backend=inline"]
+    try:
+        experiment = small(*overrides, f"federation.compute={compute}")
+    except ValueError:
+        pytest.skip("this method takes no limited clients")
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    driver.step()  # constants are copied to the device once in a process
+
+    def watched(name):
+        plain = getattr(LocalSteps, name)
+
+        def call(*args):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return plain(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    for name in ("batch", "compute"):
+        monkeypatch.setattr(LocalSteps, name, watched(name))
+    driver.step()
