@@ -103,6 +103,18 @@ def open_client(uri: str) -> "MlflowClient":
     return client
 
 
+def is_outage(error: BaseException) -> bool:
+    """Return whether an error of a store may be temporary: it does not answer, or it has a fault.
+
+    False for a wrong password and for input that the store refuses.
+    """
+    from mlflow.exceptions import MlflowException
+
+    cause = error.__cause__ if isinstance(error, InputError) else error
+    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
+    return isinstance(cause, MlflowException) and cause.error_code in temporary
+
+
 @contextlib.contextmanager
 def store_lock(uri: str) -> Iterator[None]:
     """Hold the lock that serializes opening a SQLite store; do nothing for a server.
