@@ -81,7 +81,7 @@ def laptop(aws, tmp_path, start, cache):
     environment = {
         "HOME": str(home), "PATH": path, **aws_environment(aws), "MLFLOW_TRACKING_URI": "",
         "TEST_NODES": str(nodes), "TEST_DASHBOARD_PORT": str(ports["dashboard"]),
-        "TEST_BASHRC": "\n".join([*bashrc, ""]), "TEST_BIN": str(BIN), "TEST_VERSIONS": versions,
+        "TEST_BASHRC": "\n".join([*bashrc, ""]), "TEST_VENV": sys.prefix, "TEST_VERSIONS": versions,
         "RAY_UP_enable_autoscaler_v2": "1", "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
     subprocess.run(["bash", ROOT / "cluster" / "make-secrets.sh"], env=environment, check=True)

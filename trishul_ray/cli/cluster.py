@@ -74,11 +74,12 @@ def submit(
     Ctrl-C ends the output, not the job. The same command again shows the output of a job that is
     running, or continues one that has ended: finished runs are never repeated.
     """
-    from trishul_ray.jobs.cluster import check_no_secret
+    from trishul_ray.jobs.cluster import check_directory, check_no_secret
 
     place = _place_of_runs(words, runs, cluster)
     check_no_secret([*words, place])
     _check_words(words, working_dir)
+    check_directory(working_dir)
     with _connect(cluster, address) as there:
         job = there.find_active(words, place)
         if job is None:
@@ -156,7 +157,7 @@ def stop(
         for each in found:
             if each.active:
                 there.stop(each.id)
-                print_line(f"{each.id}: ends; to continue it: trishul submit -- ...")
+                print_line(f"{each.id}: ends. {_KEPT}: trishul submit -- {shlex.join(each.words)}")
             elif not every:
                 print_line(f"{each.id}: had ended before ({each.status.lower()})")
 

@@ -146,7 +146,7 @@ class Cluster:
         return None
 
     def submit(self, words: Sequence[str], runs: str, directory: Path) -> Job:
-        """Start a command on the cluster.
+        """Start a command on the cluster; see :func:`check_no_secret`, :func:`check_directory`.
 
         Args:
             words: The command, without ``trishul``.
@@ -154,10 +154,8 @@ class Cluster:
             directory: Working directory to ship, without data, results and environments.
 
         Raises:
-            InputError: The directory cannot be shipped, or the command has a secret.
+            InputError: The directory is too large.
         """
-        check_no_secret([*words, runs])
-        check_directory(directory)
         id = f"trishul-{words[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         environment = {
             "TRISHUL_RUNS": runs,
