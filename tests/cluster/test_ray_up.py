@@ -67,7 +67,7 @@ def aws_environment(address):
 def laptop(aws, tmp_path, start, cache):
     """``laptop(words...)`` -> exit code, stdout, stderr of a command on the user's machine."""
     home, nodes = tmp_path / "laptop", tmp_path / "nodes"
-    folder = Path("/tmp") / f"trishul-up-{os.getpid()}"  # Ray's sockets need a short path
+    folder = Path("/tmp") / f"up-{os.getpid()}"  # Ray's sockets need a short path
     for each in (home, nodes, folder):
         each.mkdir()
     ports = {"gcs": free_port(), "dashboard": free_port()}
@@ -108,10 +108,13 @@ def write_config(path, ports, folder):
             each["resources"] = {"CPU": 2, "GPU": 0}
     head, worker = config["head_start_ray_commands"], config["worker_start_ray_commands"]
     agents = ["--dashboard-agent-listen-port=0", "--metrics-export-port=0"]
-    more = [f"--temp-dir={folder}", f"--dashboard-port={ports['dashboard']}", *agents]
+    # Nodes must not share a folder: one would delete the working directory of the other.
+    more = [f"--temp-dir={folder}/head", f"--dashboard-port={ports['dashboard']}", *agents]
     # Neither MLflow nor the watcher, which would ask this machine's own network for metadata.
     config["head_start_ray_commands"] = [f"{head[1]} {' '.join(more)}"]
-    config["worker_start_ray_commands"] = [f"{worker[1]} {' '.join(agents)}"]
+    config["worker_start_ray_commands"] = [
+        f"{worker[1]} --temp-dir={folder}/$TEST_NODE {' '.join(agents)}"
+    ]
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
 

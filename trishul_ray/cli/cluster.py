@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trishul_ray.jobs.cluster import Cluster, Job, Node
 
 #: Commands that make sense as a job.
-SUBMITTED = {
+SUBMITTED: dict[str, Callable[..., None]] = {
     "run": run.run,
     "table": tables.table,
     "sweep": tables.sweep,
@@ -292,7 +292,7 @@ def _describe_cells(job: "Job") -> str:
 
 def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: float) -> str:
     """Return the machines that there are, and what all since the start have cost."""
-    workers = [node for node in nodes if not node.head and node.cpus + node.gpus > 0]
+    workers = [node for node in nodes if node.cpus + node.gpus > 0]
     alive = [node for node in workers if node.alive]
     gpus = sum(node.gpus for node in alive)
     parts = [f"{len(alive)} workers" + (f" with {gpus:g} GPUs" if gpus else "")]
