@@ -3,6 +3,7 @@
 The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, Adam.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -360,7 +361,11 @@ class TrackingConfig(Section):
 class StorageConfig(Section):
     """Folders. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
 
-    runs: PathText = not_in_id("runs", "where runs/<id>/ is written: a folder or a filesystem URI")
+    runs: PathText = Field(
+        default_factory=lambda: os.environ.get("TRISHUL_RUNS") or "runs",
+        description="where <id>/ is written: a folder or a filesystem URI; default $TRISHUL_RUNS",
+        json_schema_extra={"identity": False},
+    )
     cache: PathText | None = not_in_id(None, "prepared data and backbones; default $TRISHUL_CACHE")
     hub: PathText | None = not_in_id(
         None, "a local mirror with the hub's layout; default $TRISHUL_HUB"

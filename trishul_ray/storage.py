@@ -145,6 +145,19 @@ class Store:
         infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
         return sorted(info.base_name for info in infos if not info.base_name.startswith("."))
 
+    def modified(self) -> dict[str, float]:
+        """Return when each file directly inside this folder was written, without hidden files.
+
+        Times are in seconds since the epoch, by the clock of the storage.
+        """
+        inside = fs.FileSelector(self.root, allow_not_found=True)
+        infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
+        return {
+            info.base_name: info.mtime_ns / 1e9
+            for info in infos
+            if info.type == fs.FileType.File and not info.base_name.startswith(".")
+        }
+
     def remove(self, name: str) -> None:
         """Delete a file if it exists."""
         path = f"{self.root}/{name}"

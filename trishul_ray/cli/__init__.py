@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from trishul_ray.cli import data, machine, run, tables
+from trishul_ray.cli import cluster, data, machine, run, tables
 from trishul_ray.cli.output import describe_os_error
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.determinism import set_environment
@@ -42,6 +42,9 @@ for command in (
     tables.sweep,
     tables.plan,
     tables.report,
+    cluster.submit,
+    cluster.status,
+    cluster.stop,
     data.pretrain,
     data.methods,
     data.models,

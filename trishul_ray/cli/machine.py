@@ -11,7 +11,9 @@ def doctor(
     start_ray: Annotated[
         bool, typer.Option("--ray", help="Also start and stop a local Ray, as a run would.")
     ] = False,
-    runs: Annotated[str, typer.Option(help="Folder or URI where runs would be stored.")] = "runs",
+    runs: Annotated[
+        str, typer.Option(help="Folder or URI where runs would be stored.", envvar="TRISHUL_RUNS")
+    ] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
     from trishul_ray.doctor import diagnose

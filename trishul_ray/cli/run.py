@@ -90,7 +90,9 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
     ] = False,
-    runs: Annotated[str, typer.Option(help="Folder or URI where runs are stored.")] = "runs",
+    runs: Annotated[
+        str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
+    ] = "runs",
 ) -> None:
     """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
 

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
+import tenacity
+
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.tracking.store import (
     get_or_create_experiment,
+    is_outage,
     open_client,
     sqlite_file,
     store_lock,
@@ -29,6 +32,9 @@ ATTEMPT_TAG = "trishul.attempt"
 PARENT_TAG = "mlflow.parentRunId"
 #: Metric logged last in every round: a round that has it was logged completely.
 ROUND_METRIC = "round"
+
+#: Seconds for which a server that has answered before may be gone. It takes a minute to start.
+OUTAGE_SECONDS = 300.0
 
 _PARAM_VALUE_LIMIT = 6000  # MLflow's MAX_PARAM_VAL_LENGTH
 _TAG_VALUE_LIMIT = 5000  # the smallest limit among MLflow's stores
@@ -123,10 +129,26 @@ class MlflowRun(Tracker):
         """
         if not attempt or not attempt.isascii() or "'" in attempt or "\\" in attempt:
             raise InputError(f"attempt={attempt!r}: use ASCII letters, digits, '-', '_', '.', ':'")
-        file = sqlite_file(uri)
+        # The run of a sweep has found the server before: it is gone for a while, not misspelt.
+        outage = OUTAGE_SECONDS if parent_run is not None and _is_server(uri) else 0.0
         all_tags = _public(tags or {}, _TAG_VALUE_LIMIT) | {ATTEMPT_TAG: attempt}
         if parent_run is not None:
             all_tags[PARENT_TAG] = parent_run
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_outage),
+            wait=tenacity.wait_exponential(multiplier=1, max=10),
+            stop=tenacity.stop_before_delay(outage),
+            reraise=True,
+        )
+        self = retrying(cls._find_or_create, uri, experiment_name, attempt, run_name, all_tags)
+        retrying(self._log_params, _public(params, _PARAM_VALUE_LIMIT))
+        return self
+
+    @classmethod
+    def _find_or_create(
+        cls, uri: str, experiment_name: str, attempt: str, run_name: str, tags: Mapping[str, str]
+    ) -> Self:
+        file = sqlite_file(uri)
         # Keep the lock from the search to the creation: two drivers of one attempt share a run.
         with store_lock(uri):
             client = open_client(uri)
@@ -143,10 +165,8 @@ class MlflowRun(Tracker):
                 if run.info.status != "RUNNING":
                     client.update_run(run.info.run_id, status="RUNNING")
             else:
-                run = client.create_run(experiment, tags=all_tags, run_name=run_name)
-        self = cls(client, uri, experiment, run)
-        self._log_params(_public(params, _PARAM_VALUE_LIMIT), run.data.params)
-        return self
+                run = client.create_run(experiment, tags=dict(tags), run_name=run_name)
+        return cls(client, uri, experiment, run)
 
     @property
     def run_id(self) -> str:
@@ -207,6 +227,10 @@ class MlflowRun(Tracker):
         from mlflow.exceptions import MlflowException
 
         self._send()
+        deadline = time.monotonic() + (OUTAGE_SECONDS if _is_server(self._uri) else 0.0)
+        while self._unsent and time.monotonic() < deadline:
+            time.sleep(5.0)
+            self._send()
         rejected = [f"round {step}" for step in sorted(self._unsent)] + self._rejected
         try:
             self._client.set_terminated(self._run_id, status=status)
@@ -217,7 +241,7 @@ class MlflowRun(Tracker):
     def ui_command(self) -> str:
         """Return the command that serves this store, or the run's address on a server."""
         page = f"#/experiments/{self._experiment_id}/runs/{self._run_id}"
-        if self._uri.startswith(("http://", "https://")):
+        if _is_server(self._uri):
             return f"{redact(self._uri).rstrip('/')}/{page}"
         return ui_command(self._uri)
 
@@ -243,9 +267,10 @@ class MlflowRun(Tracker):
             self._logged.add(step)
             del self._unsent[step]
 
-    def _log_params(self, params: Mapping[str, str], known: Mapping[str, str]) -> None:
+    def _log_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
+        known = self._client.get_run(self._run_id).data.params
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for batch in _batches(new, _PARAMS_PER_BATCH):
             self._client.log_batch(self._run_id, params=batch)
@@ -253,6 +278,10 @@ class MlflowRun(Tracker):
         if changed:
             text = json.dumps(changed, sort_keys=True)
             self._client.set_tag(self._run_id, "trishul.resumed_with", text[:_TAG_VALUE_LIMIT])
+
+
+def _is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

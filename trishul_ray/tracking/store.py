@@ -30,13 +30,15 @@ def tracking_uri(uri: str | None, runs: str) -> str:
     """Return the MLflow tracking URI of a run.
 
     Args:
-        uri: ``tracking.uri`` of the experiment; a bare path is a SQLite file.
-        runs: ``storage.runs``; without ``uri``, the store is ``<runs>/mlflow.db``.
+        uri: ``tracking.uri`` of the experiment; a bare path is a SQLite file. Without one, it is
+            that of the environment variable ``MLFLOW_TRACKING_URI``.
+        runs: ``storage.runs``; without any ``uri``, the store is ``<runs>/mlflow.db``.
 
     Raises:
         InputError: The store is a folder of files (which MLflow no longer writes) or an in-memory
             database; or there is no ``uri`` and ``runs`` is remote.
     """
+    uri = uri if uri is not None else os.environ.get("MLFLOW_TRACKING_URI") or None
     if uri is None:
         if "://" in runs and not runs.startswith("file://"):
             raise InputError(
@@ -99,6 +101,18 @@ def open_client(uri: str) -> "MlflowClient":
             f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {redact(cause)}"
         ) from error
     return client
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether an error of a store may be temporary: it does not answer, or it has a fault.
+
+    False for a wrong password and for input that the store refuses.
+    """
+    from mlflow.exceptions import MlflowException
+
+    cause = error.__cause__ if isinstance(error, InputError) else error
+    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
+    return isinstance(cause, MlflowException) and cause.error_code in temporary
 
 
 @contextlib.contextmanager

@@ -154,12 +154,19 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
 
 def _join(address: str) -> None:
     _check_answers(address)
+    send_token()
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+
+
+def send_token() -> None:
+    """Let this process send the token of this machine to clusters, unless a mode is set.
+
+    As `ray start` does if there is a token. With an explicit address Ray sends none.
+    """
     has_token = _raylet.AuthenticationTokenLoader.instance().has_token
     if not os.environ.get("RAY_AUTH_MODE") and has_token(ignore_auth_mode=True):
-        # As `ray start` does if there is a token. With an explicit address Ray sends none.
         os.environ["RAY_AUTH_MODE"] = "token"
         _raylet.Config.initialize("")  # the mode was read when Ray was imported
-    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
 
 
 def _check_answers(address: str) -> None:

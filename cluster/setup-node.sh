@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Install the project on a node and set its environment; quick if nothing has changed.
+#
+#   setup-node.sh URI    folder or bucket of the results, e.g. s3://my-trishul-results
+set -euo pipefail
+
+bucket=${1:?usage: setup-node.sh s3://BUCKET}
+if [[ $bucket == *CHANGE-ME* ]]; then
+  echo "cluster file, setup_commands: put the name of your bucket in place of CHANGE-ME" >&2
+  exit 2
+fi
+
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+environment=$HOME/.trishul-env
+# Ray tells workers where the head is. On the head itself, it is this machine.
+head=${RAY_HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
+
+# Read by every shell that Ray opens on this node.
+cat >"$environment" <<EOF
+export PATH="$HOME/venv/bin:\$PATH"
+export RAY_AUTH_MODE=token
+# Off: it would install the environment again for every worker process.
+export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0
+export TRISHUL_RUNS=${bucket%/}/runs
+export MLFLOW_TRACKING_URI=http://$head:5000
+EOF
+grep -qsF "$environment" "$HOME/.bashrc" || echo "source $environment" >>"$HOME/.bashrc"
+
+# rsync keeps the modes of your machine; these are nobody else's business.
+chmod 600 "$HOME/.ray/auth_token" "$HOME/.mlflow/credentials"
+
+installed=$HOME/venv/installed-versions
+if cmp -s <(cat "$project/pyproject.toml" "$project/constraints.txt") "$installed"; then
+  exit 0
+fi
+if ! python3 -c 'import ensurepip' 2>/dev/null; then
+  sudo apt-get update -qq
+  sudo DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv
+fi
+python3 -m venv "$HOME/venv"
+"$HOME/venv/bin/pip" install --quiet --disable-pip-version-check \
+  --constraint "$project/constraints.txt" --editable "$project[aws,cluster]"
+cat "$project/pyproject.toml" "$project/constraints.txt" >"$installed"

@@ -1,0 +1,382 @@
+"""The files of cluster/: valid by the schemas of who reads them, and as safe as they say.
+
+Kubernetes' own schemas judge all that is a pod, a policy or an account. KubeRay's schema is not
+published as a package: :data:`RAY_CLUSTER` and :data:`RAY_JOB` list the fields that our files may
+use. Nothing here starts a cluster.
+"""
+
+import configparser
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import boto3
+import jsonschema
+import kubernetes_validate
+import pytest
+import ray
+import yaml
+from moto import mock_aws
+from ray.autoscaler._private.local.config import prepare_local
+
+from trishul_ray.redaction import redact
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "cluster"
+PYTHON = Path(sys.executable)
+#: The oldest Kubernetes that is still maintained when KubeRay 1.6 is.
+KUBERNETES = "1.32"
+
+
+def load(name):
+    return yaml.safe_load((CLUSTER / name).read_text(encoding="utf-8"))
+
+
+def all_files():
+    return [path for path in CLUSTER.rglob("*") if path.is_file()]
+
+
+# The file of `ray up`.
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "onprem.yaml"])
+def test_ray_accepts_the_file(name):
+    schema = Path(ray.__file__).parent / "autoscaler" / "ray-schema.json"
+    config = load(name)
+    prepared = prepare_local(config)[0] if name == "onprem.yaml" else config
+    jsonschema.validate(prepared, json.loads(schema.read_text()))
+    assert config["cluster_name"] == "trishul-ray"
+    # What is copied to the nodes lies in this project, or in the user's home.
+    for remote, local in config["file_mounts"].items():
+        assert remote.startswith("~/")
+        assert local.startswith("~/") or (ROOT / local).exists()
+    mounted = {Path(local).name for local in config["file_mounts"].values()}
+    assert mounted >= {"trishul_ray", "sweeps", "cluster", "pyproject.toml", "constraints.txt"}
+    assert not mounted & {".git", "runs", ".venv", "data"}
+
+
+def node_types(config):
+    return config["available_node_types"]
+
+
+def test_the_head_does_no_work_and_is_on_demand():
+    config = load("aws.yaml")
+    head = node_types(config)[config["head_node_type"]]
+    assert head["resources"] == {"CPU": 0}
+    assert "InstanceMarketOptions" not in head["node_config"]
+    assert "--num-cpus=0" in " ".join(load("onprem.yaml")["head_start_ray_commands"])
+
+
+def test_gpu_workers_are_spot_of_several_types_with_an_alternative():
+    workers = {n: t for n, t in node_types(load("aws.yaml")).items() if "GPU" in t["resources"]}
+    spot = {
+        name: each
+        for name, each in workers.items()
+        if each["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    }
+    assert len({each["node_config"]["InstanceType"] for each in spot.values()}) >= 3
+    # One kind of GPU: results depend on it.
+    families = {each["node_config"]["InstanceType"].split(".")[0] for each in workers.values()}
+    assert len(families) == 1
+    assert len(workers) == len(spot) + 1
+    assert all(each["min_workers"] == 0 for each in workers.values())
+    # Ray takes the highest priority: what costs least, first.
+    order = sorted(workers, key=lambda name: -workers[name]["priority"])
+    assert [name in spot for name in order] == [True] * len(spot) + [False]
+    for name, each in node_types(load("aws.yaml")).items():
+        market = "spot" if name in spot else "on-demand"
+        assert each.get("labels", {}).get("ray.io/market-type", "on-demand") == market
+
+
+def test_nodes_are_not_kept_and_not_ended_too_early():
+    config = load("aws.yaml")
+    assert config["provider"]["cache_stopped_nodes"] is False
+    assert config["idle_timeout_minutes"] >= 15
+    for each in node_types(config).values():
+        (disk,) = each["node_config"]["BlockDeviceMappings"]
+        assert disk["Ebs"]["DeleteOnTermination"] is True
+        assert disk["Ebs"]["VolumeSize"] >= (200 if "GPU" in each["resources"] else 100)
+
+
+def test_nodes_get_their_rights_and_firewall_from_the_account():
+    config = load("aws.yaml")
+    for name, each in node_types(config).items():
+        node = each["node_config"]
+        profile = "trishul-ray-head" if name == "head" else "trishul-ray-worker"
+        assert node["IamInstanceProfile"] == {"Name": profile}
+        # Without the template Ray would create a group that opens port 22 to the world.
+        assert node["LaunchTemplate"]["LaunchTemplateName"] == "trishul-ray"
+        assert not {"SecurityGroupIds", "ImageId", "KeyName"} & node.keys()
+        assert node["MetadataOptions"]["HttpTokens"] == "required"
+    assert "security_group" not in config["provider"]
+    assert "aws_credentials" not in config["provider"]
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "onprem.yaml"])
+def test_the_dashboard_listens_on_localhost(name):
+    start = " ".join(load(name)["head_start_ray_commands"])
+    assert "--dashboard-host=127.0.0.1" in start
+
+
+def test_spot_workers_watch_for_their_end():
+    start = load("aws.yaml")["worker_start_ray_commands"]
+    assert any("python -m trishul_ray.cluster.spot_watcher" in command for command in start)
+
+
+def test_every_shell_of_a_node_has_the_token_mode_and_the_versions():
+    script = (CLUSTER / "setup-node.sh").read_text()
+    assert "export RAY_AUTH_MODE=token" in script
+    assert "export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0" in script
+    assert "--constraint" in script and "constraints.txt" in script
+
+
+# Secrets.
+
+
+def test_no_file_holds_a_secret():
+    assert all_files()
+    for path in [*all_files(), ROOT / ".dockerignore"]:
+        text = path.read_text(encoding="utf-8")
+        assert redact(text) == text, path
+        assert not re.search(r"AKIA|BEGIN [A-Z ]*PRIVATE KEY|[0-9a-f]{40}", text), path
+
+
+def test_secrets_are_created_once_and_for_the_user_alone(tmp_path):
+    def make():
+        command = ["bash", str(CLUSTER / "make-secrets.sh")]
+        path = f"{PYTHON.parent}:{os.environ['PATH']}"
+        env = {"HOME": str(tmp_path), "PATH": path}
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+    said = make()
+    files = [tmp_path / ".ray" / "auth_token", tmp_path / ".mlflow" / "credentials"]
+    before = [path.read_text() for path in files]
+    assert re.fullmatch("[0-9a-f]{64}", before[0])
+    parser = configparser.ConfigParser()
+    parser.read(files[1])
+    assert len(parser["mlflow"]["mlflow_tracking_password"]) >= 24
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+    assert before[0] not in said and parser["mlflow"]["mlflow_tracking_password"] not in said
+    assert make() == ""
+    assert [path.read_text() for path in files] == before
+
+
+def test_a_node_without_a_bucket_is_not_set_up(tmp_path):
+    for name in ("aws.yaml", "onprem.yaml"):
+        (command,) = load(name)["setup_commands"]
+        place = command.split()[-1]
+        words = ["bash", str(CLUSTER / "setup-node.sh"), place]
+        run = subprocess.run(words, env={"HOME": str(tmp_path)}, capture_output=True, text=True)
+        assert run.returncode == 2
+        assert "put the name of your bucket in place of CHANGE-ME" in run.stderr
+        assert not list(tmp_path.iterdir())
+
+
+# The AWS account.
+
+
+def lint(*words):
+    run = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_linters_accept_template_and_image():
+    lint(PYTHON.with_name("cfn-lint"), CLUSTER / "aws-account.yaml")
+    lint(PYTHON.with_name("hadolint"), CLUSTER / "Dockerfile")
+
+
+@pytest.fixture
+def account(monkeypatch):
+    """An account, on no network, in which the stack has been deployed."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with mock_aws():
+        session = boto3.Session(region_name="us-east-1")
+        images = session.client("ec2").describe_images()["Images"]
+        image = {"Name": "/test/image", "Value": images[0]["ImageId"], "Type": "String"}
+        session.client("ssm").put_parameter(**image)
+        parameters = {"BucketName": "results-of-mine", "SshFrom": "203.0.113.7/32"}
+        # Only AWS itself may write below /aws.
+        template = (CLUSTER / "aws-account.yaml").read_text(encoding="utf-8")
+        template = re.sub(
+            r"Default: /aws/service/deeplearning/.*", "Default: /test/image", template
+        )
+        session.client("cloudformation").create_stack(
+            StackName="trishul-ray",
+            TemplateBody=template,
+            Capabilities=["CAPABILITY_NAMED_IAM"],
+            Parameters=[
+                {"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()
+            ],
+        )
+        yield session
+
+
+def statements(session, role):
+    """Yield the statements of all policies of a role."""
+    iam = session.client("iam")
+    for attached in iam.list_attached_role_policies(RoleName=role)["AttachedPolicies"]:
+        arn = attached["PolicyArn"]
+        version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]
+        policy = iam.get_policy_version(PolicyArn=arn, VersionId=version)["PolicyVersion"]
+        yield from policy["Document"]["Statement"]
+    for name in iam.list_role_policies(RoleName=role)["PolicyNames"]:
+        document = iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"]
+        document = yaml.safe_load(document) if isinstance(document, str) else document  # moto's way
+        yield from document["Statement"]
+
+
+def listed(value):
+    return [value] if isinstance(value, str) else value
+
+
+def test_nodes_reach_one_bucket(account):
+    bucket = "arn:aws:s3:::results-of-mine"
+    for role in ("trishul-ray-worker", "trishul-ray-head"):
+        found = list(statements(account, role))
+        assert found
+        for statement in found:
+            actions = listed(statement["Action"])
+            assert statement["Effect"] == "Allow" and not any("*" in action for action in actions)
+            if any(action.startswith("s3:") for action in actions):
+                assert all(action.startswith("s3:") for action in actions)
+                assert set(listed(statement["Resource"])) <= {bucket, f"{bucket}/*"}
+    # A worker has no other right.
+    for statement in statements(account, "trishul-ray-worker"):
+        assert all(action.startswith("s3:") for action in listed(statement["Action"]))
+
+
+def test_the_head_ends_its_own_nodes_and_gives_no_rights_away(account):
+    worker = account.client("iam").get_role(RoleName="trishul-ray-worker")["Role"]["Arn"]
+    by_action = {}
+    for statement in statements(account, "trishul-ray-head"):
+        for action in listed(statement["Action"]):
+            by_action.setdefault(action, []).append(statement)
+    (passes,) = by_action["iam:PassRole"]
+    assert listed(passes["Resource"]) == [worker]
+    (ends,) = by_action["ec2:TerminateInstances"]
+    tag = {"aws:ResourceTag/ray-cluster-name": load("aws.yaml")["cluster_name"]}
+    assert ends["Condition"] == {"StringEquals": tag}
+    assert all("Condition" in statement for statement in by_action["ec2:CreateTags"])
+
+
+def test_only_ssh_from_one_range_comes_in(account):
+    ec2 = account.client("ec2")
+    template = ec2.describe_launch_template_versions(LaunchTemplateName="trishul-ray")
+    data = template["LaunchTemplateVersions"][0]["LaunchTemplateData"]
+    assert data["ImageId"].startswith("ami-")
+    (group,) = ec2.describe_security_groups(GroupIds=data["SecurityGroupIds"])["SecurityGroups"]
+    inside, ssh = sorted(group["IpPermissions"], key=lambda rule: rule["IpProtocol"])
+    assert [pair["GroupId"] for pair in inside["UserIdGroupPairs"]] == [group["GroupId"]]
+    assert (inside["IpProtocol"], inside["IpRanges"], inside["Ipv6Ranges"]) == ("-1", [], [])
+    assert (ssh["IpProtocol"], ssh["FromPort"], ssh["ToPort"]) == ("tcp", 22, 22)
+    assert [each["CidrIp"] for each in ssh["IpRanges"]] == ["203.0.113.7/32"]
+    assert not ssh["Ipv6Ranges"] and not ssh["UserIdGroupPairs"]
+
+
+@pytest.mark.parametrize("place", ["0.0.0.0/0", "203.0.113.7", "203.0.0.0/8", "::/0"])
+def test_ssh_from_everywhere_is_refused(place):
+    text = (CLUSTER / "aws-account.yaml").read_text(encoding="utf-8")
+    (pattern,) = re.findall(r"AllowedPattern: (.*)", text)
+    assert re.fullmatch(pattern, "203.0.113.7/32") and not re.fullmatch(pattern, place)
+
+
+# Kubernetes.
+
+POD = {"type": "object", "required": ["spec"], "properties": {"spec": {}, "metadata": {}}}
+PARAMETERS = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def fields(required=(), **properties):
+    kind = {"type": "object", "additionalProperties": False}
+    return {**kind, "properties": properties, "required": list(required)}
+
+
+COUNT = {"type": "integer", "minimum": 0}
+RAY_CLUSTER = fields(
+    ["headGroupSpec", "rayVersion"],
+    rayVersion={"type": "string"},
+    authOptions=fields(["mode"], mode={"enum": ["token", "disabled"]}),
+    enableInTreeAutoscaling={"type": "boolean"},
+    autoscalerOptions=fields(version={"enum": ["v1", "v2"]}, idleTimeoutSeconds=COUNT),
+    headGroupSpec=fields(["rayStartParams", "template"], rayStartParams=PARAMETERS, template=POD),
+    workerGroupSpecs={
+        "type": "array",
+        "items": fields(
+            ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
+            groupName={"type": "string"},
+            replicas=COUNT,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            rayStartParams=PARAMETERS,
+            template=POD,
+        ),
+    },
+)
+RAY_JOB = fields(
+    ["entrypoint", "rayClusterSpec"],
+    entrypoint={"type": "string"},
+    entrypointNumCpus={"type": "number"},
+    shutdownAfterJobFinishes={"type": "boolean"},
+    ttlSecondsAfterFinished=COUNT,
+    backoffLimit=COUNT,
+    rayClusterSpec=RAY_CLUSTER,
+)
+
+
+def kubernetes_documents():
+    for name in ("kuberay.yaml", "rayjob.yaml"):
+        text = (CLUSTER / name).read_text(encoding="utf-8")
+        for document in yaml.safe_load_all(text):
+            yield pytest.param(document, id=f"{name}-{document['kind']}")
+
+
+def pods_of(cluster):
+    yield cluster["headGroupSpec"]["template"]["spec"]
+    for group in cluster["workerGroupSpecs"]:
+        yield group["template"]["spec"]
+
+
+@pytest.mark.parametrize("document", list(kubernetes_documents()))
+def test_kubernetes_accepts_the_document(document):
+    if document["apiVersion"] != "ray.io/v1":
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        return
+    jsonschema.validate(document["spec"], {"RayJob": RAY_JOB}.get(document["kind"], RAY_CLUSTER))
+    cluster = document["spec"].get("rayClusterSpec", document["spec"])
+    assert cluster["rayVersion"] == ray.__version__
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for pod in pods_of(cluster):
+        as_pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}
+        kubernetes_validate.validate(as_pod, KUBERNETES, strict=True)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        mounted = {each["name"] for each in pod["volumes"]}
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert {each["name"] for each in container["volumeMounts"]} <= mounted
+    gpu = cluster["workerGroupSpecs"][-1]
+    assert (gpu["groupName"], gpu["minReplicas"]) == ("gpu", 0)
+
+
+def test_a_job_on_kubernetes_leaves_nothing_behind():
+    spec = load("rayjob.yaml")["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["entrypointNumCpus"] == 1
+
+
+def test_the_image_runs_as_a_user_without_rights_and_holds_what_it_copies():
+    lines = (CLUSTER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users == ["1000"]
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignored
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)
+    assert any("--constraint constraints.txt" in line for line in lines)

@@ -1,0 +1,158 @@
+"""cluster/mlflow/start.sh: a server with a password, many trials at once, and one that goes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trishul_ray.errors import InputError
+from trishul_ray.redaction import redact
+from trishul_ray.tracking.mlflow_run import MlflowRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).parents[2] / "cluster" / "mlflow" / "start.sh"
+PASSWORD = "a-password-that-was-made-up"
+
+
+class Server:
+    """The server that the script starts, in a home folder of its own."""
+
+    def __init__(self, home):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.home, self.address = home, f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            "HOME": str(home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "MLFLOW_HOST": "127.0.0.1",
+            "MLFLOW_PORT": str(self.port),
+        }
+        (home / ".mlflow").mkdir(parents=True)
+        (home / ".mlflow" / "credentials").write_text(
+            f"[mlflow]\nmlflow_tracking_username = trishul\nmlflow_tracking_password = {PASSWORD}\n"
+        )
+
+    def start(self):
+        words = ["bash", str(SCRIPT), str(self.home / "artifacts")]
+        subprocess.run(words, env=self.environment, check=True)
+
+    def wait(self):
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=1).close()
+                return
+            except OSError:
+                assert time.monotonic() < deadline, self.log()
+                time.sleep(0.3)
+
+    def log(self):
+        return (self.home / "mlflow" / "server.log").read_text()
+
+    def end(self):
+        shell = psutil.Process(int((self.home / "mlflow" / "pid").read_text()))
+        family = [shell, *shell.children(recursive=True)]
+        for process in family:
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(family, 10)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    started = Server(tmp_path_factory.mktemp("head"))
+    started.start()
+    started.wait()
+    yield started
+    started.end()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "trishul")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+
+
+def opened(server, attempt, **more):
+    return MlflowRun.open(server.address, "trishul", attempt, attempt, {"seed": 0}, **more)
+
+
+def test_a_wrong_password_is_refused(server, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another-password")
+    with pytest.raises(InputError, match="does not answer") as caught:
+        opened(server, "wrong", parent_run="0" * 32)  # at once: it is not an outage
+    assert "another-password" not in str(caught.value)
+    with pytest.raises(urllib.error.HTTPError) as nobody:
+        urllib.request.urlopen(f"{server.address}/api/2.0/mlflow/experiments/search?max_results=1")
+    assert nobody.value.code == 401
+
+
+def test_forty_trials_log_at_once_and_lose_nothing(server):
+    opened(server, "parent")
+
+    def trial(number):
+        run = opened(server, f"trial-{number}", tags={"number": number})
+        for step in range(5):
+            run.log_round(step, {"accuracy": number + step / 10})
+        return run, run.finish()
+
+    with ThreadPoolExecutor(40) as pool:
+        ended = list(pool.map(trial, range(40)))
+    assert [rejected for _, rejected in ended] == [[]] * 40
+    assert len({run.run_id for run, _ in ended}) == 40
+    for number, (run, _) in enumerate(ended):
+        history = run._client.get_metric_history(run.run_id, "accuracy")
+        points = sorted((point.step, point.value) for point in history)
+        assert points == [(step, number + step / 10) for step in range(5)]
+
+
+def test_a_server_that_is_gone_for_a_while_costs_no_metric(server):
+    first = opened(server, "goes-on")
+    first.log_round(0, {"accuracy": 0.1})
+    parent = first.run_id
+    server.end()
+    first.log_round(1, {"accuracy": 0.2})  # kept
+    with ThreadPoolExecutor(2) as pool:
+        # A trial that starts and one that ends while there is no server wait for it.
+        late = pool.submit(opened, server, "begins-late", parent_run=parent)
+        ended = pool.submit(first.finish)
+        time.sleep(5)
+        assert not late.done() and not ended.done()
+        server.start()
+        server.wait()
+        assert ended.result(400) == []
+        second = late.result(400)
+    second.log_round(0, {"accuracy": 0.3})
+    assert second.finish() == []
+    history = first._client.get_metric_history(parent, "accuracy")
+    assert sorted((point.step, point.value) for point in history) == [(0, 0.1), (1, 0.2)]
+    assert first._client.get_run(parent).info.status == "FINISHED"
+
+
+def test_a_second_start_changes_nothing_and_no_secret_is_shown(server):
+    before = (server.home / "mlflow" / "pid").read_text()
+    server.start()
+    assert (server.home / "mlflow" / "pid").read_text() == before
+    assert PASSWORD not in server.log() and redact(server.log()) == server.log()
+    shell = psutil.Process(int(before))
+    for process in [shell, *shell.children(recursive=True)]:
+        assert PASSWORD not in " ".join(process.cmdline())
+    listening = {
+        connection.laddr.ip
+        for process in shell.children(recursive=True)
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+    for name in ("users.db", "secret-key", "auth.ini"):
+        assert (server.home / "mlflow" / name).stat().st_mode & 0o077 == 0

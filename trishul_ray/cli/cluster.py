@@ -1,0 +1,346 @@
+"""Commands on a cluster: submit a command as a job, see how far it is, stop it."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trishul_ray.cli import data, run, tables
+from trishul_ray.cli.output import err, print_field, print_line
+from trishul_ray.errors import InputError, RunError, StorageError
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.jobs.cluster import Cluster, Job, Node
+
+#: Commands that make sense as a job.
+SUBMITTED: dict[str, Callable[..., None]] = {
+    "run": run.run,
+    "table": tables.table,
+    "sweep": tables.sweep,
+    "report": tables.report,
+    "pretrain": data.pretrain,
+}
+
+_KEPT = "Finished cells and rounds are kept; to continue"
+
+File = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="Cluster file of `ray up`; reached over SSH."),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Address of the cluster's dashboard, such as http://127.0.0.1:8265 (the default).",
+    ),
+]
+
+
+def submit(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND ...", help="A command of trishul.", show_default=False),
+    ],
+    cluster: File = None,
+    address: Address = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Do not wait for the job and show no output.")
+    ] = False,
+    runs: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the cluster stores runs: a URI or a folder that all its machines share. "
+            "Default: that of the cluster file.",
+            envvar="TRISHUL_RUNS",
+        ),
+    ] = None,
+    working_dir: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder that is shipped, without data and results."),
+    ] = Path("."),
+) -> None:
+    """Run a command on a cluster, as a Ray job, and show its output.
+
+    - `trishul submit --cluster cluster/aws.yaml -- table vision --profile paper`
+    - `trishul submit --address http://127.0.0.1:8265 --detach -- sweep mine.yaml`
+
+    Ctrl-C ends the output, not the job. The same command again shows the output of a job that is
+    running, or continues one that has ended: finished runs are never repeated.
+    """
+    from trishul_ray.jobs.cluster import check_directory, check_no_secret
+
+    place = _place_of_runs(words, runs, cluster)
+    check_no_secret([*words, place])
+    _check_words(words, working_dir)
+    check_directory(working_dir)
+    with _connect(cluster, address) as there:
+        job = there.find_active(words, place)
+        if job is None:
+            job = there.submit(words, place, working_dir.resolve())
+            print_line(f"{job.id}: submitted", err)
+        else:
+            print_line(f"{job.id}: runs already; showing its output", err)
+        where = _where(cluster, address)
+        if detach:
+            print_field("job", job.id)
+            print_field("status", f"trishul status{where}")
+            print_field("stop", f"trishul stop{where} {job.id}")
+            return
+        try:
+            job = there.follow(job.id, _write)
+        except KeyboardInterrupt:
+            print_line(
+                f"the job goes on; to see it again: {_typed()}; "
+                f"to end it: trishul stop{where} {job.id}",
+                err,
+            )
+            raise typer.Exit(130) from None
+    _end(job)
+
+
+def status(
+    cluster: File = None,
+    address: Address = None,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, help="Price of a GPU for an hour (without GPUs, of a machine)."),
+    ] = None,
+    head_price: Annotated[float, typer.Option(min=0, help="Price of the head for an hour.")] = 0.0,
+    last: Annotated[int, typer.Option(min=1, help="Number of jobs that are shown.")] = 5,
+) -> None:
+    """Show the jobs of a cluster: cells done, running and missing, speed, and spend so far.
+
+    - `trishul status --cluster cluster/aws.yaml --price 0.4 --head-price 0.1`
+
+    Cells are read from the store of results, with the credentials of this machine. With
+    `--cluster`, also show what the autoscaler waits for, and why machines could not be started.
+    """
+    from trishul_ray.jobs.tunnel import shortages
+
+    with _connect(cluster, address) as there:
+        jobs, nodes = there.jobs(), there.nodes()
+        problems = shortages(cluster) if cluster is not None else []
+    print_field("cluster", _describe_nodes(nodes, price, head_price))
+    for problem in problems:
+        print_field("machines", problem)
+    if not jobs:
+        print_field("jobs", "none yet")
+    for job in jobs[:last]:
+        _show(job)
+
+
+def stop(
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="Id of a job.", show_default=False)
+    ] = None,
+    cluster: File = None,
+    address: Address = None,
+    every: Annotated[bool, typer.Option("--all", help="All jobs that run or wait.")] = False,
+) -> None:
+    """End jobs on a cluster; finished cells and rounds are kept.
+
+    - `trishul stop --cluster cluster/aws.yaml --all`
+
+    The machines stay: `ray down` ends them.
+    """
+    if (job is None) != every:
+        raise InputError("give either the id of a job, or --all")
+    with _connect(cluster, address) as there:
+        found = there.jobs() if job is None else [there.job(job)]
+        for each in found:
+            if each.active:
+                there.stop(each.id)
+                print_line(f"{each.id}: ends. {_KEPT}: trishul submit -- {shlex.join(each.words)}")
+            elif not every:
+                print_line(f"{each.id}: had ended before ({each.status.lower()})")
+
+
+@contextmanager
+def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
+    """Yield the cluster of a file or at an address.
+
+    Raises:
+        InputError: Both are given.
+        RunError: It does not answer.
+    """
+    from trishul_ray.jobs.cluster import Cluster
+    from trishul_ray.jobs.tunnel import open_tunnel, results_of
+
+    if file is not None and address is not None:
+        raise InputError("give either --cluster or --address")
+    if file is None:
+        yield Cluster(address or os.environ.get("RAY_API_SERVER_ADDRESS", "127.0.0.1:8265"))
+        return
+    results_of(file)  # says what is wrong with the file before SSH is tried
+    with open_tunnel(file) as opened:
+        yield Cluster(opened)
+
+
+def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) -> str:
+    """Return where a command on the cluster stores its runs.
+
+    Raises:
+        InputError: Nothing says it, or it is a folder relative to the job's directory.
+    """
+    from trishul_ray.jobs.tunnel import results_of
+
+    named = [word.partition("=")[2] for word in words if word.startswith("storage.runs=")]
+    place = named[-1] if named else runs
+    if place is None and file is not None:
+        place = results_of(file)
+    if place is None:
+        raise InputError("say where the cluster stores runs: --runs s3://bucket/runs")
+    if "CHANGE-ME" in place:
+        raise InputError(f"cluster file {file}: put the name of your bucket in place of CHANGE-ME")
+    if "://" not in place and not Path(place).is_absolute():
+        raise InputError(
+            f"--runs {place!r}: the job runs elsewhere; name a URI, or the full path of a folder "
+            "that all machines share"
+        )
+    return place
+
+
+def _check_words(words: Sequence[str], directory: Path) -> None:
+    """Check a command here, before a machine is started for it.
+
+    Raises:
+        InputError: It would be refused there.
+    """
+    if words[0] not in SUBMITTED:
+        raise InputError(f"{words[0]!r} is not run on clusters; submit {', '.join(SUBMITTED)}")
+    if not directory.is_dir():
+        raise InputError(f"--working-dir {directory}: is not a folder")
+    parameters = _parse(words)
+    for word in parameters.get("arguments") or ():
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            inside = (directory / word).resolve()
+            if Path(word).is_absolute() or not inside.is_relative_to(directory.resolve()):
+                raise InputError(f"{word}: is not in {directory}, which is what is shipped")
+            if not inside.exists():
+                raise InputError(f"{inside}: does not exist")
+    if words[0] == "table":
+        _experiments(words, None)  # a misspelt name or field
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of a command; raise a usage error if they are wrong."""
+    app = typer.Typer()
+    app.command()(SUBMITTED[words[0]])
+    context = typer.main.get_command(app).make_context(words[0], list(words[1:]))
+    parameters: dict[str, Any] = context.params
+    return parameters
+
+
+def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experiment]":
+    """Return the cells of a command by id, with their results at ``runs``."""
+    from trishul_ray.tuning.samples import is_adaptive
+    from trishul_ray.tuning.sweep import distinct, sweep_from_axes
+
+    parameters = _parse(words)
+    arguments: list[str] = list(parameters.get("arguments") or ())
+    if runs is not None:
+        arguments = [*(a for a in arguments if not a.startswith("storage.runs="))]
+        arguments.append(f"storage.runs={runs}")
+    if words[0] == "run":
+        experiment = run.load_arguments(arguments)
+        return {experiment.id: experiment}
+    if words[0] == "sweep" and parameters.get("axis"):
+        sweeps = [sweep_from_axes(parameters["axis"], tables.split_arguments(arguments)[1])]
+    else:
+        sweeps = tables.load_sweeps(arguments, parameters.get("profile") or "paper", None)
+    return distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+
+
+def _show(job: "Job") -> None:
+    """Print a job, and how far its cells are."""
+    from trishul_ray.tracking.progress import format_duration
+
+    lasted = format_duration((job.ended or time.time()) - job.started)
+    ended = "" if job.active else f" after {lasted}"
+    since = f", {lasted} so far" if job.active else ""
+    print_field("job", f"{job.id}: {job.status.lower()}{ended}{since}")
+    print_field("", job.command)
+    if job.words[0] in ("run", "table", "sweep"):
+        print_field("cells", _describe_cells(job))
+
+
+def _describe_cells(job: "Job") -> str:
+    from trishul_ray.jobs.progress import read_progress
+    from trishul_ray.tracking.progress import format_duration
+
+    try:
+        progress = read_progress(_experiments(job.words, job.runs))
+    except (InputError, StorageError) as error:
+        return f"cannot be read from here: {error}"
+    states = progress.states
+    missing = progress.cells - progress.running - states["finished"] - states["failed"]
+    parts = [f"{states['finished']} of {progress.cells} done", f"{progress.running} running"]
+    parts += [f"{missing} missing", f"{states['failed']} failed"]
+    if progress.rounds_per_minute and job.active:
+        assert progress.minutes_left is not None
+        left = format_duration(60 * progress.minutes_left)
+        parts.append(f"{progress.rounds_per_minute:.3g} rounds a minute, about {left} left")
+    return ", ".join(parts)
+
+
+def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: float) -> str:
+    """Return the machines that there are, and what all since the start have cost."""
+    workers = [node for node in nodes if node.cpus + node.gpus > 0]
+    alive = [node for node in workers if node.alive]
+    gpus = sum(node.gpus for node in alive)
+    parts = [f"{len(alive)} workers" + (f" with {gpus:g} GPUs" if gpus else "")]
+    hours = sum(node.hours * (node.gpus or not _any_gpu(workers)) for node in workers)
+    unit = "GPU-hours" if _any_gpu(workers) else "worker-hours"
+    parts.append(f"{hours:.2f} {unit} since the cluster started")
+    if price is not None:
+        head = sum(node.hours for node in nodes if node.head)
+        parts.append(f"{hours * price + head * head_price:,.2f} spent")
+    return ", ".join(parts)
+
+
+def _any_gpu(nodes: "Sequence[Node]") -> bool:
+    return any(node.gpus for node in nodes)
+
+
+def _end(job: "Job") -> None:
+    """Return if a job succeeded.
+
+    Raises:
+        InputError: Its command refused its input.
+        RunError: It failed.
+        typer.Exit: It was stopped.
+    """
+    if job.status == "SUCCEEDED":
+        return
+    if job.status == "STOPPED":
+        print_line(
+            f"{job.id}: was stopped. Finished cells and rounds are kept; to continue: {_typed()}",
+            err,
+        )
+        raise typer.Exit(130)
+    if job.exit_code == 2:
+        raise InputError(f"{job.id}: its input is wrong; see above")
+    why = "see above" if job.exit_code is not None else " ".join(job.message.split())[:500]
+    raise RunError(f"{job.id} failed: {why}. {_KEPT}: {_typed()}")
+
+
+def _where(file: Path | None, address: str | None) -> str:
+    if file is not None:
+        return f" --cluster {shlex.quote(str(file))}"
+    return f" --address {shlex.quote(address)}" if address else ""
+
+
+def _typed() -> str:
+    return shlex.join(["trishul", *sys.argv[1:]])
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
