@@ -33,6 +33,8 @@ MAY_IMPORT = {
     "tasks": {"config", "data", "models"},
     "pretrain": {"config", "data", "models", "storage", "tasks"},
     "tracking": {"config"},
+    # Runs on machines that know nothing but Ray.
+    "cluster": set(),
 }
 #: What a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
@@ -44,7 +46,7 @@ MAY_NOT_IMPORT = {
 }
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {
-    "ray": ("federation.on_ray.", "tuning.", "pretrain.", "cli."),
+    "ray": ("federation.on_ray.", "tuning.", "pretrain.", "cli.", "cluster."),
     "mlflow": ("tracking.",),
     "datasets": ("data.",),
 }
