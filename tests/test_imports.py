@@ -33,6 +33,8 @@ MAY_IMPORT = {
     "tasks": {"config", "data", "models"},
     "pretrain": {"config", "data", "models", "storage", "tasks"},
     "tracking": {"config"},
+    # Runs on machines that know nothing but Ray.
+    "cluster": set(),
 }
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}
@@ -47,7 +49,7 @@ MAY_NOT_IMPORT = {
 }
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {
-    "ray": ("federation.on_ray.", "tuning.", "pretrain.", "cli.", "jobs."),
+    "ray": ("federation.on_ray.", "tuning.", "pretrain.", "cli.", "jobs.", "cluster."),
     "mlflow": ("tracking.",),
     "datasets": ("data.",),
 }

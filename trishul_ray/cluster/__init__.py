@@ -1,0 +1,1 @@
+"""What runs beside Ray on the machines of a cluster."""
