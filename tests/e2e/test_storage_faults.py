@@ -56,7 +56,10 @@ def contents(folder):
 
 def without_order(settings):
     fields = json.loads(settings)
-    return fields | {"target_modules": sorted(fields["target_modules"])}
+    # The folder of the run, which may have been moved since, is where its backbone is.
+    _, _, backbone = fields["base_model_name_or_path"].partition("/runs/")
+    names = sorted(fields["target_modules"])
+    return fields | {"target_modules": names, "base_model_name_or_path": backbone}
 
 
 def words_of(text):
