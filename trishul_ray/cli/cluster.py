@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trishul_ray.cli import data, run, tables
+from trishul_ray.cli.data import pretrain
 from trishul_ray.cli.output import err, print_field, print_line
+from trishul_ray.cli.run import load_arguments, run
+from trishul_ray.cli.tables import load_sweeps, report, split_arguments, sweep, table
 from trishul_ray.errors import InputError, RunError, StorageError
 
 if TYPE_CHECKING:
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 
 #: Commands that make sense as a job.
 SUBMITTED: dict[str, Callable[..., None]] = {
-    "run": run.run,
-    "table": tables.table,
-    "sweep": tables.sweep,
-    "report": tables.report,
-    "pretrain": data.pretrain,
+    "run": run,
+    "table": table,
+    "sweep": sweep,
+    "report": report,
+    "pretrain": pretrain,
 }
 
 _KEPT = "Finished cells and rounds are kept; to continue"
@@ -249,12 +251,12 @@ def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experimen
         arguments = [*(a for a in arguments if not a.startswith("storage.runs="))]
         arguments.append(f"storage.runs={runs}")
     if words[0] == "run":
-        experiment = run.load_arguments(arguments)
+        experiment = load_arguments(arguments)
         return {experiment.id: experiment}
     if words[0] == "sweep" and parameters.get("axis"):
-        sweeps = [sweep_from_axes(parameters["axis"], tables.split_arguments(arguments)[1])]
+        sweeps = [sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
     else:
-        sweeps = tables.load_sweeps(arguments, parameters.get("profile") or "paper", None)
+        sweeps = load_sweeps(arguments, parameters.get("profile") or "paper", None)
     return distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
 
 
