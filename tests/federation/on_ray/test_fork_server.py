@@ -85,6 +85,16 @@ def test_a_worker_ends_with_the_process_that_asked_for_it(fork_server, tmp_path,
     raylet.communicate()
 
 
+def test_a_worker_whose_raylet_ended_before_ends_too(fork_server, tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import time; time.sleep(120)")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    words = [*shlex.split(fork_server.py_executable), str(script)]
+    environment = os.environ | {"RAY_RAYLET_PID": str(gone.pid)}
+    subprocess.run(words, env=environment, timeout=20, check=True)
+
+
 @pytest.mark.parametrize("forked", [True, False])
 def test_the_server_ends_with_the_process_that_started_it(forked):
     code = (

@@ -35,8 +35,22 @@ def main() -> None:
         forked = False
     if not forked:
         os.execv(python, [python, *arguments])
-    while not select.select([connection], [], [], 1.0)[0] and os.getppid() == parent:
+    # The raylet may have ended before this process could ask for its parent.
+    raylet = int(os.environ.get("RAY_RAYLET_PID", parent))
+    while os.getppid() == parent and is_alive(raylet):
+        if select.select([connection], [], [], 1.0)[0]:
+            break
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
         pass
+    return True
 
 
 if __name__ == "__main__":
