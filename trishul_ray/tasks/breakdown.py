@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 #: Sums of one batch, by name.
@@ -22,7 +23,8 @@ def class_counts(predicted: Tensor, labels: Tensor) -> dict[str, float]:
         labels: True class of each row, int64 [b].
     """
     counts: Counter[str] = Counter()
-    for said, true in zip(predicted.tolist(), labels.tolist(), strict=True):
+    # One copy to the host for both: on a GPU each is a wait.
+    for said, true in torch.stack((predicted, labels), dim=1).cpu().tolist():
         counts[f"labelled/{true}"] += 1
         if said >= 0:
             counts[f"predicted/{said}"] += 1
@@ -62,6 +64,7 @@ def macro_f1(sums: Sequence[Sums]) -> float:
 def client_counts(score: Tensor, by: str, clients: Tensor) -> dict[str, float]:
     """Sum a score [b] by client [b], ``<by>/client/<c>``, and count rows, ``count/client/<c>``."""
     sums: dict[str, float] = {}
+    score, clients = score.cpu(), clients.cpu()
     for client in sorted(set(clients.tolist())):
         chosen = score[clients == client]
         sums[f"{by}/client/{client}"] = float(chosen.sum())
