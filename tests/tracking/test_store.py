@@ -1,3 +1,8 @@
+import subprocess
+import sys
+import textwrap
+import time
+
 import pytest
 
 from trishul_ray.errors import InputError
@@ -53,6 +58,27 @@ def test_a_file_that_is_no_database_is_named(tmp_path):
     file.write_bytes(b"this is not a database, and long enough not to be taken for an empty one")
     with pytest.raises(InputError, match=r"mlflow\.db.*does not answer: .*not a database"):
         open_client(f"sqlite:///{file}")
+
+
+KILLED = """
+    import sys
+    from trishul_ray.tracking.store import open_client
+    open_client(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("size", [100_000, 400_000, 600_000])
+def test_a_store_whose_creation_was_killed_is_created_again(tmp_path, size):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED), uri])
+    new = tmp_path / ".mlflow.db.new"
+    while process.poll() is None and not (new.exists() and new.stat().st_size >= size):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "mlflow.db").exists()
+    assert open_client(uri).search_experiments()[0].name == "Default"
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_an_unreachable_server_is_named(monkeypatch):

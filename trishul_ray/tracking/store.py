@@ -1,7 +1,9 @@
 """The MLflow store: its address and safe concurrent opening.
 
-MLflow creates the schema of a SQLite store on first use and cannot do so concurrently: of four
-processes that open a new file together, three fail. A lock file beside the database prevents it.
+MLflow creates the schema of a SQLite store on first use, table by table, and cannot do so
+concurrently: of four processes that open a new file together, three fail, and the file of a process
+that is killed meanwhile never opens again. Hold :func:`store_lock`, a lock file beside the
+database, while opening; a new database gets its name when it is complete.
 """
 
 import contextlib
@@ -69,7 +71,7 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def open_client(uri: str) -> "MlflowClient":
-    """Return an MLflow client whose store exists and answers.
+    """Return an MLflow client whose store exists and answers; the caller holds its lock.
 
     Raises:
         InputError: The store cannot be created, is not a database, or does not answer.
@@ -89,18 +91,30 @@ def open_client(uri: str) -> "MlflowClient":
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     file = sqlite_file(uri)
-    is_new = file is not None and not file.exists()
+    new = file.with_name(f".{file.name}.new") if file is not None and not file.exists() else None
     try:
+        if new is not None and file is not None:
+            new.unlink(missing_ok=True)  # of a process that was killed
+            _create_schema(f"sqlite:///{new}")
+            new.replace(file)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        client.search_experiments(max_results=1)  # creates or migrates the schema
+        client.search_experiments(max_results=1)  # migrates the schema
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        if is_new and file is not None:
-            file.unlink(missing_ok=True)  # an incomplete schema, as on a full disk
+        if new is not None:
+            new.unlink(missing_ok=True)
         cause = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0][:300]
         raise InputError(
             f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {redact(cause)}"
         ) from error
     return client
+
+
+def _create_schema(uri: str) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    # Without the client, whose stores live as long as the process.
+    store = SqlAlchemyStore(uri, "mlruns")
+    store.engine.dispose()
 
 
 def is_outage(error: BaseException) -> bool:
