@@ -14,7 +14,7 @@ from trishul_ray.methods.base import method_class
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: What every part may import.
-FOUNDATION = {"errors", "files", "redaction", "rng", "version"}
+FOUNDATION = {"errors", "files", "lazy", "redaction", "rng", "version"}
 
 #: What else a part of the package may import. A part is a folder or a file of the package.
 MAY_IMPORT = {
@@ -200,6 +200,49 @@ def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
     )
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+#: Commands that answer without anything heavy, and a part of the answer.
+QUICK = [
+    (["--help"], "Simulate federated"),
+    (["run", "--help"], "Run one federated experiment"),
+    (["methods"], "ravan"),
+    (["datasets"], "cifar100"),
+    (["datasets", "digit"], "unknown dataset"),
+    (["run", "--show"], "federation:"),
+    (["run", "fedration.clients=3"], "unknown field"),
+    (["run", "partition.alpha=-1"], "greater than 0"),
+    (["run", "method=nope"], "known: fedavg"),
+    (["run", "dataset=nope"], "known: 20newsgroups"),
+    (["table", "nope"], "known: allocation"),
+    (["sweep", "nope.yaml"], "does not exist"),
+]
+
+
+def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
+    script = (
+        "import io, sys\n"
+        "from contextlib import redirect_stderr, redirect_stdout\n"
+        "from trishul_ray.cli import main\n"
+        f"for words, _ in {QUICK!r}:\n"
+        "    with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):\n"
+        "        sys.argv = ['trishul', *words]\n"
+        "        try:\n"
+        "            main()\n"
+        "        except SystemExit:\n"
+        "            pass\n"
+        "    print(repr((words, out.getvalue())))\n"
+        "    heavy = {'torch', 'transformers', 'ray', 'mlflow', 'datasets', 'pandas'}\n"
+        "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    for (words, part), (said, text) in zip(QUICK, answers, strict=True):
+        assert said == words
+        assert part in text, text
 
 
 def test_the_core_runs_where_ray_mlflow_and_datasets_are_not_installed():

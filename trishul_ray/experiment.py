@@ -9,6 +9,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -131,6 +132,10 @@ class Experiment(Section):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON values, for ``Experiment.model_validate``."""
         return self.model_dump(mode="json")
+
+    def to_yaml(self) -> bytes:
+        """Return all fields as YAML, which ``trishul run`` reads."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True).encode()
 
 
 def _identity_of(section: BaseModel) -> dict[str, Any]:

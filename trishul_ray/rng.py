@@ -5,10 +5,13 @@ Each stream is identified by ``(seed, purpose, *path)``, where the path is usual
 any component are independent.
 """
 
+from __future__ import annotations
+
 import hashlib
 
 import numpy as np
-import torch
+
+from trishul_ray.lazy import torch
 
 
 def _entropy(seed: int, purpose: str, path: tuple[int | str, ...]) -> int:

@@ -221,6 +221,36 @@ SIGNALLED_WHILE_CONNECTING = """
 """
 
 
+SIGNALLED_IN_A_FORK = """
+    import os, signal, time
+    from trishul_ray.federation.on_ray.session import ray_session
+
+    def send():
+        global sent
+        if not sent:
+            sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sent = False
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.register_at_fork(after_in_parent=send)
+    try:
+        with ray_session(1):
+            time.sleep(30)
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_between_a_fork_and_its_child_is_not_lost(start):
+    command = start(sys.executable, "-c", textwrap.dedent(SIGNALLED_IN_A_FORK))
+    exit_code, out, errors = command.end(LONG_WAIT)
+    assert (exit_code, out) == (0, "stopped\n"), errors
+    assert "Exception ignored" in errors, "the signal did not come in the hook"
+    assert command.left_behind(60) == []
+
+
 @pytest.mark.timeout(600)
 def test_a_signal_while_ray_connects_is_delivered_afterwards(start):
     command = start(sys.executable, "-c", textwrap.dedent(SIGNALLED_WHILE_CONNECTING))

@@ -15,10 +15,8 @@ LARGE_BATCH = {"cpu": 16_384, "cuda": 200_000}
 
 def begin(experiment, device, limit, tmp_path, name):
     """Start a client in a process of its own."""
-    from trishul_ray.runs.results import config_yaml
-
     file = tmp_path / f"{name}.yaml"
-    file.write_bytes(config_yaml(experiment))
+    file.write_bytes(experiment.to_yaml())
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(file), device, limit],
         stdout=subprocess.PIPE,

@@ -7,21 +7,23 @@ call, so that one attached model serves any client.
 Legend: d_out, d_in the layer's widths; n tokens; R the adapter's total rank.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 #: How an adapted layer computes: through one merged weight, through the thin factors, or whichever
 #: needs fewer multiplications for the shapes at hand. The results agree up to rounding. To keep it
 #: so, an adapter's forward in low precision is always factored.
 ComputePath = Literal["auto", "merged", "factored"]
-
-#: Weights of these dtypes are not merged during training: adding the update would round it away.
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

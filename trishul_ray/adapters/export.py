@@ -20,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from trishul_ray.adapters.base import LOW_PRECISION
+from trishul_ray.adapters.linear import LOW_PRECISION
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_module, classifier_parameters
 from trishul_ray.errors import InputError

@@ -8,16 +8,19 @@ Legend: P length of the vector, W length of the part that is sent ("the wire"), 
 rank over all layers, r rank.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Parameters of the model itself are named ``head:<parameter>``: those of the classification head
 #: or, in full fine-tuning, all of them.
@@ -88,7 +91,7 @@ class Layout:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> "Layout":
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
         """Lay out the given tensors; tensors of one kind keep the order given.
 
         Raises:

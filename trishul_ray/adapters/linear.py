@@ -16,7 +16,10 @@ Legend: n tokens; d_out, d_in the layer's widths; R the adapter's total rank.
 import torch
 from torch import Tensor, nn
 
-from trishul_ray.adapters.base import LOW_PRECISION, ComputePath, LayerAdapter
+from trishul_ray.adapters.base import ComputePath, LayerAdapter
+
+#: Weights of these dtypes are not merged during training: adding the update would round it away.
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class AdaptedLinear(nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trishul_ray.adapters.base import LOW_PRECISION, ComputePath, LayerAdapter, LayerSpec
-from trishul_ray.adapters.linear import split_linear
+from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
+from trishul_ray.adapters.linear import LOW_PRECISION, split_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 

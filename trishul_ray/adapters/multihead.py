@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from trishul_ray.adapters.base import LOW_PRECISION, ComputePath, LayerAdapter, LayerSpec
-from trishul_ray.adapters.linear import split_linear
+from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
+from trishul_ray.adapters.linear import LOW_PRECISION, split_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases

@@ -1,13 +1,17 @@
 """Selection of the layers to adapt and of the parameters of the classification head."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Sequence
-from typing import Literal
-
-from torch import nn
+from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: Which linear weights give a transformer block its score; see :func:`scored_layers`.
 BlockScores = Literal["adapted", "attention", "all"]
@@ -73,7 +77,7 @@ def spec_of(model: nn.Module, name: str) -> LayerSpec:
         module = model.get_submodule(name)
     except AttributeError:
         raise InputError(f"adapter layer {name!r}: the model has no such module") from None
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, torch.nn.Linear):
         raise InputError(
             f"adapter.targets: {name!r} is a {type(module).__name__}; only nn.Linear can be adapted"
         )
@@ -129,7 +133,7 @@ def scored_layers(
     if scores == "adapted":
         return list(adapted)
     blocks = dict.fromkeys(spec.block for spec in adapted)
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     layers = [spec_of(model, name) for name in names if block_of(name) in blocks]
     if scores == "attention":
         layers = [s for s in layers if "attn" in s.name.lower().replace("attention", "attn")]
@@ -162,7 +166,7 @@ def classifier_module(name: str) -> str | None:
 
 def _all_linear_layers(model: nn.Module) -> list[LayerSpec]:
     # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     inner = [name for name in names if classifier_module(name) is None]
     if not inner:
         raise InputError(
@@ -196,7 +200,7 @@ def _alias(target: str) -> str:
 def _unknown_target(model: nn.Module, target: str) -> str:
     names: dict[str, None] = {}  # path suffixes of one and two components, in model order
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, torch.nn.Linear):
             parts = path.split(".")
             names[parts[-1]] = None
             if len(parts) > 1 and not parts[-2].isdigit():

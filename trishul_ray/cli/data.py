@@ -80,12 +80,7 @@ def datasets(
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
     from trishul_ray.data.prepare import dataset_names
-    from trishul_ray.federation.prepare import coverage_of, prepare_rows
-    from trishul_ray.loading import load_experiment
-    from trishul_ray.report.figures import label_distribution
     from trishul_ray.report.tables import datasets_table, describe_partition, partition_table
-    from trishul_ray.runs.artifacts import client_labels
-    from trishul_ray.tracking.progress import RunProgress
 
     if not arguments:
         out.print(datasets_table())
@@ -95,7 +90,13 @@ def datasets(
         raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}")
     if partition is not None:
         overrides += _partition_overrides(partition)
+    from trishul_ray.loading import load_experiment
+
     experiment = load_experiment(None, [f"dataset={name}", *overrides])
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows
+    from trishul_ray.runs.artifacts import client_labels
+    from trishul_ray.tracking.progress import RunProgress
+
     with RunProgress(1, err) as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
     held = client_labels(prepared, experiment)
@@ -104,6 +105,8 @@ def datasets(
     coverage = coverage_of(experiment, prepared.dataset).sentence
     print_field("data", coverage)
     if picture is not None:
+        from trishul_ray.report.figures import label_distribution
+
         label_distribution(held.counts, picture, classes=held.names, what=held.what, note=coverage)
         print_field("picture", picture)
 

@@ -52,11 +52,12 @@ def run(
     """
     experiment = load_arguments(arguments)
     if show:
-        from trishul_ray.runs.results import config_yaml
-
         out.print(f"# id: {experiment.id}", highlight=False)
-        out.print(config_yaml(experiment).decode(), highlight=False, end="")
+        out.print(experiment.to_yaml().decode(), highlight=False, end="")
         return
+    from trishul_ray.data.prepare import find_source
+
+    find_source(experiment.data)  # an unknown name is refused before anything imports torch
     if experiment.resources.backend == "ray" and sys.platform == "linux":
         from trishul_ray.federation.on_ray.fork_server import fork_early
 

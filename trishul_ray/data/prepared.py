@@ -3,6 +3,8 @@
 Legend of shapes: N rows, C channels, H x W pixels, b rows of a batch.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -14,9 +16,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.lazy import torch
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
 FORMAT_VERSION = 2
@@ -74,7 +76,7 @@ class DatasetInfo:
         return len(self.classes)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "DatasetInfo":
+    def from_json(cls, fields: Mapping[str, Any]) -> DatasetInfo:
         """Return the description whose ``asdict`` was stored as JSON."""
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
@@ -149,7 +151,7 @@ class Split:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
-    def __reduce__(self) -> tuple[type["Split"], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[Split], tuple[Path]]:
         return (Split, (self.path,))
 
     @cached_property

@@ -1,17 +1,17 @@
 """The adapters that several methods attach, sized by the budget: LoRA, FFA-LoRA, multi-head."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
-
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import ffa_rank, multihead_rank
-from trishul_ray.adapters.lora import LoRA
-from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.methods.base import Site
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.config import AdapterConfig
 
 AdapterKind = Literal["lora", "ffa", "multihead"]
@@ -34,6 +34,10 @@ def attach_adapters(kind: AdapterKind, site: Site) -> dict[str, LayerAdapter]:
             ``adapter.heads`` cores without scalars.
         site: The targeted layers and the budget.
     """
+    # Imported here, since they import torch.
+    from trishul_ray.adapters.lora import LoRA
+    from trishul_ray.adapters.multihead import MultiHead
+
     options = site.adapter
     adapters: dict[str, LayerAdapter] = {}
     for layer in site.layers:
@@ -55,12 +59,12 @@ def attach_adapters(kind: AdapterKind, site: Site) -> dict[str, LayerAdapter]:
     return adapters
 
 
-def ignored_by(kind: AdapterKind, adapter: "AdapterConfig") -> frozenset[str]:
+def ignored_by(kind: AdapterKind, adapter: AdapterConfig) -> frozenset[str]:
     """Return the fields of the experiment that adapters of a kind do not read, by dotted name."""
     return _IGNORED[kind] | ignored_by_rank(adapter)
 
 
-def ignored_by_rank(adapter: "AdapterConfig") -> frozenset[str]:
+def ignored_by_rank(adapter: AdapterConfig) -> frozenset[str]:
     """Return the fields that are not read where ``adapter.rank`` is set."""
     return frozenset({"budget", "adapter.matching"} if adapter.rank else ())
 

@@ -13,6 +13,8 @@ Legend: P trainables of a client, W entries of the shared part on the wire, U un
 aggregation (one core head, or one whole tensor).
 """
 
+from __future__ import annotations
+
 import importlib
 import math
 import pkgutil
@@ -20,17 +22,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
+from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.config import AdapterConfig, OptimizerConfig
 
 #: Prefixes of broadcast keys that change frozen tensors: ``base/<layer>`` is added to the frozen
@@ -41,7 +44,7 @@ BASE, CONSTANT = "base/", "constant/"
 SURVEY = "survey/"
 
 #: A broadcast, an upload, a global state, or a client's persistent state.
-State = dict[str, Tensor]
+State: TypeAlias = "dict[str, Tensor]"
 
 
 class MethodConfig(BaseModel):
@@ -68,7 +71,7 @@ class Site:
     layers: tuple[LayerSpec, ...]
     squared_norms: Mapping[str, float]
     lora_rank: int
-    adapter: "AdapterConfig"
+    adapter: AdapterConfig
     survey: State = field(default_factory=dict)
     scored: tuple[LayerSpec, ...] = ()
 
@@ -129,7 +132,7 @@ class LocalRun:
     grad: Tensor
     broadcast: State
     client_state: State
-    optimizer: "OptimizerConfig"
+    optimizer: OptimizerConfig
     generator: torch.Generator
     common: torch.Generator
     steps: int = 0
@@ -199,7 +202,7 @@ class Method:
     def __init__(self, config: MethodConfig) -> None:
         self.config: Any = config
 
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
         """Return the shared fields that this method does not read, by dotted name.
 
         They cannot change a number of its runs and are left out of their identity: ``budget``,
@@ -385,7 +388,7 @@ def method_class(name: str) -> type[Method]:
     return _REGISTRY[name]
 
 
-def build_method(config: MethodConfig, adapter: "AdapterConfig | None" = None) -> Method:
+def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:
     """Build the method that a configuration names.
 
     Args:

@@ -9,11 +9,11 @@ product of the means, so aggregation is inexact whenever clients differ; FedEx, 
 correct this with the mean of the products, which this file computes for them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
-
-from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
@@ -30,6 +30,8 @@ from trishul_ray.methods.base import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.config import AdapterConfig
 
 #: Key of a layer's product ``B_c A_c`` in a contribution.
@@ -59,7 +61,7 @@ class FedIT(Method):
         """Attach LoRA to every target."""
         return attach_adapters("lora", site)
 
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
         """Return what LoRA does not read."""
         return ignored_by("lora", adapter)
 

@@ -5,13 +5,17 @@ client minimizes ``L_c(w) + (mu/2) ||w - w_t||^2`` over its trainables; the serv
 FedAvg does, and mu = 0 is FedAvg. No mu is published for this setting.
 """
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.methods.base import LocalRun, register
 from trishul_ray.methods.fedavg import FedAvg, FedAvgConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FedProxConfig(FedAvgConfig):

@@ -15,17 +15,17 @@ from the seed, so each client downloads them in the first round it takes part in
 round 0 are those of W0, as for every method.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import ignored_by_rank
 from trishul_ray.methods.base import (
     CONSTANT,
@@ -39,6 +39,8 @@ from trishul_ray.methods.base import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.config import AdapterConfig
 
 
@@ -63,6 +65,8 @@ class FedSB(Method):
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach one core of the budget's rank; the survey replaces its bases."""
+        from trishul_ray.adapters.multihead import MultiHead  # imports torch
+
         options = site.adapter
         return {
             layer.name: MultiHead(
@@ -74,7 +78,7 @@ class FedSB(Method):
             for layer in site.layers
         }
 
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
         """Return the number of core heads and how bases are drawn, among others."""
         unread = ("heads", "init", "sigma", "overflow", "alpha")
         return ignored_by_rank(adapter) | {f"adapter.{name}" for name in unread}

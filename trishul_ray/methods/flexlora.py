@@ -12,15 +12,19 @@ round has the rank for is dropped, as published, but can be trained again: its c
 its row of A is not.
 """
 
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Literal
+
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.lazy import torch
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
 from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FlexLoRAConfig(MethodConfig):

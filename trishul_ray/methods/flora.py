@@ -9,16 +9,19 @@ next round with fresh adapters (A random, B = 0). Limited clients train a lower 
 (``federation.compute``). The stack itself is sent down, so the downlink grows with the cohort.
 """
 
-import math
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import BASE, LocalRun, MethodConfig, Round, State, register
 from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FLoRAConfig(MethodConfig):

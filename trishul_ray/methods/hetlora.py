@@ -20,17 +20,21 @@ rank permanently once the tail has shrunk) is off by default, since the TRISHUL 
 with truncation alone.
 """
 
-import math
-from typing import Literal
+from __future__ import annotations
 
-import torch
+import math
+from typing import TYPE_CHECKING, Literal
+
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, exact_share, register
 from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HetLoRAConfig(MethodConfig):

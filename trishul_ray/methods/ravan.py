@@ -11,18 +11,18 @@ scale is not published; the default here is ``random_normal`` (one QR per core h
 ``adapter.init`` selects others (``rv_random_normal`` with ``adapter.sigma`` is the paper's).
 """
 
+from __future__ import annotations
+
 import math
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import core_rank, ignored_by_rank
 from trishul_ray.methods.base import (
     LocalRun,
@@ -36,6 +36,8 @@ from trishul_ray.methods.base import (
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.config import AdapterConfig
 
 
@@ -80,6 +82,8 @@ class Ravan(Method):
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach cores of the budget's rank, as many as :meth:`heads_by_block` returns."""
+        from trishul_ray.adapters.multihead import MultiHead  # imports torch
+
         options = site.adapter
         init = options.init or self.default_init
         ranks = {layer.name: core_rank(layer, site) for layer in site.layers}
@@ -106,7 +110,7 @@ class Ravan(Method):
             for layer in site.layers
         }
 
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
+    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
         """Return LoRA's alpha, among others."""
         return ignored_by_rank(adapter) | {"adapter.alpha"}
 

@@ -19,15 +19,19 @@ counts all registered clients. This sum is unweighted whatever ``federation.weig
 is twice that of LoRA in both directions.
 """
 
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Literal
+
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.lazy import torch
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
 from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ScaffoldConfig(MethodConfig):

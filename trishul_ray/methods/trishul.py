@@ -17,22 +17,26 @@ steps, meets Adam (as written: it follows the optimizer's step with threshold λ
 ``method.prox_on=change`` applies it to the core's local change instead).
 """
 
+from __future__ import annotations
+
 import functools
 import logging
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from trishul_ray.adapters.targets import BlockScores
+from trishul_ray.lazy import torch
 from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.diagnostics import stack_spectra
 from trishul_ray.spectral.svt import svt, svt_stats, svt_summary
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

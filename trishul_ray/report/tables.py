@@ -10,15 +10,10 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
-from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig
 from trishul_ray.data.prepare import describe_datasets
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
-from trishul_ray.storage import Places
 from trishul_ray.tracking.progress import format_count, format_duration
 
 #: With more clients, :func:`partition_table` summarizes the rest in one row.
@@ -44,6 +39,10 @@ def datasets_table() -> Table:
 
 def models_table() -> Table:
     """List the known backbones, without network: parameters, adapted matrices, weights' source."""
+    # Imported here, since they import torch and transformers.
+    from trishul_ray.models.builtin import BUILTINS
+    from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
+
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
     # Names are copied from the terminal: wrap the other columns instead.
     table = Table(Column("name", no_wrap=True), "parameters", "adapted by default", "weights")
@@ -63,6 +62,10 @@ def models_table() -> Table:
 
 def _size(name: str) -> tuple[str, str]:
     """Return the number of parameters without the task's classification head, and matrices."""
+    from trishul_ray.adapters.targets import find_layers
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.storage import Places
+
     # These architectures need neither cache nor mirror.
     model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
     shapes = Counter(

@@ -19,7 +19,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import yaml
 
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import CorruptFileError
@@ -109,11 +108,6 @@ def kernels() -> dict[str, Any]:
     return description
 
 
-def config_yaml(experiment: Experiment) -> bytes:
-    """Return the resolved configuration as YAML, which `trishul run` reads."""
-    return yaml.safe_dump(experiment.to_dict(), sort_keys=False, allow_unicode=True).encode()
-
-
 def flat_metrics(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of one record, for MLflow and the metrics table."""
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "round"}
@@ -139,7 +133,7 @@ def read_metrics(home: Store) -> list[dict[str, float]]:
 
 def write_tables(experiment: Experiment, result: RunResult | Checkpoint, folder: Path) -> None:
     """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
-    (folder / "config.yaml").write_bytes(config_yaml(experiment))
+    (folder / "config.yaml").write_bytes(experiment.to_yaml())
     (folder / "metrics.parquet").write_bytes(metrics_parquet(result.records))
     if result.spectra or result.matrices:
         # The arrays of all diagnosed rounds, and the last spectra.

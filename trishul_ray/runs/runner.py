@@ -47,7 +47,6 @@ from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.runs.results import (
     TABLES,
-    config_yaml,
     flat_config,
     flat_metrics,
     flatten,
@@ -167,7 +166,7 @@ def run_steps(
         existed = home.exists("attempt.json")
         try:
             attempt = _attempt(home)
-            home.write("config.yaml", config_yaml(experiment))
+            home.write("config.yaml", experiment.to_yaml())
         except StorageRefusedError as error:
             raise InputError(f"storage.runs={shown!r}: {error}; choose another folder") from error
         try:

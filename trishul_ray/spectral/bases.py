@@ -23,15 +23,18 @@ generator gives the same bases for every target device.
 Legend: d width of one side, h heads, r rank.
 """
 
+from __future__ import annotations
+
 import functools
 import logging
 import math
-from typing import Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: How bases are initialized; see the table above.
 BasisInit = Literal[
@@ -63,7 +66,7 @@ def draw_bases(
     generator: torch.Generator,
     sigma: float | None = None,
     overflow: Overflow = "error",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw the frozen bases of one layer.
 
@@ -83,7 +86,7 @@ def draw_bases(
         sigma: standard deviation of the entries for ``rv_random_normal``. The default
             ``1/sqrt(d)`` of each side gives columns of B_i and rows of A_i unit length on average.
         overflow: what to do if ``gram_schmidt`` heads do not fit.
-        dtype: dtype of the result.
+        dtype: dtype of the result; None is float32.
 
     Returns:
         ``(basis_B, basis_A)`` of shapes [d_out, h r] and [h r, d_in], contiguous, on the
@@ -93,6 +96,7 @@ def draw_bases(
         InputError: ``init`` or ``overflow`` is unknown, a size is out of range, ``rank`` exceeds
             the width, ``sigma`` is not positive or given for another init, or heads do not fit.
     """
+    dtype = dtype or torch.float32
     _check_sizes(rank, d_out, d_in)
     if init not in get_args(BasisInit):
         raise InputError(f"init={init!r} is unknown; known: {', '.join(get_args(BasisInit))}")

@@ -18,13 +18,17 @@ none:
 Legend: m clients, n cores of a client (heads over all layers), r rank, k directions.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Names of the metrics that :func:`diagnose` returns.
 DIAGNOSTICS = (

@@ -19,14 +19,18 @@ diverged client is detected when its upload is validated, not by an exception in
 Legend: n cores in the stack, r rank (side of a core), k number of singular values kept.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Upper bound of the Newton-Schulz scalings. At sqrt(3) the map would send 1 to 0, and rounding
 #: could flip a sign; 1.7 sends 1 to 0.09 and still multiplies small values by 2.55.
@@ -115,7 +119,7 @@ def singular_values(cores: Tensor) -> Tensor:
     return torch.where(finite[:, None], squares.clamp(min=0.0).sqrt().flip(-1), math.nan)
 
 
-def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype = torch.float64) -> Tensor:
+def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None = None) -> Tensor:
     """Apply the same map with batched matrix products only, as used on GPUs.
 
     With the polar factors ``X = Q S`` the result is ``Q (S - tau I)_+``, and the positive part is
@@ -124,9 +128,10 @@ def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype = torch
     Removed singular values come back as rounding noise, not as exact zeros.
 
     Arguments, return value and errors are those of :func:`svt`. The products are computed in
-    ``dtype``; in float32 errors are a few 1e-6 of the largest singular value.
+    ``dtype``, by default float64; in float32 errors are a few 1e-6 of the largest singular value.
     """
     _check(cores, threshold)
+    dtype = dtype or torch.float64
     if threshold == 0.0 or cores.numel() == 0:
         return cores.detach().clone()
     with torch.no_grad():

@@ -85,12 +85,29 @@ def test_a_worker_ends_with_the_process_that_asked_for_it(fork_server, tmp_path,
     raylet.communicate()
 
 
-def test_a_worker_whose_raylet_ended_before_ends_too(fork_server, tmp_path):
+def test_a_worker_without_a_server_ends_with_its_raylet(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
+    with ForkServer() as server:
+        words = shlex.join([*shlex.split(server.py_executable), str(script)])
+    raylet = subprocess.Popen(["bash", "-c", f"{words} & wait"], stdout=subprocess.PIPE)
+    worker = psutil.Process(int(raylet.stdout.readline()))
+    assert worker.ppid() == raylet.pid
+    raylet.kill()
+    _, alive = psutil.wait_procs([worker], timeout=20)
+    assert not alive
+    raylet.communicate()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_worker_whose_raylet_ended_before_ends_too(fork_server, tmp_path, answers):
     script = tmp_path / "waits.py"
     script.write_text("import time; time.sleep(120)")
     gone = subprocess.Popen(["true"])
     gone.wait()
     words = [*shlex.split(fork_server.py_executable), str(script)]
+    if not answers:
+        words[words.index("-S") + 2] += "-gone"  # the socket
     environment = os.environ | {"RAY_RAYLET_PID": str(gone.pid)}
     subprocess.run(words, env=environment, timeout=20, check=True)
 

@@ -3,15 +3,20 @@
     python -I -S fork_worker.py SOCKET PYTHON SCRIPT [ARGUMENT ...]
 
 Waits until the worker ends. If the parent of this process, the raylet, ends before, so does the
-worker. Without an answer from the server, this process becomes ``PYTHON SCRIPT ...``.
+worker. Without an answer from the server, this process becomes ``PYTHON SCRIPT ...``, which the
+kernel ends with the raylet: Ray itself looks for the raylet only once the worker has connected.
 """
 
+import ctypes
 import json
 import os
 import select
+import signal
 import socket
 import struct
 import sys
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> None:
@@ -33,10 +38,13 @@ def main() -> None:
         forked = connection.recv(1) == b"1"
     except OSError:
         forked = False
-    if not forked:
-        os.execv(python, [python, *arguments])
     # The raylet may have ended before this process could ask for its parent.
     raylet = int(os.environ.get("RAY_RAYLET_PID", parent))
+    if not forked:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent and is_alive(raylet):
+            os.execv(python, [python, *arguments])
+        return
     while os.getppid() == parent and is_alive(raylet):
         if select.select([connection], [], [], 1.0)[0]:
             break

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -99,6 +100,9 @@ def _own_signal_handlers() -> Iterator[None]:
     prints a stack trace and aborts the process after three seconds. And an exception raised inside
     the constructor of Ray's core worker leaves a connection that nothing can shut down. A signal
     that arrives during that constructor is therefore delivered at the end of the block.
+
+    Ray's processes are started by forks, and an exception raised in one of Python's hooks around a
+    fork is only printed. What a handler raised is therefore raised again at the end of the block.
     """
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     own = {s: handler for s in signals if callable(handler := signal.getsignal(s))}
@@ -106,6 +110,7 @@ def _own_signal_handlers() -> Iterator[None]:
         yield
         return
     held: list[int] = []
+    raised: list[BaseException] = []
     set_sigterm_handler, core_worker = utils.set_sigterm_handler, _raylet.CoreWorker
 
     def connect(*args: Any, **kwargs: Any) -> Any:
@@ -113,6 +118,15 @@ def _own_signal_handlers() -> Iterator[None]:
             signal.signal(signum, lambda signum, _frame: held.append(signum))
         return core_worker(*args, **kwargs)
 
+    def handle(signum: int, frame: FrameType | None) -> None:
+        try:
+            own[signal.Signals(signum)](signum, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    for signum in own:
+        signal.signal(signum, handle)
     if signal.SIGTERM in own:
         utils.set_sigterm_handler = lambda handler: None
     _raylet.CoreWorker = connect
@@ -125,6 +139,8 @@ def _own_signal_handlers() -> Iterator[None]:
         if held:
             signal.alarm(0)  # by which the C++ handler would abort
             signal.raise_signal(held[0])
+    if raised:
+        raise raised[0]
 
 
 def _has_gpu() -> bool:
