@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -56,8 +56,11 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
     if getattr(untyped.config, "use_cache", False):
         # Training needs no cached keys and values; generation has a setting of its own.
         untyped.config.use_cache = False
-    if untyped.config._attn_implementation == "sdpa":
-        untyped.set_attn_implementation(ATTENTION)
+    for part in model.modules():
+        # T5's encoder and decoder have configurations of their own, which transformers 5.17 leaves
+        # as they are.
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == "sdpa":
+            part.set_attn_implementation(ATTENTION)
     if config.gradient_checkpointing:
         recompute_activations(model, dropout=config.dropout)
 
