@@ -45,21 +45,26 @@ def test_the_papers_protocol(dataset, model, rounds, batch, length):
 
 def info_of(dataset):
     """What is known of the dataset without its rows."""
-    source = next(source for source in PUBLIC if source.name == dataset)
-    kind = "qa" if dataset == "mrqa" else "text"
-    classes = tuple(getattr(source.rows, "classes", ()))
+    rows = next(source for source in PUBLIC if source.name == dataset).rows
+    classes = tuple(getattr(rows, "classes", ()))
     return DatasetInfo(
-        dataset, kind, "test", classes, fields=tuple(getattr(source.rows, "fields", ()))
+        dataset, rows.kind, "test", classes, fields=tuple(getattr(rows, "fields", ()))
     )
+
+
+@pytest.mark.parametrize("source", PUBLIC, ids=lambda source: source.name)
+def test_every_dataset_has_a_preset_of_its_protocol(source):
+    made = load_experiment(None, [f"dataset={source.name}"])
+    assert made.name == source.name.replace("/", "-"), "the preset is missing"
+    assert made.data.name == source.name
 
 
 @pytest.mark.parametrize(
     ("dataset", "model"),
     [
-        ("20newsgroups", "t5-tiny"),
-        ("20newsgroups", "bert-tiny"),
-        ("mrqa", "t5-tiny"),
-        *((f"glue/{task}", f"{model}-tiny") for task in GLUE for model in ("llama", "t5", "bert")),
+        *((s.name, "t5-tiny") for s in PUBLIC if s.rows.kind != "image"),
+        *((s.name, "bert-tiny") for s in PUBLIC if s.rows.kind == "text"),
+        *((f"glue/{task}", "llama-tiny") for task in GLUE),
     ],
 )
 def test_prompts_fit_fields_classes_and_families(dataset, model, text_rows):

@@ -4,28 +4,24 @@ A run is resolved, checked against the real shapes of its backbone (no weights),
 few rows of its dataset. Commands are found where they are documented; none is listed here.
 """
 
-import io
 import re
 import shlex
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import typer
 from PIL import Image
+from public_mirror import COLUMNS, texts, write_mirror, write_table
 from transformers import ViTConfig
 
 from trishul_ray.cli import app
 from trishul_ray.cli.run import load_arguments
 from trishul_ray.cli.tables import split_arguments
 from trishul_ray.data.datasets import PUBLIC
-from trishul_ray.data.public import ImageRows, QuestionRows
 from trishul_ray.federation.prepare import check_fits, prepare_run
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import get_builtin
-from trishul_ray.rng import numpy_rng
 from trishul_ray.tuning.sweep import find_sweeps, load_sweep, sweep_from_axes
 
 ROOT = Path(__file__).parents[2]
@@ -127,14 +123,14 @@ def hub(tmp_path_factory):
     root = tmp_path_factory.mktemp("documented")
     folder, here = root / "hub", root / "here"
     for source in PUBLIC:
-        for split in source.sizes:
-            write_split(folder, source, split)
+        if type(source.rows) in COLUMNS:
+            write_mirror(folder, source, ROWS)
     ViTConfig(
         hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=256,
         image_size=32, patch_size=4,
     ).save_pretrained(folder / "trishul" / "vit-cifar10-128x6")  # fmt: skip
     own = {"review": texts(60), "stars": [str(n % 3) for n in range(60)]}
-    write(folder / "owner" / "name" / "config" / "train-00000-of-00001.parquet", own)
+    write_table(folder / "owner" / "name" / "config" / "train-00000-of-00001.parquet", own)
     here.mkdir()
     (here / "my.yaml").write_text("dataset: digits\n")
     (here / "mine.yaml").write_text("axes: {seed: 0..1}\n")
@@ -146,40 +142,3 @@ def hub(tmp_path_factory):
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((8, 8, 3), n, np.uint8)).save(file)
     return folder
-
-
-def texts(rows):
-    return [f"text {n}" for n in range(rows)]
-
-
-def write(file, columns):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), file)
-
-
-def write_split(folder, source, split):
-    """Write a few rows of a public dataset, in the columns of its format."""
-    row_format, count = source.rows, ROWS["train" if split == "train" else "test"]
-    numbers = range(count)
-    if isinstance(row_format, ImageRows):
-        sink = io.BytesIO()
-        Image.fromarray(numpy_rng(0, split).integers(0, 256, (32, 32, 3), np.uint8)).save(
-            sink, "PNG"
-        )
-        picture = {"bytes": sink.getvalue(), "path": None}
-        columns = {
-            row_format.image: [picture] * count,
-            row_format.label: [n % row_format.classes for n in numbers],
-        }
-    elif isinstance(row_format, QuestionRows):
-        columns = {
-            "subset": [row_format.subsets[n % len(row_format.subsets)] for n in numbers],
-            "question": texts(count),
-            "context": texts(count),
-            "answers": [["text"]] * count,
-        }
-    else:
-        columns = {name: texts(count) for name in row_format.fields}
-        columns["label"] = [n % len(row_format.classes) for n in numbers]
-    where = source.repo.file_patterns[0].format(split=split).replace("*", "00000-of-00001")
-    write(folder / source.repo.repo / where, columns)

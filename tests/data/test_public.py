@@ -8,10 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from public_mirror import COLUMNS, write_mirror
 
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.mrqa import SUBSETS
+from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepare import prepare
+from trishul_ray.data.public import PublicDataset, TextRows
 from trishul_ray.errors import CorruptFileError, InputError
 
 
@@ -135,15 +138,88 @@ def test_every_dataset_is_pinned_and_reported_with_its_sources_if_not_found(
     source, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    assert len(source.repo.revision) == 40 and source.repo.revision in source.key(None)
-    assert source.archive is not None and source.archive.title
+    if source.repo.on_hub:
+        assert len(source.repo.revision) == 40 and source.repo.revision in source.key(None)
+    archive = [source.archive.title] if source.archive else []
     (tmp_path / "hub").mkdir()
     with pytest.raises(InputError) as caught:
         prepare(source.name, cache=tmp_path, hub=tmp_path / "hub")
     message = str(caught.value)
-    for part in (source.repo.repo, source.archive.title, "TRISHUL_HUB", "trishul datasets"):
+    for part in (source.repo.repo, *archive, "TRISHUL_HUB"):
         assert part in message
-    assert "\n" not in message and "OfflineModeIsEnabled" in message
+    assert "\n" not in message
+    for part in ("OfflineModeIsEnabled", "trishul datasets"):
+        assert (part in message) == source.repo.on_hub
+
+
+@pytest.mark.parametrize(
+    "source", [s for s in PUBLIC if type(s.rows) in COLUMNS], ids=lambda source: source.name
+)
+def test_every_dataset_is_read_from_a_mirror(source, tmp_path):
+    write_mirror(tmp_path / "hub", source, {"train": 20, "test": 5})
+    data = prepare(source.name, cache=tmp_path, hub=tmp_path / "hub")
+    if source.test_share is None:
+        assert (len(data.train), len(data.test)) == (20, 5 * len(source.test))
+    else:
+        assert len(data.train) + len(data.test) == 20 and len(data.test)
+    assert data.info.kind == source.rows.kind and set(source.official) == {"train", "test"}
+    assert min(source.official.values()) > 0
+
+
+def published(**fields):
+    repo = HubRepo("owner/name", revision="0" * 40)
+    rows = TextRows(fields=("sms",), classes=("ham", "spam"))
+    return PublicDataset(**{"name": "sms", "description": "d", "repo": repo, "rows": rows} | fields)
+
+
+def test_one_split_is_split_as_the_dataset_says(tmp_path):
+    source = published(sizes={"all": 5_574}, test_share=0.2)
+    assert source.official == {"train": 4_459, "test": 1_115}
+    write_mirror(tmp_path, source, {"train": 50, "test": 0})
+
+    def read():
+        columns = source.read(tmp_path, lambda *_: None)[1]
+        return tuple(columns[split]["sms"].to_pylist() for split in ("train", "test"))
+
+    train, test = read()
+    assert len(test) == 10 and sorted(train + test) == sorted(f"text {n}" for n in range(50))
+    assert test != [f"text {n}" for n in range(40, 50)]  # not the last ones
+    assert read() == (train, test)
+    other = published(sizes={"all": 5_574}, test_share=0.1)
+    assert other.key(tmp_path) != source.key(tmp_path)
+
+
+def test_a_dataset_is_prepared_again_when_its_definition_changes():
+    swapped = TextRows(fields=("sms",), classes=("spam", "ham"))
+    sizes = {"train": 2, "test": 2}
+    assert published(sizes=sizes).key(None) == published(sizes=sizes).key(None)
+    assert published(sizes=sizes).key(None) != published(sizes=sizes, rows=swapped).key(None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"repo": HubRepo("owner/name")}, r"owner/name is on the hub: set repo\.revision"),
+        ({"repo": HubRepo("owner/name", revision="main")}, r"a commit \(40 hex digits\)"),
+        ({"sizes": {"train": 5}}, "sizes has no test; for one split set test_share"),
+        ({"sizes": {"all": 5}, "test_share": 1.0}, "test_share=1.0 is not between 0 and 1"),
+        ({"test_share": 0.2}, "test_share is for one split"),
+        ({"groups": ("a", "b")}, "2 groups for 1 splits of test rows"),
+    ],
+)
+def test_a_wrong_definition_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        published(**{"sizes": {"train": 2, "test": 2}} | fields)
+
+
+def test_a_dataset_that_is_not_on_the_hub_needs_no_revision(tmp_path):
+    source = published(repo=HubRepo("mine"), sizes={"train": 2, "test": 2})
+    write_mirror(tmp_path / "hub", source, {"train": 4, "test": 2})
+    info, columns = source.read(tmp_path / "hub", lambda *_: None)
+    assert len(columns["train"]["sms"]) == 4 and info.source == "mirror:mine"
+    with pytest.raises(InputError, match=r"not found: no mirror is set") as caught:
+        source.read(None, lambda *_: None)
+    assert "internet" not in str(caught.value)
 
 
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from trishul_ray.data.hub import class_names
 from trishul_ray.data.images import NamedImage, decode_and_resize, pixel_statistics
-from trishul_ray.data.prepared import Column, DatasetInfo, Kind
+from trishul_ray.data.prepared import DatasetInfo, Kind
 from trishul_ray.data.public import Columns
 from trishul_ray.data.tables import (
     get_column,
@@ -30,9 +29,9 @@ from trishul_ray.data.tables import (
     read_labels,
     read_raw,
     read_texts,
+    split_off_test,
 )
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.rng import numpy_rng
 
 #: The platform's column names: the keys of ``data.columns``.
 COLUMN_NAMES = (
@@ -198,28 +197,6 @@ def _list_images(tables: NamedTables, column: str, folder: Path | None) -> list[
                 image = folder / image
             images.append((image, f"{where}, row {row}"))
     return images
-
-
-def split_off_test(columns: Columns, share: float) -> dict[str, Columns]:
-    """Split rows into ``train`` and a ``share`` for ``test``, each with at least one row.
-
-    A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
-    Rows keep their order. With fewer than two rows, an InputError is raised.
-    """
-    total = length(columns)
-    if total < 2:
-        raise InputError(f"data.test_share={share}: {total} rows cannot be split")
-    count = min(total - 1, max(1, round(share * total)))
-    order = numpy_rng(0, "test-share").permutation(total)
-    rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
-    return {
-        split: {name: _take_rows(column, rows) for name, column in columns.items()}
-        for split, rows in rows_by_split.items()
-    }
-
-
-def _take_rows(column: Column, rows: np.ndarray) -> Column:
-    return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
 
 
 def make_info(

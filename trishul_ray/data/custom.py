@@ -19,7 +19,6 @@ from trishul_ray.data.column_mapping import (
     NamedTables,
     build_dataset,
     make_info,
-    split_off_test,
 )
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import NamedImage, decode_and_resize
@@ -32,6 +31,7 @@ from trishul_ray.data.tables import (
     is_text,
     read_files,
     read_table,
+    split_off_test,
 )
 from trishul_ray.errors import InputError
 from trishul_ray.files import digest

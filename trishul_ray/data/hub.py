@@ -24,7 +24,7 @@ class HubRepo:
     """A dataset's repository on the hub and in a mirror.
 
     Attributes:
-        repo: owner/name.
+        repo: owner/name. Any other text is a folder of the mirror (or a path), not on the hub.
         config: name of the configuration; None for a dataset that has only one.
         revision: commit to read from the hub; None reads the newest.
         file_patterns: patterns with ``{split}`` for the files of a split in a mirror, relative to
@@ -38,6 +38,11 @@ class HubRepo:
     revision: str | None = None
     file_patterns: tuple[str, ...] = ("data/{split}-*.parquet",)
     fetch: str | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether :attr:`repo` is a name on the hub."""
+        return re.fullmatch(r"[^/]+/[^/]+", self.repo) is not None
 
     @property
     def key(self) -> str:

@@ -67,7 +67,8 @@ class Source(Protocol):
         """Return the description, and the columns of every split; see ``DatasetInfo``."""
 
 
-_SOURCES: dict[str, Source] = {source.name: source for source in (Digits(), *PUBLIC, *SYNTHETIC)}
+_FOUND: tuple[Source, ...] = (Digits(), *PUBLIC, *SYNTHETIC)
+_SOURCES: dict[str, Source] = {source.name: source for source in _FOUND}
 
 
 def dataset_names() -> tuple[str, ...]:

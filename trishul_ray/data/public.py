@@ -6,6 +6,7 @@ Rows from archives or from the hub must be as many as the official number. A mir
 Legend of shapes: N rows, C channels, H x W pixels.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.prepared import Column, DatasetInfo, Kind, ProgressCallback
 from trishul_ray.data.tables import (
+    count_test_rows,
     file_signature,
     join,
     length,
@@ -29,6 +31,7 @@ from trishul_ray.data.tables import (
     read_labels,
     read_raw,
     read_texts,
+    split_off_test,
 )
 from trishul_ray.errors import CorruptFileError, InputError
 
@@ -43,7 +46,10 @@ ClassNames = tuple[str, ...] | None
 
 
 class RowFormat(ABC):
-    """How the tables of a public dataset are decoded into columns."""
+    """How the tables of a public dataset are decoded into columns.
+
+    Subclasses are frozen dataclasses: their fields are part of the key of prepared files.
+    """
 
     kind: ClassVar[Kind]
 
@@ -226,6 +232,12 @@ class PublicDataset:
         test: the hub's splits that form the test rows, in order.
         groups: names of the groups of test rows, one for each split of ``test``; may be empty.
         archive: the original files; None if they are not supported.
+        test_share: for a dataset that was published as one split, of any name: the share of its
+            rows that is set aside as test rows, the same in every experiment. ``test`` is not read.
+
+    Raises:
+        ValueError: a repository on the hub is not pinned to a commit, or the splits contradict
+            each other.
     """
 
     name: str
@@ -236,15 +248,49 @@ class PublicDataset:
     test: tuple[str, ...] = ("test",)
     groups: tuple[str, ...] = ()
     archive: Archive | None = None
+    test_share: float | None = None
     splits: tuple[str, ...] = ("train", "test")
+
+    def __post_init__(self) -> None:
+        def check(right: bool, fault: str) -> None:
+            if not right:
+                raise ValueError(f"dataset {self.name}: {fault}")
+
+        pinned = re.fullmatch("[0-9a-f]{40}", self.repo.revision or "") is not None
+        check(
+            pinned or not self.repo.on_hub,
+            f"{self.repo.repo} is on the hub: set repo.revision to a commit (40 hex digits)",
+        )
+        if self.test_share is not None:
+            check(0 < self.test_share < 1, f"test_share={self.test_share} is not between 0 and 1")
+            check(len(self.sizes) == 1, "test_share is for one split; sizes has several")
+            check(not self.groups, "test_share makes one group of test rows; groups has names")
+            return
+        missing = [split for split in ("train", *self.test) if split not in self.sizes]
+        check(not missing, f"sizes has no {', '.join(missing)}; for one split set test_share")
+        check(
+            len(self.groups) in (0, len(self.test)),
+            f"{len(self.groups)} groups for {len(self.test)} splits of test rows",
+        )
 
     @property
     def official(self) -> dict[str, int]:
         """Published numbers of ``train`` and ``test`` rows."""
+        if self.test_share is not None:
+            (total,) = self.sizes.values()
+            test = count_test_rows(total, self.test_share)
+            return {"train": total - test, "test": test}
         return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
 
     def key(self, hub: Path | None) -> str:
-        """Return what the rows depend on: the local files, or the hub's revision."""
+        """Return what the rows depend on: local files or the hub's revision, and how they are read.
+
+        A dataset that is being written is prepared again when its definition changes.
+        """
+        definition = (self.rows, self.test, self.groups, self.test_share)
+        return f"{self._source_key(hub)}\n{definition!r}"
+
+    def _source_key(self, hub: Path | None) -> str:
         files = self.repo.mirror_files(hub, tuple(self.sizes))
         if files is not None:
             return file_signature(file for split in self.sizes for file in files[split])
@@ -273,7 +319,7 @@ class PublicDataset:
             self._check_sizes(splits, str(archive_files[0].parent))
         else:
             splits, names, source = self._read_tables(hub, mirrored, report)
-        joined = {"train": dict(splits["train"]), "test": self._test_rows(splits)}
+        joined = self._split(splits)
         fields, columns = self.rows.finish(joined, names)
         if self.groups:
             fields["groups"] = self.groups
@@ -326,6 +372,12 @@ class PublicDataset:
                     f"the official {rows}: the copy is incomplete or of another version"
                 )
 
+    def _split(self, splits: Splits) -> dict[str, Columns]:
+        if self.test_share is None:
+            return {"train": dict(splits["train"]), "test": self._test_rows(splits)}
+        (only,) = self.sizes
+        return split_off_test(splits[only], self.test_share)
+
     def _test_rows(self, splits: Splits) -> Columns:
         parts = [dict(splits[split]) for split in self.test]
         if self.groups:
@@ -338,6 +390,8 @@ class PublicDataset:
 
     def _download(self, split: str, hub: Path | None) -> pa.Table:
         try:
+            if not (self.repo.on_hub or Path(self.repo.repo).is_dir()):
+                raise InputError("it is not there")
             return self.repo.download(split, self.rows.columns)
         except InputError as error:
             archive = self.archive.title if self.archive else ""
@@ -348,6 +402,7 @@ class PublicDataset:
             raise InputError(
                 f"dataset {self.name} ({self.repo.repo}) not found: {searched} (storage.hub or "
                 f"TRISHUL_HUB), and downloading it from the Hugging Face hub failed: {error}; set "
-                f"TRISHUL_HUB or storage.hub to a folder with {needed}, or run "
-                f"`trishul datasets {self.name}` once with internet access"
+                f"TRISHUL_HUB or storage.hub to a folder with {needed}"
+                + f", or run `trishul datasets {self.name}` once with internet access"
+                * self.repo.on_hub
             ) from error

@@ -20,8 +20,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from trishul_ray.data.prepared import Column
-from trishul_ray.errors import CorruptFileError
+from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.files import digest
+from trishul_ray.rng import numpy_rng
 
 #: File name suffixes that :func:`read_table` can read.
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
@@ -319,6 +320,33 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 def length(columns: Mapping[str, Column]) -> int:
     """Return the number of rows N of columns [N, ...]."""
     return len(next(iter(columns.values())))
+
+
+def count_test_rows(total: int, share: float) -> int:
+    """Return how many of ``total`` rows, at least 2, are set aside as a ``share`` for the test."""
+    return min(total - 1, max(1, round(share * total)))
+
+
+def split_off_test(columns: Mapping[str, Column], share: float) -> dict[str, dict[str, Column]]:
+    """Split rows into ``train`` and a ``share`` for ``test``, each with at least one row.
+
+    A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
+    Rows keep their order. With fewer than two rows, an InputError is raised.
+    """
+    total = length(columns)
+    if total < 2:
+        raise InputError(f"data.test_share={share}: {total} rows cannot be split")
+    count = count_test_rows(total, share)
+    order = numpy_rng(0, "test-share").permutation(total)
+    rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
+    return {
+        split: {name: _take_rows(column, rows) for name, column in columns.items()}
+        for split, rows in rows_by_split.items()
+    }
+
+
+def _take_rows(column: Column, rows: np.ndarray) -> Column:
+    return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -1,0 +1,59 @@
+"""A mirror with a few rows of public datasets, in the columns of their formats."""
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from trishul_ray.data.public import ImageRows, QuestionRows, TextRows
+from trishul_ray.rng import numpy_rng
+
+
+def texts(rows):
+    return [f"text {n}" for n in range(rows)]
+
+
+def image_columns(rows, count, split):
+    shape = (*rows.size, 3)
+    pixels = numpy_rng(0, split).integers(0, 256, shape, np.uint8)
+    sink = io.BytesIO()
+    Image.fromarray(pixels).convert(rows.mode).save(sink, "PNG")
+    picture = {"bytes": sink.getvalue(), "path": None}
+    return {rows.image: [picture] * count, rows.label: [n % rows.classes for n in range(count)]}
+
+
+def question_columns(rows, count, split):
+    return {
+        rows.subset: [rows.subsets[n % len(rows.subsets)] for n in range(count)],
+        "question": texts(count),
+        "context": texts(count),
+        "answers": [["text"]] * count,
+    }
+
+
+def text_columns(rows, count, split):
+    columns = {name: texts(count) for name in rows.fields}
+    return columns | {rows.label: [n % len(rows.classes) for n in range(count)]}
+
+
+#: Formats of rows that can be written; a format of a dataset's own comes with its own tests.
+COLUMNS = {ImageRows: image_columns, QuestionRows: question_columns, TextRows: text_columns}
+
+
+def write_table(file, columns):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), file)
+
+
+def write_mirror(folder, source, counts):
+    """Write every split of a public dataset, with ``counts["train"]`` or ``counts["test"]`` rows.
+
+    A split is a test split if the dataset has it besides ``train``.
+    """
+    for split in source.sizes:
+        count = counts["train" if split == "train" or len(source.sizes) == 1 else "test"]
+        columns = COLUMNS[type(source.rows)](source.rows, count, split)
+        where = source.repo.file_patterns[0].format(split=split).replace("*", "00000-of-00001")
+        write_table(folder / source.repo.repo / where, columns)
