@@ -4,6 +4,9 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 """
 
 import os
+import re
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,10 +128,22 @@ class PartitionConfig(Section):
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
+@cache
+def task_kinds() -> tuple[str, ...]:
+    """Return what ``task.kind`` may be: ``auto``, and what the files in ``tasks/`` register.
+
+    The files are read, not imported: they need torch, and reading a configuration does not.
+    """
+    files = [f for f in (resources.files("trishul_ray") / "tasks").iterdir() if f.is_file()]
+    sources = [f.read_text(encoding="utf-8") for f in files if f.name.endswith(".py")]
+    pattern = re.compile(r'^@register\("([^"]+)"\)$', re.MULTILINE)
+    return ("auto", *sorted({kind for text in sources for kind in pattern.findall(text)}))
+
+
 class TaskConfig(Section):
     """What the model learns to predict from the dataset's rows."""
 
-    kind: Literal["auto", "classification", "text2text", "verbalizer"] = Field(
+    kind: str = Field(
         "auto",
         description="classification: a classification head; text2text: generate the answer; "
         "verbalizer: score the word of each class after a prompt; auto: by the backbone's family "
@@ -146,6 +161,13 @@ class TaskConfig(Section):
     verbalizers: tuple[str, ...] | None = Field(
         None, description="a word or phrase for each class, in order; default: by dataset"
     )
+
+    @field_validator("kind")
+    @classmethod
+    def _is_registered(cls, kind: str) -> str:
+        if kind not in task_kinds():
+            raise ValueError(f"{kind!r} is unknown; known: {', '.join(task_kinds())}")
+        return kind
 
 
 class ModelConfig(Section):

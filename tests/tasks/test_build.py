@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from trishul_ray.config import task_kinds
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import PAD
 from trishul_ray.storage import Places
+from trishul_ray.tasks.base import register, task_classes
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.tasks.question_answering import QuestionAnswering
@@ -139,6 +141,17 @@ def test_what_does_not_go_is_refused_in_one_line(info, overrides, says):
     with pytest.raises(InputError, match=says) as caught:
         build(info, *overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_the_kinds_are_known_without_importing_the_tasks():
+    assert set(task_kinds()) == {"auto", *(kind for kind, _ in task_classes())}
+    with pytest.raises(InputError, match=r"task\.kind: 'ranking' is unknown; known: auto, class"):
+        load_experiment(None, ["task.kind=ranking"])
+
+
+def test_a_kind_is_one_task_for_each_kind_of_rows():
+    with pytest.raises(ValueError, match="'verbalizer' on text rows is taken by Verbalizer"):
+        register("verbalizer")(SequenceClassification)
 
 
 def test_positions_of_roberta_begin_after_its_padding(tmp_path):

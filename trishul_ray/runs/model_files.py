@@ -21,9 +21,6 @@ from trishul_ray.models.backbone import Backbone, ModelKind
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.from_python import PythonBackbone
 from trishul_ray.tasks.image_classification import ImageClassification
-from trishul_ray.tasks.sequence_classification import SequenceClassification
-from trishul_ray.tasks.text2text import Text2Text, TextToClass
-from trishul_ray.tasks.verbalizer import Verbalizer, begin_ids
 from trishul_ray.version import __version__
 
 #: Folder of a copy of the backbone, in an exported adapter.
@@ -95,7 +92,7 @@ def write_model_files(
         save_module(merge_trained(bench.model, Trained(bench.initial)), folder / COPY)
     if isinstance(task, ImageClassification):
         _write_json(folder / "preprocessor_config.json", image_processor(task))
-    elif isinstance(task, SequenceClassification | Text2Text | Verbalizer):
+    elif task.tokens is not None:
         tokenizer = copy.deepcopy(task.tokens.tokenizer)
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -132,26 +129,12 @@ def image_processor(task: ImageClassification) -> dict[str, Any]:
 def task_fields(bench: ModelBench) -> dict[str, Any]:
     """Return how the run makes inputs of rows and answers of outputs, as plain JSON values."""
     task, info = bench.task, bench.info
-    fields: dict[str, Any] = {
+    return {
         "task": type(task).__name__,
         "dataset": info.name,
         "classes": list(info.classes),
+        **task.settings(),
     }
-    if isinstance(task, SequenceClassification):
-        fields |= {"fields": list(task.fields), "max_length": task.max_length}
-    if isinstance(task, Verbalizer | Text2Text):
-        fields |= {"template": task.template.text, "max_length": task.max_length}
-    if isinstance(task, Text2Text):
-        fields |= {"target_length": task.target_length, "decoder_start_token_id": task.start_id}
-    if isinstance(task, TextToClass):
-        fields |= {"class_texts": list(task.class_texts)}
-    if isinstance(task, Verbalizer):
-        fields |= {
-            "begin_ids": begin_ids(task.tokens),
-            "prompt_end_ids": list(task.common_prefix),
-            "answer_ids": list(task.answer_ids),
-        }
-    return fields
 
 
 def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str, str]) -> str:

@@ -6,9 +6,9 @@ Shapes: N rows, K classes.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +22,11 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.runs.trained import TrainedRun
 from trishul_ray.tasks.base import Classification
-from trishul_ray.tasks.text2text import Text2Text, TextToClass, normalize
 
 #: Columns of texts that rows of questions must have.
 _QUESTIONS = ("question", "context")
+
+_Read = TypeVar("_Read")
 
 
 def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
@@ -40,14 +41,8 @@ def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
         InputError: These are no rows of the run's dataset.
     """
     task, classes = run.bench.task, run.bench.info.classes
-    outputs = _outputs(run, rows, batch_size)
-    if isinstance(task, Classification):
-        return [classes[k] for logits in outputs for k in logits.argmax(dim=1).tolist()]
-    texts = [text for generated in outputs for text in generated]
-    if isinstance(task, TextToClass):
-        known = {normalize(text): classes[k] for k, text in enumerate(task.class_texts)}
-        texts = [known.get(normalize(text), text) for text in texts]
-    return texts
+    parts = _predict(run, rows, batch_size, lambda outputs: task.answers(outputs, classes))
+    return [answer for part in parts for answer in part]
 
 
 def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> np.ndarray:
@@ -56,22 +51,25 @@ def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -
     Raises:
         InputError: These are no rows of the run's dataset, or the task writes texts.
     """
-    if not isinstance(run.bench.task, Classification):
+    task = run.bench.task
+    if not isinstance(task, Classification):
         raise InputError(
-            f"probabilities: task {type(run.bench.task).__name__} writes a text, and has no "
+            f"probabilities: task {type(task).__name__} writes a text, and has no "
             "probabilities of classes"
         )
-    logits = torch.cat(_outputs(run, rows, batch_size))
-    return logits.softmax(dim=1).numpy()
+    logits = _predict(run, rows, batch_size, lambda out: task.class_logits(out).float().cpu())
+    return torch.cat(logits).softmax(dim=1).numpy()
 
 
-def _outputs(run: TrainedRun, rows: Any, batch_size: int) -> list[Any]:
-    """Return the logits [b, K] of the classes, or the texts, of every batch."""
+def _predict(
+    run: TrainedRun, rows: Any, batch_size: int, read: Callable[[Any], _Read]
+) -> list[_Read]:
+    """Return what ``read`` makes of the model's outputs, for every batch."""
     bench, trained = run.bench, run.trained
     task = bench.task
     columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
     count = len(next(iter(columns.values())))
-    outputs: list[Any] = []
+    found: list[_Read] = []
     with deterministic(bench.settings), torch.inference_mode():
         bench.model.bind(trained.vector, None, trained.base, trained.constants)
         try:
@@ -80,14 +78,10 @@ def _outputs(run: TrainedRun, rows: Any, batch_size: int) -> list[Any]:
                     k: torch.from_numpy(v[start : start + batch_size]) for k, v in columns.items()
                 }
                 batch = task.prepare_batch(stored, bench.device, bench.dtype)
-                output = task.predict(bench.model, batch)
-                if isinstance(task, Classification):
-                    outputs.append(task.class_logits(output).float().cpu())
-                else:
-                    outputs.append(output.texts)
+                found.append(read(task.predict(bench.model, batch)))
         finally:
             bench.model.unbind()
-    return outputs
+    return found
 
 
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
@@ -144,7 +138,7 @@ def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.nda
     labels = np.zeros(count, dtype=np.int64)
     if task.encoder is None:
         return {**{k: np.asarray(v) for k, v in columns.items()}, "label": labels}
-    if isinstance(task, Text2Text) and info.kind == "qa":
+    if info.kind == "qa":
         columns = {**columns, "answers": pa.array(['["-"]'] * count, pa.large_string())}
     else:
         columns = {**columns, "label": labels}

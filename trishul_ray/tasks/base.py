@@ -1,16 +1,18 @@
-"""The contract of a task: its batches, its loss and its metrics.
+"""The contract of a task: its batches, its loss and its metrics; and the registry of tasks.
 
 A task holds a few settings and no state, and pickles to any process. Evaluation returns sums as
 Python floats. Merging them is exactly rounded, so metrics do not depend on how batches were spread
 over workers.
 """
 
+import importlib
 import math
+import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +29,19 @@ from trishul_ray.tasks.breakdown import (
 if TYPE_CHECKING:
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.models.backbone import ModelKind
+    from trishul_ray.data.prepared import DatasetInfo, Kind
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.models.backbone import Backbone, ModelKind
+    from trishul_ray.tasks.text import TokenizerRef
 
 
 class Task(ABC):
     """Turns rows of a dataset into batches, a loss and metrics."""
 
+    #: The rows that the task reads: images, texts or questions.
+    reads: "ClassVar[Kind]"
+    #: The families of backbones that it runs on.
+    families: "ClassVar[tuple[ModelKind, ...]]"
     #: The kind of model that the task trains.
     model_kind: "ModelKind"
     #: The main metric, in [0, 1]; higher is better.
@@ -45,6 +54,17 @@ class Task(ABC):
     row_score: str
     #: Names of groups of test rows, indexed by the ``group`` column. Each has its own headline.
     groups: tuple[str, ...] = ()
+    #: The tokenizer; None if the rows hold no text.
+    tokens: "TokenizerRef | None" = None
+
+    @classmethod
+    def build(cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone") -> "Task":
+        """Build the task of an experiment, on rows that it reads and a backbone of its families.
+
+        Raises:
+            InputError: The settings do not fit the dataset or the backbone.
+        """
+        raise NotImplementedError(f"{cls.__name__} must define build()")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -107,6 +127,55 @@ class Task(ABC):
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the keyword arguments of the model for a prepared batch."""
         return {name: value for name, value in batch.items() if name not in self.targets}
+
+    def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
+        """Return what the model says of every row: the name of a class, or a text.
+
+        Args:
+            outputs: Of :meth:`predict`.
+            classes: Names of the dataset's classes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define answers()")
+
+    def settings(self) -> dict[str, Any]:
+        """Return how rows become inputs and outputs answers, as JSON values for ``task.json``."""
+        return {}
+
+
+_REGISTRY: "dict[tuple[str, Kind], type[Task]]" = {}
+
+_T = TypeVar("_T", bound=type[Task])
+
+
+def register(kind: str) -> Callable[[_T], _T]:
+    """Return a class decorator that makes a task available as ``task.kind=<kind>``.
+
+    Tasks on other rows may have the same kind. ``config.task_kinds`` reads the decorator's line
+    from the file: write the name in it.
+    """
+
+    def add(cls: _T) -> _T:
+        found = _REGISTRY.setdefault((kind, cls.reads), cls)
+        if found.__qualname__ != cls.__qualname__:
+            raise ValueError(
+                f"task kind {kind!r} on {cls.reads} rows is taken by {found.__qualname__}"
+            )
+        return cls
+
+    return add
+
+
+@cache
+def _import_tasks() -> None:
+    package = importlib.import_module("trishul_ray.tasks")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"trishul_ray.tasks.{module.name}")
+
+
+def task_classes() -> "Mapping[tuple[str, Kind], type[Task]]":
+    """Return all registered tasks, by kind and rows, after importing the whole package."""
+    _import_tasks()
+    return _REGISTRY
 
 
 def group_metric(headline: str, group: str) -> str:
@@ -250,6 +319,10 @@ class Classification(Task):
     def class_logits(self, outputs: Any) -> Tensor:
         """Return the logits of the classes [b, K]; the largest is the prediction."""
         return logits_of(outputs)
+
+    def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
+        """Return the name of the predicted class of every row."""
+        return [classes[k] for k in self.class_logits(outputs).argmax(dim=1).tolist()]
 
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""

@@ -11,16 +11,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Classification, constant, group_column, to_device
+from trishul_ray.tasks.base import (
+    Classification,
+    constant,
+    group_column,
+    register,
+    to_device,
+)
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepared import DatasetInfo
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import Preprocessing
 
 #: Luma weights of ITU-R 601, as used by Pillow's mode "L".
 _LUMA = (0.299, 0.587, 0.114)
 
 
+@register("classification")
 class ImageClassification(Classification):
     """Classify images of any stored size, with 1 or 3 channels.
 
@@ -36,6 +45,8 @@ class ImageClassification(Classification):
         InputError: The values are inconsistent.
     """
 
+    reads = "image"
+    families = ("image-classification",)
     model_kind = "image-classification"
 
     def __init__(
@@ -65,6 +76,13 @@ class ImageClassification(Classification):
         self.std = tuple(float(value) for value in std)
         self.image_size, self.channels = image_size, channels
         self.num_classes, self.groups = num_classes, tuple(groups)
+
+    @classmethod
+    def build(
+        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
+    ) -> "ImageClassification":
+        """Build the task for images as the backbone expects them."""
+        return image_task(backbone.preprocessing, info, cls)
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
@@ -109,7 +127,11 @@ def _per_channel(values: tuple[float, ...], images: Tensor) -> Tensor:
     return constant(values, images.dtype, images.device).view(1, -1, 1, 1)
 
 
-def image_task(expected: "Preprocessing", info: "DatasetInfo") -> ImageClassification:
+def image_task(
+    expected: "Preprocessing",
+    info: "DatasetInfo",
+    task: type[ImageClassification] = ImageClassification,
+) -> ImageClassification:
     """Return the task of a dataset for a backbone that expects this preprocessing.
 
     The dataset determines what the backbone does not declare. If the backbone declares no
@@ -132,7 +154,7 @@ def image_task(expected: "Preprocessing", info: "DatasetInfo") -> ImageClassific
         if len(mean) != channels:
             mean = (sum(mean) / len(mean),) * channels
             std = (sum(std) / len(std),) * channels
-    return ImageClassification(
+    return task(
         mean=mean,
         std=std,
         image_size=expected.image_size or height,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trishul_ray.errors import CorruptFileError
+from trishul_ray.tasks.base import register
 from trishul_ray.tasks.text import CHUNK, read_texts
 from trishul_ray.tasks.text2text import Text2Text, Text2TextEncoder
 
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from trishul_ray.data.prepared import Split
 
 
+@register("text2text")
 class QuestionAnswering(Text2Text):
     """Generate the answer to a question from its context; arguments as of :class:`Text2Text`."""
 
+    reads = "qa"
     headline = "f1"
     row_metrics = ("f1", "exact_match")
 

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import Classification, group_column, to_device
+from trishul_ray.tasks.base import Classification, group_column, register, to_device
 from trishul_ray.tasks.text import TokenizerRef, read_texts, trim_padding
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import Split
+    from trishul_ray.data.prepared import DatasetInfo, Split
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.models.backbone import Backbone
 
 
+@register("classification")
 class SequenceClassification(Classification):
     """Map one or two fields of text to logits of K classes.
 
@@ -38,7 +41,10 @@ class SequenceClassification(Classification):
         InputError: There are more than two fields.
     """
 
+    reads = "text"
+    families = ("sequence-classification", "causal-lm")
     model_kind = "sequence-classification"
+    tokens: TokenizerRef
 
     def __init__(
         self,
@@ -58,6 +64,28 @@ class SequenceClassification(Classification):
         self.tokens, self.fields = tokens, tuple(fields)
         self.num_classes, self.max_length = num_classes, max_length
         self.groups, self.decoder = tuple(groups), decoder
+
+    @classmethod
+    def build(
+        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
+    ) -> "SequenceClassification":
+        """Build the task for the dataset's fields of text."""
+        tokens = TokenizerRef.of(backbone)
+        decoder = backbone.family == "causal-lm"
+        if decoder:
+            _check_padding(backbone, tokens)
+        return cls(
+            tokens,
+            fields=info.fields,
+            num_classes=info.num_classes,
+            max_length=experiment.task.max_length,
+            groups=info.groups,
+            decoder=decoder,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields and their limit."""
+        return {"fields": list(self.fields), "max_length": self.max_length}
 
     @property
     def encoder(self) -> "Encoder":
@@ -84,6 +112,16 @@ class SequenceClassification(Classification):
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return ids and mask; a decoder runs without a key-value cache."""
         return super().inputs(batch) | ({"use_cache": False} if self.decoder else {})
+
+
+def _check_padding(backbone: "Backbone", tokens: TokenizerRef) -> None:
+    """Check that they pad alike: the head of a decoder finds a row's last token by the padding."""
+    pad_id = backbone.architecture.pad_token_id
+    if pad_id not in (None, tokens.pad_id):
+        raise InputError(
+            f"model.name={backbone.name!r}: config.json has pad_token_id={pad_id}, but its "
+            f"tokenizer pads with {tokens.pad_id}: make them agree"
+        )
 
 
 class PairEncoder:

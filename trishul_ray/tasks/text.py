@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-    from trishul_ray.data.prepared import Split
+    from trishul_ray.data.prepared import DatasetInfo, Split
+    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 
 #: Rows tokenized in one call.
@@ -38,6 +39,11 @@ class TokenizerRef:
 
     def __init__(self, backbone: "Backbone", *, vocabulary_size: int) -> None:
         self.backbone, self.vocabulary_size = backbone, vocabulary_size
+
+    @classmethod
+    def of(cls, backbone: "Backbone") -> "TokenizerRef":
+        """Return the tokenizer of a backbone of texts."""
+        return cls(backbone, vocabulary_size=backbone.architecture.vocab_size)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -264,6 +270,29 @@ def shorten_longest(lengths: Sequence[int], excess: int) -> list[int]:
             kept[i] -= removed
             excess -= removed
     return kept
+
+
+def default_template(fields: Sequence[str]) -> str:
+    """Each field after its name, as T5 was pretrained (Raffel et al. 2020); a single one alone."""
+    if len(fields) == 1:
+        return f"{{{fields[0]}}}"
+    return " ".join(f"{name}: {{{name}}}" for name in fields)
+
+
+def class_texts(experiment: "Experiment", info: "DatasetInfo") -> tuple[str, ...]:
+    """Return the text of each class: ``task.verbalizers``, or the names of the classes.
+
+    Raises:
+        InputError: There are not as many as classes.
+    """
+    texts = experiment.task.verbalizers or info.classes
+    if len(texts) != info.num_classes:
+        raise InputError(
+            f"task.verbalizers has {len(texts)} entries, but dataset {info.name!r} has "
+            f"{info.num_classes} classes: {', '.join(info.classes[:6])}"
+            + (", ..." if info.num_classes > 6 else "")
+        )
+    return texts
 
 
 def field_rows(split: "Split", template: Template, start: int, stop: int) -> list[tuple[str, ...]]:

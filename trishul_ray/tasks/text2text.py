@@ -26,6 +26,7 @@ from trishul_ray.tasks.base import (
     group_column,
     group_means,
     logits_of,
+    register,
     sum_rows,
     to_device,
 )
@@ -34,6 +35,8 @@ from trishul_ray.tasks.text import (
     PromptTokenizer,
     Template,
     TokenizerRef,
+    class_texts,
+    default_template,
     field_rows,
     trim_padding,
 )
@@ -41,7 +44,9 @@ from trishul_ray.tasks.text import (
 if TYPE_CHECKING:
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import Split
+    from trishul_ray.data.prepared import DatasetInfo, Split
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.models.backbone import Backbone
 
 #: Label of a position that the loss ignores.
 IGNORED_LABEL = -100
@@ -67,7 +72,9 @@ class Text2Text(Task):
         groups: Names of groups of test rows.
     """
 
+    families = ("seq2seq-lm",)
     model_kind = "seq2seq-lm"
+    tokens: TokenizerRef
     targets = ("labels", "classes", "references", "group", "client")
     #: Metrics that are means over rows, each in [0, 1], the headline first. Set by subclasses.
     row_metrics: tuple[str, ...] = ()
@@ -85,6 +92,41 @@ class Text2Text(Task):
         self.tokens, self.template = tokens, template
         self.max_length, self.target_length = max_length, target_length
         self.start_id, self.groups = start_id, tuple(groups)
+
+    @classmethod
+    def build(
+        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
+    ) -> "Text2Text":
+        """Build the task with the prompt of the experiment; by default all fields, by name."""
+        fields = ("question", "context") if info.kind == "qa" else info.fields
+        settings = experiment.task
+        return cls(
+            TokenizerRef.of(backbone),
+            template=Template(settings.template or default_template(fields), fields, info.name),
+            max_length=settings.max_length,
+            target_length=settings.target_length,
+            start_id=_decoder_start_id(backbone),
+            groups=info.groups,
+            **cls.further_arguments(experiment, info),
+        )
+
+    @classmethod
+    def further_arguments(cls, experiment: "Experiment", info: "DatasetInfo") -> dict[str, Any]:
+        """Return the arguments that a subclass takes besides those of :class:`Text2Text`."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the prompt, the limits and how an answer begins."""
+        return {
+            "template": self.template.text,
+            "max_length": self.max_length,
+            "target_length": self.target_length,
+            "decoder_start_token_id": self.start_id,
+        }
+
+    def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
+        """Return the generated texts."""
+        return list(outputs.texts)
 
     @property
     def row_score(self) -> str:  # type: ignore[override]  # an attribute there
@@ -186,6 +228,19 @@ class Text2Text(Task):
         }
 
 
+def _decoder_start_id(backbone: "Backbone") -> int:
+    start_id: int | None = getattr(backbone.architecture, "decoder_start_token_id", None)
+    if start_id is None:
+        start_id = backbone.architecture.pad_token_id
+    if start_id is None:
+        raise InputError(
+            f"model.name={backbone.name!r}: its config.json has neither decoder_start_token_id nor "
+            "pad_token_id, one of which must begin an answer"
+        )
+    return start_id
+
+
+@register("text2text")
 class TextToClass(Text2Text):
     """Classify by generating the text of a class, one of ``class_texts``, in order.
 
@@ -193,6 +248,7 @@ class TextToClass(Text2Text):
         InputError: A class has no text, or the same as another apart from case and white space.
     """
 
+    reads = "text"
     row_metrics = ("accuracy",)
 
     def __init__(self, tokens: TokenizerRef, *, class_texts: Sequence[str], **rest: Any) -> None:
@@ -207,6 +263,22 @@ class TextToClass(Text2Text):
                     f"task.verbalizers: {text!r} {fault}; every class needs its own text"
                 )
             seen[normalized] = text
+
+    @classmethod
+    def further_arguments(cls, experiment: "Experiment", info: "DatasetInfo") -> dict[str, Any]:
+        """Return the text of each class."""
+        return {"class_texts": class_texts(experiment, info)}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of :class:`Text2Text`, and the text of each class."""
+        return super().settings() | {"class_texts": list(self.class_texts)}
+
+    def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
+        """Return the names of the classes that were generated; other texts as they are."""
+        numbers = self.predicted(outputs.texts).tolist()
+        return [
+            text if k < 0 else classes[k] for text, k in zip(outputs.texts, numbers, strict=True)
+        ]
 
     @property
     def metrics(self) -> tuple[str, ...]:

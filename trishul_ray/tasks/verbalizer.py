@@ -25,15 +25,25 @@ from trishul_ray.tasks.base import (
     constant,
     group_column,
     logits_of,
+    register,
     to_device,
 )
-from trishul_ray.tasks.text import PromptTokenizer, Template, TokenizerRef, field_rows
+from trishul_ray.tasks.text import (
+    PromptTokenizer,
+    Template,
+    TokenizerRef,
+    class_texts,
+    field_rows,
+)
 
 if TYPE_CHECKING:
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import Split
+    from trishul_ray.data.prepared import DatasetInfo, Split
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.models.backbone import Backbone
 
 
+@register("verbalizer")
 class Verbalizer(Classification):
     """Classify by the token that a decoder predicts after a prompt.
 
@@ -55,7 +65,10 @@ class Verbalizer(Classification):
             with the text after it.
     """
 
+    reads = "text"
+    families = ("causal-lm",)
     model_kind = "causal-lm"
+    tokens: TokenizerRef
 
     @property
     def classes(self) -> int | None:
@@ -74,6 +87,35 @@ class Verbalizer(Classification):
         self.tokens, self.template = tokens, template
         self.common_prefix, self.answer_ids = answer_tokens(tokens, template, verbalizers)
         self.max_length, self.groups = max_length, tuple(groups)
+
+    @classmethod
+    def build(
+        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
+    ) -> "Verbalizer":
+        """Build the task with the prompt and the words of the experiment."""
+        settings = experiment.task
+        if settings.template is None:
+            raise InputError(
+                f"task.template is not set, and there is no default for dataset {info.name!r}: "
+                f"set a prompt, e.g. '{{{info.fields[0]}}}\\nAnswer:'"
+            )
+        return cls(
+            TokenizerRef.of(backbone),
+            template=Template(settings.template, info.fields, info.name),
+            verbalizers=class_texts(experiment, info),
+            max_length=settings.max_length,
+            groups=info.groups,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the prompt, the tokens around it, and those that are compared."""
+        return {
+            "template": self.template.text,
+            "max_length": self.max_length,
+            "begin_ids": begin_ids(self.tokens),
+            "prompt_end_ids": list(self.common_prefix),
+            "answer_ids": list(self.answer_ids),
+        }
 
     @property
     def encoder(self) -> "Encoder":

@@ -1,0 +1,81 @@
+"""What every registered task must satisfy; new tasks are picked up automatically."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.workbench import build_workbench
+from trishul_ray.loading import load_experiment
+from trishul_ray.tasks.base import task_classes
+
+#: Rows of each kind, and a small model of each family.
+DATA = {"image": "digits", "text": "synthetic/rte", "qa": "synthetic/questions"}
+MODELS = {
+    "image-classification": "vit-digits",
+    "sequence-classification": "bert-tiny",
+    "seq2seq-lm": "t5-tiny",
+    "causal-lm": "llama-tiny",
+}
+CASES = [
+    (kind, reads, family)
+    for (kind, reads), task in sorted(task_classes().items())
+    for family in task.families
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def bench(request, tmp_path_factory):
+    kind, reads, family = request.param
+    words = [f"dataset={DATA[reads]}", f"model={MODELS[family]}", f"task.kind={kind}"]
+    words += ["model.init=random", f"storage.cache={tmp_path_factory.mktemp('cache')}"]
+    experiment = load_experiment(None, [*words, "tracking.mlflow=false"])
+    bench = build_workbench(experiment, prepare_run(experiment))
+    assert type(bench.task) is task_classes()[kind, reads]
+    bench.model.bind(bench.initial)
+    return bench
+
+
+def outputs_of(bench, rows):
+    """A prepared batch of test rows, and the model's outputs."""
+    batch = bench.task.prepare_batch(bench.test.batch(np.array(rows)), bench.device, bench.dtype)
+    with torch.inference_mode():
+        return batch, bench.task.predict(bench.model, batch)
+
+
+def test_metrics_are_those_declared_whatever_the_batches(bench):
+    task = bench.task
+    parts = [range(0, 3), range(3, 12), range(12, 16)]
+    sums = [task.evaluate(*reversed(outputs_of(bench, part))) for part in parts]
+    assert all(isinstance(value, float) for part in sums for value in part.values())
+    found = task.merge(sums)
+    assert task.merge(sums[::-1]) == found
+    whole = task.merge([task.evaluate(*reversed(outputs_of(bench, range(16))))])
+    assert found.keys() == whole.keys() <= set(task.metrics)
+    assert whole == pytest.approx(found, rel=1e-4, abs=1e-6)
+    assert task.metrics[0] == task.headline and 0 <= found[task.headline] <= 1
+    with pytest.raises(ValueError, match="no rows"):
+        task.merge([])
+
+
+def test_the_reported_loss_is_the_trained_one(bench):
+    batch, outputs = outputs_of(bench, range(8))
+    loss = float(bench.task.loss(outputs, batch))
+    assert math.isfinite(loss)
+    reported = bench.task.merge([bench.task.evaluate(outputs, batch)])["loss"]
+    assert loss == pytest.approx(reported, rel=1e-5)
+
+
+def test_every_row_gets_an_answer(bench):
+    answers = bench.task.answers(outputs_of(bench, range(5))[1], bench.info.classes)
+    assert len(answers) == 5 and all(isinstance(answer, str) for answer in answers)
+
+
+def test_it_can_be_sent_to_another_process(bench):
+    again = pickle.loads(pickle.dumps(bench.task))
+    assert type(again) is type(bench.task) and again.metrics == bench.task.metrics
+    if again.encoder is not None:
+        assert again.encoder.key == bench.task.encoder.key
