@@ -185,6 +185,9 @@ class Method:
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
     takes_limits: ClassVar[bool] = False
+    #: Whether the server moves the model beyond the clients' mean (momentum, a correction). If not,
+    #: training with one client is central training, which the tests of all methods check.
+    moves_beyond_mean: ClassVar[bool] = False
     #: Keys of a contribution, other than ``"shared"``, that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.

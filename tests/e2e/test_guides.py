@@ -1,0 +1,132 @@
+"""The guides in docs/, followed to the letter in a copy of the package.
+
+Files are written where the guides say, the documented commands are run (small), and the tests that
+the guides name must find what was added and pass.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from public_mirror import write_table
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs").glob("adding-*.md"))
+#: A file in a guide: its path at the end of a paragraph, then its content.
+FILE = re.compile(r"`(trishul_ray/[\w/.-]+)`[^`]*:\n\n```(?:python|yaml)\n(.*?)```", re.DOTALL)
+#: Makes a documented run one of seconds.
+SMALL = [
+    "model.init=random",
+    "budget=4",
+    "federation.rounds=1",
+    "federation.clients=3",
+    "federation.clients_per_round=2",
+    "federation.local_steps=2",
+    "resources.backend=inline",
+    "tracking.mlflow=false",
+    "evaluation.limit=32",
+]
+#: Calls commands, given as lines of JSON, in one process.
+CALLS = """
+import json, sys
+from trishul_ray import cli
+for line in sys.stdin:
+    sys.argv = ["trishul", *json.loads(line)]
+    print("$", *sys.argv, flush=True)
+    try:
+        cli.main()
+    except SystemExit as stop:
+        if stop.code:
+            sys.exit(stop.code)
+"""
+
+
+def documented(text):
+    """Yield the words of every command in a guide, without variables and comments."""
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+def call(words, folder, **options):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRISHUL")}
+    environment |= {"PYTHONPATH": str(folder), "TRISHUL_HUB": str(folder / "hub")}
+    environment |= {"TRISHUL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=280, **options,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_is_short_and_linked(guide):
+    assert len(guide.read_text(encoding="utf-8").splitlines()) <= 110  # two screens
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"(docs/{guide.name})" in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of package and tests with the files of all guides, and the data of their commands."""
+    folder = tmp_path_factory.mktemp("clone")
+    for part in ("trishul_ray", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    written = []
+    for guide in GUIDES:
+        for path, content in FILE.findall(guide.read_text(encoding="utf-8")):
+            assert not (folder / path).exists(), path
+            (folder / path).write_text(content, encoding="utf-8")
+            written.append(path)
+    assert len(written) == 4  # one file each, and the preset
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 2, 60).tolist()
+    texts = [f"{('see you', 'win now')[n]} {i}" for i, n in enumerate(label)]
+    where = folder / "hub" / "ucirvine" / "sms_spam" / "plain_text"
+    write_table(where / "train-00000-of-00001.parquet", {"sms": texts, "label": label})
+    stars = ["review,stars", *(f"{'very ' * (n % 5)}good,{n % 5 + 1}" for n in range(60))]
+    (folder / "reviews.csv").write_text("\n".join(stars), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guides_work(copy):
+    lines = []
+    for guide in GUIDES:
+        for words in documented(guide.read_text(encoding="utf-8")):
+            if words[0] == "trishul" and words[1] == "run":
+                text = [] if guide.stem == "adding-a-method" else ["model=bert-tiny"]
+                lines.append([*words[1:], *text, *SMALL])
+            elif words[0] == "trishul":
+                lines.append(words[1:])
+    assert [line[0] for line in lines].count("run") == 3
+    said = call(["-c", CALLS], copy, input="".join(json.dumps(line) + "\n" for line in lines))
+    assert "feddyn" in said and "48 rows" in said and "12 test rows" in said
+    results = [json.loads(p.read_text()) for p in copy.glob("runs/*/result.json")]
+    assert len(results) == 3
+    assert any("mean_distance" in json.dumps(result) for result in results)
+
+
+@pytest.mark.slow
+def test_the_tests_that_the_guides_name_find_what_was_added(copy):
+    paths = set()
+    for guide in GUIDES:
+        for words in documented(guide.read_text(encoding="utf-8")):
+            if words[:2] == ["make", "test"]:
+                paths |= set(words[2].removeprefix("ARGS=").split())
+    assert paths and all((ROOT / path).exists() for path in paths)
+    options = ["-q", "-p", "no:cacheprovider", "-k", "feddyn or sms or ordinal or import"]
+    said = call(["-m", "pytest", *options, *sorted(paths), "-rA"], copy)
+    for name in ("[feddyn]", "[sms-spam]", "ordinal-text-"):
+        assert sum(name in line for line in said.splitlines() if "PASSED" in line) >= 3, name
