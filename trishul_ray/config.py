@@ -95,6 +95,9 @@ class DataConfig(Section):
     test_share: float = Field(
         0.2, gt=0, lt=1, description="your own data without test rows: share set aside as test rows"
     )
+    skip_broken: bool = in_id_if_set(
+        False, "your own images: leave out those that cannot be read, instead of refusing them all"
+    )
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
     )

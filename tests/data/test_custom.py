@@ -1,6 +1,7 @@
 """Your own data: folders of images, table files, and any dataset of a mirror or the hub."""
 
 import json
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +11,10 @@ from huggingface_hub import close_session
 from PIL import Image
 
 from trishul_ray.config import DataConfig
+from trishul_ray.data.coverage import measure_coverage
 from trishul_ray.data.custom import CustomHubDataset
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.prepare import prepare
+from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}
@@ -36,7 +38,7 @@ def test_a_folder_of_class_folders(tmp_path):
     (root / "red/notes.txt").write_text("not an image")
     (root / ".cache").mkdir()
     data = prepare_own("images", root, tmp_path, test_share=0.3)
-    assert data.info.classes == ("green", "red") and data.info.image_shape == (3, 6, 8)
+    assert data.info.classes == ("green", "red") and data.info.image_shape == (3, 6, 6)
     assert (len(data.train), len(data.test)) == (7, 3)
     for split in (data.train, data.test):
         for pixels, label in zip(split.column("pixels"), split.labels, strict=True):
@@ -56,7 +58,7 @@ def test_images_with_test_folders_gray_and_of_several_sizes(tmp_path):
                 paint(root / split / name / f"{number}.png", (value,) * 3, size, "L")
     data = prepare_own("images", root, tmp_path)
     assert data.info.image_shape == (1, 8, 8) and (len(data.train), len(data.test)) == (6, 4)
-    assert data.info.source.endswith(", 4 of 10 images resized to 8x8")
+    assert data.info.source.endswith(", 4 of 10 images resized and cropped to 8x8")
     assert np.unique(data.test.column("pixels")[data.test.labels == 1]).tolist() == [200]
     # With one color image, all become RGB.
     paint(root / "train/dark/3.jpg", (10, 10, 10), (8, 8))
@@ -67,8 +69,135 @@ def test_large_images_are_stored_smaller(tmp_path):
     for name, color in COLORS.items():
         paint(tmp_path / "photos" / name / "1.png", color, (1000, 500))
     data = prepare_own("images", tmp_path / "photos", tmp_path)
-    assert data.info.image_shape == (3, 128, 256)
-    assert "2 of 2 images resized to 256x128" in data.info.source
+    assert data.info.image_shape == (3, 256, 256)
+    assert "2 of 2 images resized and cropped to 256x256" in data.info.source
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_prepared_as_it_is_seen(tmp_path, orientation):
+    """A phone stores the sensor's pixels, and says in EXIF how they are turned."""
+    seen = np.array([[[200, 0, 0], [0, 200, 0]], [[0, 0, 200], [90, 90, 90]]], np.uint8)
+    turned = {
+        1: seen, 2: seen[:, ::-1], 3: seen[::-1, ::-1], 4: seen[::-1], 5: seen.transpose(1, 0, 2),
+        6: np.rot90(seen), 7: np.rot90(seen, 2).transpose(1, 0, 2), 8: np.rot90(seen, -1),
+    }[orientation]  # fmt: skip
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        image = Image.fromarray(np.ascontiguousarray(turned))
+        image.save(tmp_path / "photos" / name / "1.png", exif=exif)
+    data = prepare_own("images", tmp_path / "photos", tmp_path)
+    assert (data.train.column("pixels")[0].transpose(1, 2, 0) == seen).all()
+
+
+def test_the_aspect_is_kept_and_the_centre_is_cropped(tmp_path):
+    """A wide photo with a square in its centre: the square stays one, and fills the image."""
+    for name in ("a", "b"):
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        wide = Image.new("RGB", (80, 40), (255, 0, 0))
+        wide.paste((0, 0, 255), (20, 0, 60, 40))
+        wide.save(folder / "wide.png")
+        wide.transpose(Image.Transpose.ROTATE_90).reduce(2).save(folder / "tall.png")
+        wide.crop((20, 0, 60, 40)).save(folder / "square.png")
+    data = prepare_own("images", tmp_path / "photos", tmp_path)
+    assert data.info.image_shape == (3, 40, 40)
+    assert data.info.source.endswith(", 4 of 6 images resized and cropped to 40x40")
+    assert data.train.column("pixels")[:, 0].max() <= 64  # the filter blends a border pixel
+
+
+def test_square_images_are_as_before(tmp_path):
+    """Pillow's plain resize: images of one aspect keep the pixels that earlier versions stored."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 256, (side, side, 3), dtype=np.uint8) for side in (8, 8, 8, 20)]
+    for number, array in enumerate(arrays):
+        file = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(file)
+    data = prepare_own("images", tmp_path / "photos", tmp_path)
+    arrays[3] = np.asarray(Image.fromarray(arrays[3]).resize((8, 8), Image.Resampling.BILINEAR))
+    found = [*data.train.column("pixels"), *data.test.column("pixels")]
+    assert sorted(p.tobytes() for p in found) == sorted(
+        a.transpose(2, 0, 1).tobytes() for a in arrays
+    )
+
+
+def break_images(root):
+    """Add to a folder of 4 + 4 good images one that is no image, and one that is cut off."""
+    (root / "red/text.jpg").write_bytes(b"JFIF?")
+    noise = np.random.default_rng(0).integers(0, 256, (90, 90, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(root / "green/cut.png")
+    whole = (root / "green/cut.png").read_bytes()
+    (root / "green/cut.png").write_bytes(whole[: len(whole) // 2])
+
+
+def test_all_broken_images_are_named_at_once_or_skipped(tmp_path):
+    root = tmp_path / "photos"
+    for name, color in COLORS.items():
+        for number in range(4):
+            paint(root / name / f"{number}.png", color)
+    good = prepare_own("images", root, tmp_path)
+    break_images(root)
+    with pytest.raises(CorruptFileError) as caught:
+        prepare_own("images", root, tmp_path)
+    assert str(caught.value) == (
+        f"2 images cannot be read: {root}/red/text.jpg, {root}/green/cut.png; remove them, or set "
+        "data.skip_broken=true"
+    )
+    data = prepare_own("images", root, tmp_path, skip_broken=True)
+    assert data.fingerprint == good.fingerprint
+    assert data.info.source.endswith(", 2 broken images skipped")
+    assert data.info.skipped == (f"{root}/red/text.jpg", f"{root}/green/cut.png")
+    assert measure_coverage(data).to_json()["skipped"] == data.info.skipped
+    with pytest.raises(InputError, match=r"data.skip_broken is for your own data"):
+        prepare_own("digits", None, tmp_path, skip_broken=True)
+
+
+def test_rows_of_broken_images_are_skipped_in_a_table(tmp_path):
+    for name, color in COLORS.items():
+        paint(tmp_path / f"img/{name}.png", color)
+    (tmp_path / "img/broken.png").write_bytes(b"?")
+    names = ["red", "broken", "green", "broken", "red"]
+    rows = [{"image": f"img/{n}.png", "label": n, "client": str(k)} for k, n in enumerate(names)]
+    file = write_rows(
+        tmp_path / "table/train.csv", [r | {"image": f"../{r['image']}"} for r in rows]
+    )
+    write_rows(tmp_path / "table/test.csv", [rows[0] | {"image": "../img/red.png"}])
+    with pytest.raises(CorruptFileError, match=r"2 images cannot be read: .*row 1, .*row 3; "):
+        prepare_own("table", file.parent, tmp_path)
+    data = prepare_own("table", file.parent, tmp_path, skip_broken=True)
+    kept = [
+        (data.info.classes[k], data.info.clients[c])
+        for k, c in zip(data.train.labels, data.train.column("client"), strict=True)
+    ]
+    assert kept == [("red", "0"), ("green", "2"), ("red", "4")]
+    assert [tuple(p[:, 0, 0]) for p in data.train.column("pixels")] == [COLORS[n] for n, _ in kept]
+
+
+def test_pixels_of_an_earlier_preparation_are_not_served(tmp_path, monkeypatch):
+    for name, color in COLORS.items():
+        paint(tmp_path / "photos" / name / "1.png", color)
+    config = DataConfig(name="images", path=str(tmp_path / "photos"))
+    data, content = prepare_own("images", config.path, tmp_path), find_source(config).content()
+    monkeypatch.setattr("trishul_ray.data.custom.PREPARATION_VERSION", 1)
+    assert prepare_own("images", config.path, tmp_path).folder != data.folder
+    assert find_source(config).content() != content
+
+
+def test_pillow_warns_of_nothing(tmp_path):
+    """A palette with transparency, and broken EXIF data, are readable: there is nothing to do."""
+    for name, color in COLORS.items():
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        palette = Image.new("P", (6, 6))
+        palette.putpalette([*color, 0, 0, 0])
+        palette.save(folder / "1.png", transparency=b"\xff\x80")
+        Image.new("RGB", (6, 6), color).save(folder / "2.jpg", exif=b"Exif\0\0II*\0\xff\0\0\0\x01")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(prepare_own("images", tmp_path / "photos", tmp_path).train) == 3
+    assert [str(w.message) for w in caught if "PIL" in w.filename] == []
 
 
 def test_what_is_wrong_with_a_folder_of_images_is_named(tmp_path):
@@ -188,7 +317,7 @@ def test_images_in_a_table_as_paths_or_bytes(tmp_path):
         for row in rows
     ]
     by_bytes = prepare_own("table", write_rows(tmp_path / "bytes.parquet", encoded), tmp_path)
-    assert by_path.info.image_shape == (3, 6, 8) and by_path.info.classes == ("green", "red")
+    assert by_path.info.image_shape == (3, 6, 6) and by_path.info.classes == ("green", "red")
     assert by_path.fingerprint == by_bytes.fingerprint
     rows[2]["image"] = "img/none.png"
     with pytest.raises(CorruptFileError, match=r"paths.csv, row 2: not a readable image"):

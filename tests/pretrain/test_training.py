@@ -60,6 +60,17 @@ def test_the_recipe_leaves_room_to_improve(digits):
     assert 0.75 <= accuracy(model, digits.test) <= 0.88
 
 
+def test_vit_tiny_learns_from_enlarged_digits(digits):
+    vit = BUILTINS["vit-tiny"]
+    short = dataclasses.replace(vit, recipe=dataclasses.replace(vit.recipe, epochs=2))
+    losses = []
+    model = train_backbone(
+        short, digits.split("pretrain"), on_epoch=lambda _, loss: losses.append(loss)
+    )
+    assert losses[1] < losses[0]
+    assert model(torch.zeros(1, 3, 64, 64)).logits.shape == (1, 10)
+
+
 def test_saved_weights_load_back(digits, tmp_path):
     model = new_backbone(VIT_DIGITS)
     folder = VIT_DIGITS.folder(tmp_path)

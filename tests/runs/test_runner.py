@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from PIL import Image
 from rich.console import Console
 from tiny_run import TINY
 
@@ -123,3 +124,24 @@ def test_a_corrupt_result_is_named(tiny):
     home.remove("result.json")
     with pytest.raises(FileNotFoundError):
         read_result(home)
+
+
+def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            color = (40 * number, 200 * (name == "a"), 0)
+            Image.new("RGB", (160, 100), color).save(tmp_path / "photos" / name / f"{number}.png")
+    (tmp_path / "photos/a/9.png").write_bytes(b"?")
+    photos = ["dataset=images", f"data.path={tmp_path / 'photos'}", "data.skip_broken=true"]
+    for model, warned in (("vit-digits", True), ("vit-tiny", False)):
+        screen = io.StringIO()
+        experiment = tiny(*photos, f"model={model}", "partition.kind=iid", "budget=4")
+        finished = run_experiment(experiment, RunProgress(2, Console(file=screen, width=400)))
+        assert ("vit-digits takes images of 8x8 pixels" in screen.getvalue()) == warned
+        assert ("100x100, are scaled down" in screen.getvalue()) == warned
+        data = finished.summary["data"]
+        assert data["skipped"] == (str(tmp_path / "photos/a/9.png"),)
+        assert data["sentence"].endswith(
+            "8 of 8 images resized and cropped to 100x100, 1 broken image skipped"
+        )

@@ -101,6 +101,7 @@ def build_dataset(
     *,
     image_folder: Path | None,
     progress: Callable[[str, float], None],
+    skip_broken: bool = False,
 ) -> tuple[DatasetInfo, dict[str, Columns]]:
     """Return the description of a dataset of tables, and the columns of ``train`` and ``test``.
 
@@ -112,6 +113,7 @@ def build_dataset(
         test_share: share of the train rows to set aside if there is no ``test`` split.
         image_folder: folder that image paths are relative to; None if images cannot be paths.
         progress: called with the stage and the fraction done.
+        skip_broken: whether to leave out rows whose image cannot be read.
 
     Raises:
         InputError: the columns do not make a dataset.
@@ -132,10 +134,13 @@ def build_dataset(
     if mapping.kind == "image":
         column = mapping.columns["image"]
         images = {s: _list_images(parts, column, image_folder) for s, parts in tables.items()}
-        pixels, note = decode_and_resize(images, report)
-        source += note
-        for split, array in pixels.items():
-            splits[split]["pixels"] = array
+        resized = decode_and_resize(images, report, skip_broken=skip_broken)
+        source += resized.note
+        fields["skipped"] = resized.skipped
+        for split, pixels in resized.pixels.items():
+            kept = resized.kept[split]
+            splits[split] = {n: _take_rows(c, kept) for n, c in splits[split].items()}
+            splits[split]["pixels"] = pixels
     for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
         raw = {split: values[column] for split, values in splits.items() if column in values}
         if not raw:

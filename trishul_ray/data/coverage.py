@@ -32,6 +32,7 @@ class Coverage:
     """The rows behind a run's scores.
 
     ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
+    ``skipped`` names the broken images that were left out.
     """
 
     dataset: str
@@ -39,6 +40,7 @@ class Coverage:
     revision: str | None
     train: RowCounts
     test: RowCounts
+    skipped: tuple[str, ...] = ()
 
     @property
     def part(self) -> bool:
@@ -55,8 +57,11 @@ class Coverage:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, ``part`` and ``sentence`` as plain JSON values."""
-        return asdict(self) | {"part": self.part, "sentence": self.sentence}
+        """Return all as plain JSON values, and ``skipped`` only if images were skipped."""
+        fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
+        if not self.skipped:
+            del fields["skipped"]
+        return fields
 
 
 def measure_coverage(
@@ -74,4 +79,4 @@ def measure_coverage(
         return RowCounts(used, held, official.get(split, held))
 
     train, test = count("train", train_limit), count("test", test_limit)
-    return Coverage(info.name, info.source, revision or None, train, test)
+    return Coverage(info.name, info.source, revision or None, train, test, info.skipped)

@@ -21,7 +21,7 @@ from trishul_ray.data.column_mapping import (
     make_info,
 )
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.images import NamedImage, decode_and_resize
+from trishul_ray.data.images import PREPARATION_VERSION, NamedImage, decode_and_resize
 from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
 from trishul_ray.data.public import Columns, Splits
 from trishul_ray.data.tables import (
@@ -50,12 +50,14 @@ class CustomDataset:
     path: str | None
     columns: Mapping[str, str]
     test_share: float
+    skip_broken: bool = False
     splits = ("train", "test")
     official = None
 
     def _key(self, source: str) -> str:
         # The number rises when the same rows get another description.
-        return f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n2"
+        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n2"
+        return f"{key}\nimages {PREPARATION_VERSION}, skip_broken={self.skip_broken}"
 
     def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
         return self._key(file_signature(file for split in files.values() for file in split))
@@ -98,32 +100,36 @@ class LocalImages(CustomDataset):
     def content(self) -> str | None:
         """Return a hash of splits, classes and images, in order; see :class:`CustomDataset`."""
         files = self._find_files()
-        return _hash_of([(s, label, digest(f)) for s in files for f, label in files[s]])
+        images = [(s, label, digest(f)) for s in files for f, label in files[s]]
+        return _hash_of([images, PREPARATION_VERSION])
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
 
         Raises:
             InputError: the folder does not exist, or a class folder holds no images.
-            CorruptFileError: an image cannot be read; the message names the file.
+            CorruptFileError: images cannot be read; the message names the files.
         """
         files = self._find_files()
         classes = tuple(sorted({label for labelled in files.values() for _, label in labelled}))
         images: dict[str, list[NamedImage]] = {
             split: [(file, str(file)) for file, _ in labelled] for split, labelled in files.items()
         }
-        pixels, note = decode_and_resize(images, lambda s, done: progress(f"images {s}", done))
-        splits: dict[str, Columns] = {
-            split: {
-                "pixels": pixels[split],
-                "label": np.array([classes.index(label) for _, label in labelled], dtype=np.int64),
-            }
-            for split, labelled in files.items()
-        }
+        resized = decode_and_resize(
+            images,
+            lambda s, done: progress(f"images {s}", done),
+            skip_broken=self.skip_broken,
+        )
+        splits: dict[str, Columns] = {}
+        for split, labelled in files.items():
+            labels = np.array([classes.index(label) for _, label in labelled], dtype=np.int64)
+            kept = labels[resized.kept[split]]
+            splits[split] = {"pixels": resized.pixels[split], "label": kept}
         if "test" not in splits:
             splits = split_off_test(splits["train"], self.test_share)
-        source = f"images:{self.path}{note}"
-        return make_info("images", "image", source, splits, {"classes": classes}), splits
+        source = f"images:{self.path}{resized.note}"
+        fields = {"classes": classes, "skipped": resized.skipped}
+        return make_info("images", "image", source, splits, fields), splits
 
     def _find_files(self) -> dict[str, list[tuple[Path, str]]]:
         """Return pairs of file and class, by split."""
@@ -174,7 +180,8 @@ class LocalTable(CustomDataset):
         """Return a hash of splits, formats, files and images; see :class:`CustomDataset`."""
         files = self._find_files()
         tables = [(s, file.suffix.lower(), digest(file)) for s in files for file in files[s]]
-        return _hash_of([tables, [digest(image) for image in self._listed_images(files)]])
+        parts = [tables, [digest(image) for image in self._listed_images(files)]]
+        return _hash_of([*parts, PREPARATION_VERSION] if self._tables_of_images(files) else parts)
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] by split.
@@ -195,6 +202,7 @@ class LocalTable(CustomDataset):
             self.test_share,
             image_folder=files["train"][0].parent,
             progress=progress,
+            skip_broken=self.skip_broken,
         )
 
     def _find_files(self) -> dict[str, list[Path]]:
@@ -231,12 +239,16 @@ class LocalTable(CustomDataset):
         column = self.columns.get("image", "image")
         folder = files["train"][0].parent
         images = []
-        for file in (file for split_files in files.values() for file in split_files):
-            if column in column_names(file):
-                values = read_table(file, [column]).column(column)
-                if is_text(values.type):
-                    images += [folder / name for name in values.to_pylist() if name]
+        for file in self._tables_of_images(files):
+            values = read_table(file, [column]).column(column)
+            if is_text(values.type):
+                images += [folder / name for name in values.to_pylist() if name]
         return [image for image in images if image.is_file()]
+
+    def _tables_of_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
+        """Return the tables that have a column of images."""
+        column = self.columns.get("image", "image")
+        return [file for split in files.values() for file in split if column in column_names(file)]
 
 
 class PassedRows(LocalTable):
@@ -290,7 +302,14 @@ class CustomHubDataset(CustomDataset):
                 used["test"] = tables[split]
                 break
         return build_dataset(
-            "hub", source, used, self.columns, self.test_share, image_folder=None, progress=progress
+            "hub",
+            source,
+            used,
+            self.columns,
+            self.test_share,
+            image_folder=None,
+            progress=progress,
+            skip_broken=self.skip_broken,
         )
 
     def _repo(self) -> HubRepo:

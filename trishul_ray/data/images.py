@@ -1,33 +1,70 @@
 """Decode images into one array per split.
 
 A prepared dataset holds images of one size and mode. :func:`decode_images` requires it of a public
-dataset's images. :func:`decode_and_resize` makes your own images meet it: images of other sizes
-are resized (bilinear, with antialiasing) to the most frequent size, scaled down if necessary to at
-most :data:`MAX_SIDE` a side; and unless all images are gray, all are converted to RGB, which drops
-transparency. ``info.source`` tells how many images were resized.
+dataset's images. :func:`decode_and_resize` makes your own images meet it: each is turned upright
+(its EXIF orientation), resized so that its short side fits (bilinear, with antialiasing), and
+cropped to the square in its centre. The side is the most frequent short side, at most
+:data:`MAX_SIDE`. Unless all images are gray, all are converted to RGB, which drops transparency.
+``info.source`` tells how many images were resized or cropped, and how many were skipped.
 
 Legend of shapes: N images, C channels, H x W pixels.
 """
 
+import logging
+import struct
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps
 
 from trishul_ray.data.tables import get_column
 from trishul_ray.errors import CorruptFileError
 
+# Python would print what Pillow logs on malformed files.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
+
 #: Pillow modes of stored images, with their numbers of channels.
 MODE_CHANNELS = {"RGB": 3, "L": 1}
 
-#: Maximum side of your own images as stored. Backbones for 224 pixels crop from 256.
+#: Maximum side of your own images as stored.
 MAX_SIDE = 256
+
+#: Raise it when :func:`resize_images` changes what it returns: own images are prepared anew.
+PREPARATION_VERSION = 2
+
+#: Broken images to name in one message.
+MAX_NAMED = 100
+
+#: What Pillow raises for files that are no images, are cut off or are malformed.
+_UNREADABLE = (
+    Image.DecompressionBombError,
+    OSError,
+    EOFError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    struct.error,
+)
+
+#: What turns an image upright, by its EXIF orientation.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 #: An encoded image or the path of its file, and its name in messages.
 NamedImage = tuple[bytes | Path, str]
@@ -81,74 +118,174 @@ def _decode(encoded: bytes | None, mode: str, size: tuple[int, int], where: str)
         return _to_array(image)
 
 
+@dataclass(frozen=True)
+class ResizedImages:
+    """Images of one size and mode.
+
+    Attributes:
+        pixels: the images of every split, uint8 [N, C, H, W].
+        kept: where they were in the split's list, int64 [N], ascending.
+        skipped: names of the images that cannot be read.
+        note: how many were resized, cropped or skipped, for ``info.source``; empty if none.
+    """
+
+    pixels: dict[str, np.ndarray]
+    kept: dict[str, np.ndarray]
+    skipped: tuple[str, ...]
+    note: str
+
+
 def decode_and_resize(
-    splits: Mapping[str, Sequence[NamedImage]], progress: Callable[[str, float], None]
-) -> tuple[dict[str, np.ndarray], str]:
+    splits: Mapping[str, Sequence[NamedImage]],
+    progress: Callable[[str, float], None],
+    *,
+    skip_broken: bool = False,
+) -> ResizedImages:
     """Decode images of any size and mode, at least one, and convert them to one size and mode.
 
-    Returns:
-        the pixels of every split, uint8 [N, C, H, W], and a note for ``info.source`` on how many
-        images were resized, empty if none.
+    With ``skip_broken``, images that cannot be read are left out, as if they were not there.
 
     Raises:
-        CorruptFileError: an image cannot be read; the message names it.
+        CorruptFileError: images cannot be read; the message names them.
+    """
+    broken: dict[str, str] = {}
+    while True:
+        readable = {s: [i for i in images if i[1] not in broken] for s, images in splits.items()}
+        shape, sizes = _common_shape(readable, broken)
+        pixels = {}
+        for split, images in readable.items():
+            images = [image for image in images if image[1] not in broken]
+            pixels[split] = _resize(images, shape, partial(progress, split), broken)
+            progress(split, 1.0)
+        if broken and not skip_broken:
+            raise _broken_images(broken)
+        if sum(map(len, pixels.values())) == sizes.total():
+            break
+        # The header of a broken image may have been readable: its size must not count.
+    kept = {
+        split: np.array([n for n, (_, where) in enumerate(images) if where not in broken], int)
+        for split, images in splits.items()
+    }
+    side = shape[1]
+    resized = sizes.total() - sizes[side, side]
+    note = ""
+    if resized:
+        note = f", {resized} of {sizes.total()} images resized and cropped to {side}x{side}"
+    if broken:
+        note += f", {len(broken)} broken image{'s' * (len(broken) > 1)} skipped"
+    return ResizedImages(pixels, kept, tuple(broken), note)
+
+
+def _common_shape(
+    splits: Mapping[str, Sequence[NamedImage]], broken: dict[str, str]
+) -> tuple[tuple[int, int, int], Counter[tuple[int, int]]]:
+    """Return (C, side, side) for all images, and how many have which size as stored.
+
+    Only headers are read. Images without a readable one are added to ``broken``, with the fault.
     """
     sizes: Counter[tuple[int, int]] = Counter()
     all_gray = True
     for images in splits.values():
         for encoded, where in images:
-            with _open_image(encoded, where) as image:
-                sizes[image.height, image.width] += 1
-                all_gray = all_gray and image.mode in ("1", "L")
-    most_frequent = min(sizes, key=lambda size: (-sizes[size], size))
-    scale = min(1.0, MAX_SIDE / max(most_frequent))
-    height, width = (max(1, round(side * scale)) for side in most_frequent)
-    mode = "L" if all_gray else "RGB"
-    pixels = {}
-    for split, images in splits.items():
-        shape = (MODE_CHANNELS[mode], height, width)
-        pixels[split] = resize_images(images, shape, partial(progress, split))
-        progress(split, 1.0)
-    resized = sizes.total() - sizes[height, width]
-    note = f", {resized} of {sizes.total()} images resized to {width}x{height}"
-    return pixels, note if resized else ""
+            try:
+                with _open_image(encoded, where) as image:
+                    sizes[image.height, image.width] += 1
+                    all_gray = all_gray and image.mode in ("1", "L")
+            except CorruptFileError as error:
+                broken[where] = str(error)
+    if not sizes:
+        raise _broken_images(broken)
+    short_sides: Counter[int] = Counter()
+    for size, count in sizes.items():
+        short_sides[min(size)] += count
+    side = min(MAX_SIDE, min(short_sides, key=lambda side: (-short_sides[side], side)))
+    return (MODE_CHANNELS["L" if all_gray else "RGB"], side, side), sizes
 
 
-def resize_images(
-    images: Sequence[NamedImage],
-    shape: tuple[int, int, int],
-    progress: Callable[[float], None] = lambda done: None,
-) -> np.ndarray:
+def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> np.ndarray:
     """Decode images of any size and mode, and convert them to one ``shape``, (C, H, W).
 
     Returns:
         the pixels, uint8 [N, C, H, W].
 
     Raises:
-        CorruptFileError: an image cannot be read; the message names it.
+        CorruptFileError: images cannot be read; the message names them.
     """
+    broken: dict[str, str] = {}
+    pixels = _resize(images, shape, lambda done: None, broken)
+    if broken:
+        raise _broken_images(broken)
+    return pixels
+
+
+def _resize(
+    images: Sequence[NamedImage],
+    shape: tuple[int, int, int],
+    progress: Callable[[float], None],
+    broken: dict[str, str],
+) -> np.ndarray:
+    """Return the pixels of the images that can be read; add the others to ``broken``."""
     channels, height, width = shape
     mode = next(mode for mode, count in MODE_CHANNELS.items() if count == channels)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
-    for row, (encoded, where) in enumerate(images):
-        with _open_image(encoded, where) as image:
-            converted = image.convert(mode)
-        if converted.size != (width, height):
-            converted = converted.resize((width, height), Image.Resampling.BILINEAR)
-        pixels[row] = _to_array(converted)
-        if row % 500 == 0:
-            progress(row / len(images))
-    return pixels
+    row = 0
+    for number, (encoded, where) in enumerate(images):
+        try:
+            with _open_image(encoded, where) as image:
+                image.load()
+                upright = _turn_upright(image).convert(mode)
+                if upright.size != (width, height):
+                    bilinear = Image.Resampling.BILINEAR
+                    upright = ImageOps.fit(upright, (width, height), bilinear)
+        except CorruptFileError as error:
+            broken[where] = str(error)
+            continue
+        pixels[row] = _to_array(upright)
+        row += 1
+        if number % 500 == 0:
+            progress(number / len(images))
+    return pixels[:row]
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    """Return a decoded image as its EXIF orientation says that it is seen."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except _UNREADABLE:
+        return image  # broken EXIF data say nothing on a readable image
+    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    return image if turn is None else image.transpose(turn)
+
+
+def _broken_images(broken: Mapping[str, str]) -> CorruptFileError:
+    """Return the error that names all images in ``broken``, which has their faults by name."""
+    if len(broken) == 1:
+        (fault,) = broken.values()
+        return CorruptFileError(f"{fault}; remove it, or set data.skip_broken=true")
+    names = ", ".join(list(broken)[:MAX_NAMED])
+    more = f" and {len(broken) - MAX_NAMED} more" if len(broken) > MAX_NAMED else ""
+    return CorruptFileError(
+        f"{len(broken)} images cannot be read: {names}{more}; remove them, or set "
+        "data.skip_broken=true"
+    )
 
 
 @contextmanager
 def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
-    """Open an image and read its header; convert errors in the body, too, to CorruptFileError."""
+    """Open an image and read its header; convert errors in the body, too, to CorruptFileError.
+
+    Warnings of Pillow are not shown: what is wrong but readable needs no attention.
+    """
     try:
-        with Image.open(encoded if isinstance(encoded, Path) else BytesIO(encoded)) as image:
-            yield image
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
-        raise CorruptFileError(f"{where}: not a readable image ({error})") from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="PIL")
+            with Image.open(encoded if isinstance(encoded, Path) else BytesIO(encoded)) as image:
+                yield image
+    except CorruptFileError:
+        raise
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CorruptFileError(f"{where}: not a readable image ({reason})") from error
 
 
 def _to_array(image: Image.Image) -> np.ndarray:

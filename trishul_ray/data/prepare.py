@@ -135,14 +135,14 @@ def find_source(data: "DataConfig | str") -> Source:
     if name in CUSTOM:
         if isinstance(data, str):
             return CUSTOM[name](None, {}, 0.2)
-        return CUSTOM[name](data.path, data.columns, data.test_share)
+        return CUSTOM[name](data.path, data.columns, data.test_share, data.skip_broken)
     if name not in _SOURCES:
         known = dataset_names()
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"data.name={name!r} is unknown; known: {', '.join(known)}{hint}")
-    if not isinstance(data, str) and (data.path is not None or data.columns):
-        field = "path" if data.path is not None else "columns"
+    if not isinstance(data, str) and (data.path is not None or data.columns or data.skip_broken):
+        field = "path" if data.path is not None else "columns" if data.columns else "skip_broken"
         raise InputError(
             f"data.{field} is for your own data (dataset {', '.join(CUSTOM)}), not dataset {name}"
         )

@@ -57,6 +57,7 @@ class DatasetInfo:
         image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
         mean: mean per channel of pixels / 255 over the first split.
         std: standard deviation per channel, likewise.
+        skipped: names of broken images that were left out.
     """
 
     name: str
@@ -69,6 +70,7 @@ class DatasetInfo:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     clients: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:

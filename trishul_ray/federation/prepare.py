@@ -14,7 +14,7 @@ from trishul_ray.content import check_content
 from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import encode, prepare
-from trishul_ray.data.prepared import PreparedDataset, ProgressCallback
+from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, ProgressCallback
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
@@ -26,6 +26,9 @@ from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
+
+#: How many times larger than the backbone's images those of a dataset may be without a warning.
+MAX_REDUCTION = 4
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,29 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
 def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
     """Return how many rows of a dataset the experiment trains on and scores."""
     return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
+
+
+def small_images_line(backbone: Backbone, info: DatasetInfo) -> str | None:
+    """Return a warning if a backbone takes much smaller images than a dataset has; None if not.
+
+    Raises:
+        InputError: the backbone cannot be found.
+    """
+    if info.kind != "image":
+        return None
+    side, stored = backbone.preprocessing.image_size, max(info.image_shape[1:])
+    if side is None or stored <= MAX_REDUCTION * side:
+        return None
+    larger = ", ".join(
+        f"{b.name} ({b.architecture['image_size']})"
+        for b in BUILTINS.values()
+        if b.architecture.get("image_size", 0) > side
+    )
+    return (
+        f"warning: {backbone.name} takes images of {side}x{side} pixels, and those of dataset "
+        f"{info.name}, {stored}x{stored}, are scaled down to that: details are lost; for larger "
+        f"images: {', '.join(filter(None, (larger, 'vit-b16 (224)')))}"
+    )
 
 
 def check_fits(experiment: Experiment) -> None:

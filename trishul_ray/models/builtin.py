@@ -143,6 +143,17 @@ VIT_DIGITS = Builtin(
     },
 )
 
+VIT_TINY = Builtin(
+    name="vit-tiny",
+    description="ViT for 64x64 color images: 96 wide, 4 blocks, pretrained on the digits, enlarged",
+    recipe=Recipe(dataset="digits", split="pretrain", epochs=24, batch_size=30, lr=1e-3),
+    architecture={
+        "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 192, "image_size": 64, "patch_size": 16, "num_channels": 3,
+        "num_labels": 10, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+)
+
 BERT_TINY = Builtin(
     name="bert-tiny",
     description="BERT on bytes: 128 wide, 2 blocks, pretrained to fill in masked bytes",
@@ -183,7 +194,7 @@ LLAMA_TINY = Builtin(
 # fmt: on
 
 #: The built-in backbones by name.
-BUILTINS = {b.name: b for b in (VIT_DIGITS, BERT_TINY, T5_TINY, LLAMA_TINY)}
+BUILTINS = {b.name: b for b in (VIT_DIGITS, VIT_TINY, BERT_TINY, T5_TINY, LLAMA_TINY)}
 
 
 def _byte_characters() -> list[str]:

@@ -111,13 +111,15 @@ def name_classes(model: nn.Module, bench: ModelBench) -> None:
 
 def image_processor(task: ImageClassification) -> dict[str, Any]:
     """Return the image processor of transformers that prepares images as the task does."""
-    side = {"height": task.image_size, "width": task.image_size}
+    side = task.image_size
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_convert_rgb": task.channels == 3,
         "do_resize": True,
-        "size": side,
+        "size": {"shortest_edge": side},
         "resample": 2,  # bilinear
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -40,6 +40,7 @@ from trishul_ray.federation.prepare import (
     coverage_of,
     local_sources,
     prepare_run,
+    small_images_line,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
@@ -159,6 +160,9 @@ def run_steps(
         _mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
+        warning = small_images_line(Backbone.of(experiment), prepared.dataset.info)
+        if warning is not None:
+            progress.note(warning)
         if fresh:
             home.remove_all()
         if extras:  # a sweep's runs differ by design
