@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from trishul_ray.errors import InputError
+from trishul_ray.network import hub_fault, hub_or_cache
 
 #: Beginning of the key of rows that are read from the hub itself.
 ON_HUB = "hub:"
@@ -128,7 +129,8 @@ class HubRepo:
 def _hub_errors_as_input_errors() -> Iterator[None]:
     """Convert errors of the hub client to an InputError with the reason in one short line.
 
-    The client's log lines on each retry are suppressed: the error tells the outcome.
+    The client's log lines on each retry are suppressed: the error tells the outcome. If the hub
+    does not answer at once, only what was downloaded before is read.
     """
     import datasets  # takes seconds to import
     from huggingface_hub.errors import HfHubHTTPError
@@ -137,9 +139,10 @@ def _hub_errors_as_input_errors() -> Iterator[None]:
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
     try:
-        yield
+        with hub_or_cache():
+            yield
     except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = hub_fault() or " ".join(str(error).split()) or type(error).__name__
         raise InputError(reason if len(reason) <= 300 else f"{reason[:297]}...") from error
     finally:
         hub_logging.set_verbosity(verbosity)

@@ -6,7 +6,6 @@ import shutil
 import socket
 import sqlite3
 import tempfile
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 from trishul_ray.doctor.check import Check, Status
 from trishul_ray.errors import InputError, RunError
+from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
 from trishul_ray.storage import Store
 from trishul_ray.tracking.store import sqlite_file, tracking_uri
@@ -184,7 +184,7 @@ def check_hub() -> Check:
 def _check_answer(
     name: str, place: str, request: Callable[[], object], hint: str, otherwise: Status = "fail"
 ) -> Check:
-    fault = try_within_timeout(request)
+    fault = try_within(TIMEOUT, request)
     if fault:
         return Check(name, otherwise, f"{place} does not answer: {fault}", hint)
     return Check(name, "ok", f"{place} answers")
@@ -197,28 +197,6 @@ def _get(address: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             raise
-
-
-def try_within_timeout(action: Callable[[], object]) -> str:
-    """Call ``action``; return why it failed or timed out in one line, or ``""`` on success.
-
-    The call runs in a daemon thread, because a name lookup has no timeout and would block the exit.
-    """
-    faults: list[str] = [f"no answer within {TIMEOUT:g} s"]
-
-    def attempt() -> None:
-        try:
-            action()
-        except (OSError, InputError, ValueError) as error:
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            faults[0] = redact(str(reason)).splitlines()[0] or type(error).__name__
-        else:
-            faults[0] = ""
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT)
-    return faults[0]
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.files import stamp
+from trishul_ray.network import hub_fault
 
 if TYPE_CHECKING:
     from torch import nn
@@ -290,6 +291,7 @@ class Backbone:
             return CorruptFileError(
                 f"model.name={self.name!r}: cannot load {self.location}: {reason}"
             )
+        reason = hub_fault() or reason
         mirror = self.places.hub
         searched = f"mirror {mirror} does not hold it" if mirror else "no mirror is set"
         return InputError(

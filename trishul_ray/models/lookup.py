@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,6 +39,7 @@ from transformers.utils import logging as hf_logging
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.files import digest
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.network import hub_or_cache
 
 if TYPE_CHECKING:
     from trishul_ray.models.backbone import ModelKind
@@ -175,7 +176,7 @@ def _packaged_model(name: str) -> Path:
 
 def read_architecture(location: Path | str) -> PretrainedConfig:
     """Read ``config.json`` without running any code found there; raise as transformers does."""
-    with quiet_transformers():
+    with reading_from(location):
         config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
     return config
 
@@ -198,7 +199,7 @@ def read_normalization(
     else:
         if location in KNOWN_NORMALIZATION:
             return KNOWN_NORMALIZATION[location]
-        with quiet_transformers():
+        with reading_from(location):
             try:
                 file = Path(hf_hub_download(location, "preprocessor_config.json"))
             except RemoteEntryNotFoundError:
@@ -231,6 +232,16 @@ def usual_kind(architecture: PretrainedConfig) -> "ModelKind":
     if type(architecture) in AutoModelForMaskedLM._model_mapping:
         return "sequence-classification"
     return "causal-lm"
+
+
+@contextmanager
+def reading_from(location: Path | str) -> Iterator[None]:
+    """Read a model's files with :func:`quiet_transformers`; ``location`` may be a name on the hub.
+
+    If the hub does not answer at once, only what was downloaded before is read.
+    """
+    with quiet_transformers(), hub_or_cache() if isinstance(location, str) else nullcontext():
+        yield
 
 
 @contextmanager

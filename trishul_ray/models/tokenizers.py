@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
-from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers
+from trishul_ray.models.lookup import READ_ERRORS, reading_from
 
 if TYPE_CHECKING:
     from trishul_ray.models.backbone import Backbone
@@ -27,7 +27,7 @@ def load_tokenizer(backbone: "Backbone") -> PreTrainedTokenizerBase:
     location = backbone.location
     if isinstance(location, Path):
         _check_file(location / "tokenizer.json")
-    with quiet_transformers():
+    with reading_from(location):
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 location, trust_remote_code=False, use_fast=True

@@ -22,7 +22,7 @@ from transformers import (
 
 from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers
+from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers, reading_from
 from trishul_ray.rng import torch_rng
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def load_checkpoint(
         CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
     """
     checkpoint = backbone.checkpoint
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+    with reading_from(checkpoint), torch.random.fork_rng(devices=[]):
         try:
             model, info = _AUTO_CLASSES[kind].from_pretrained(
                 checkpoint,
