@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,17 @@ from transformers import (
     BertConfig,
     BertModel,
     ConvNextConfig,
+    Dinov2Config,
+    Dinov2Model,
     ViTConfig,
     ViTModel,
 )
 
+from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig
+from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.federation.prepare import image_size_line
 from trishul_ray.models import lookup
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
@@ -276,3 +282,47 @@ def test_real_pretrained_vit(tmp_path):
     images = backbone.preprocessing
     assert images.mean == (0.4914, 0.4822, 0.4465) and images.image_size == 32
     assert backbone.architecture.num_labels == 10
+
+
+@pytest.fixture
+def dinov2(tmp_path):
+    """The folder of a small DINOv2 with the published patch and image size, 14 and 518."""
+    config = Dinov2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, mlp_ratio=2,
+        image_size=518, patch_size=14,
+    )  # fmt: skip
+    Dinov2Model(config).save_pretrained(tmp_path / "dino")
+    return str(tmp_path / "dino")
+
+
+def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
+    """Its own code interpolates the positions in every call; here that is done once, at loading."""
+    places = Places(tmp_path, None)
+    pixels = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
+    own = Backbone(ModelConfig(name=dinov2), places).load("image-classification", 3, seed=0)
+    asked = Backbone(ModelConfig(name=dinov2, image_size=56), places)
+    model = asked.load("image-classification", 3, seed=0)
+    assert asked.preprocessing.image_size == 56
+    assert model.dinov2.embeddings.position_embeddings.shape == (1, 17, 32)
+    with torch.inference_mode():
+        assert torch.equal(model(pixels).logits, own(pixels).logits)
+    assert len(find_layers(model)) == 4  # query and value of 2 blocks
+    with pytest.raises(InputError, match=r"image_size=32 is no multiple of the model's patch, 14"):
+        Backbone(ModelConfig(name=dinov2, image_size=32), places).load(
+            "image-classification", 3, seed=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "remark"),
+    [
+        (None, 32, r"518x518 pixels \(1,370 tokens each\).* 32x32: model.image_size=224 takes 257"),
+        (224, 32, None),
+        (14, 128, r"warning: .* takes images of 14x14 pixels.* 128x128, are scaled down"),
+    ],
+)
+def test_images_of_another_size_get_a_remark(dinov2, tmp_path, asked, stored, remark):
+    backbone = Backbone(ModelConfig(name=dinov2, image_size=asked), Places(tmp_path, None))
+    info = DatasetInfo("photos", "image", "x", ("a", "b"), image_shape=(3, stored, stored))
+    line = image_size_line(backbone, info)
+    assert line is None if remark is None else re.search(remark, line)

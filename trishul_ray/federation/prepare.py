@@ -30,6 +30,9 @@ from trishul_ray.tasks.verbalizer import Verbalizer
 #: How many times larger than the backbone's images those of a dataset may be without a warning.
 MAX_REDUCTION = 4
 
+#: Tokens of an image up to which a dataset's images may be enlarged without a remark.
+MAX_TOKENS = 400
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -158,27 +161,33 @@ def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
     return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
 
 
-def small_images_line(backbone: Backbone, info: DatasetInfo) -> str | None:
-    """Return a warning if a backbone takes much smaller images than a dataset has; None if not.
+def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
+    """Return a remark on a backbone whose images are much smaller or larger than a dataset's.
+
+    None if they are not, or if the rows are not images.
 
     Raises:
         InputError: the backbone cannot be found.
     """
-    if info.kind != "image":
+    if info.kind != "image" or (side := backbone.preprocessing.image_size) is None:
         return None
-    side, stored = backbone.preprocessing.image_size, max(info.image_shape[1:])
-    if side is None or stored <= MAX_REDUCTION * side:
-        return None
-    larger = ", ".join(
-        f"{b.name} ({b.architecture['image_size']})"
-        for b in BUILTINS.values()
-        if b.architecture.get("image_size", 0) > side
-    )
-    return (
-        f"warning: {backbone.name} takes images of {side}x{side} pixels, and those of dataset "
-        f"{info.name}, {stored}x{stored}, are scaled down to that: details are lost; for larger "
-        f"images: {', '.join(filter(None, (larger, 'vit-b16 (224)')))}"
-    )
+    stored = max(info.image_shape[1:])
+    takes = f"{backbone.name} takes images of {side}x{side} pixels"
+    if stored > MAX_REDUCTION * side:
+        sizes = {b.name: b.architecture.get("image_size", 0) for b in BUILTINS.values()}
+        larger = [f"{name} ({size})" for name, size in sizes.items() if size > side]
+        return (
+            f"warning: {takes}, and those of dataset {info.name}, {stored}x{stored}, are scaled "
+            f"down to that: details are lost; for larger images: {', '.join(larger)}"
+            f"{', ' * bool(larger)}vit-b16 (224)"
+        )
+    patch = getattr(backbone.architecture, "patch_size", None)
+    if side > stored and isinstance(patch, int) and (side // patch) ** 2 > MAX_TOKENS:
+        return (
+            f"{takes} ({(side // patch) ** 2 + 1:,} tokens each), and those of dataset {info.name} "
+            f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
+        )
+    return None
 
 
 def check_fits(experiment: Experiment) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,15 @@ from trishul_ray.federation.prepare import (
     Prepared,
     check_fits,
     coverage_of,
+    image_size_line,
     local_sources,
     prepare_run,
-    small_images_line,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
+from trishul_ray.runs.duration import DurationNote
 from trishul_ray.runs.results import (
     TABLES,
     flat_config,
@@ -160,9 +161,9 @@ def run_steps(
         _mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-        warning = small_images_line(Backbone.of(experiment), prepared.dataset.info)
-        if warning is not None:
-            progress.note(warning)
+        remark = image_size_line(Backbone.of(experiment), prepared.dataset.info)
+        if remark is not None:
+            progress.note(remark)
         if fresh:
             home.remove_all()
         if extras:  # a sweep's runs differ by design
@@ -303,7 +304,11 @@ def _run(
             driver = stack.enter_context(
                 open_driver(experiment, prepared, attempt, progress.note, options.workers)
             )
-            result = yield from _train(driver, tracker, progress)
+            duration = None
+            if options.extras:  # a sweep has an estimate of its own
+                info = prepared.dataset.info
+                duration = DurationNote(experiment, info, coverage, progress)
+            result = yield from _train(driver, tracker, progress, duration)
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -337,7 +342,7 @@ def _run(
 
 
 def _train(
-    driver: Driver, tracker: Tracker, progress: RunProgress
+    driver: Driver, tracker: Tracker, progress: RunProgress, duration: DurationNote | None
 ) -> Generator[RoundReport, None, RunResult]:
     """Run the rounds that are left and return the result: the round loop of every run.
 
@@ -353,7 +358,8 @@ def _train(
     _log(report, tracker, progress, shown=1)
     yield report
     while not report.finished:
-        report = driver.step()
+        with nullcontext() if duration is None else duration.round(report.round):
+            report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
         yield report
     return driver.final()
