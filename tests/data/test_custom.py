@@ -393,7 +393,12 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, case):
         ),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),
-        ("x.parquet", b"PAR1 and no more", r"x.parquet: not a readable parquet file"),
+        (
+            "x.parquet",
+            b"PAR1 and no more",
+            r"x.parquet: an incomplete download: it ends after 16 bytes",
+        ),
+        ("x.parquet", b"<html>", r"x.parquet: not a readable parquet file"),
         (
             "x.xlsx",
             b"PK",

@@ -1,6 +1,7 @@
 """Read members of tar and zip files into memory, one at a time, without extracting to disk."""
 
 import gzip
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -63,6 +64,10 @@ def tar_members(
                 assert stream is not None  # it is a plain file
                 yield name, stream.read(), min(1.0, raw.tell() / size)
     except DAMAGED_FILE_ERRORS as error:
+        if isinstance(error, EOFError) or "unexpected end of data" in str(error):
+            raise CorruptFileError(
+                f"{file}: an incomplete download: it ends after {size:,} bytes; download it again"
+            ) from error
         raise CorruptFileError(f"{file}: not a readable tar.gz file ({error})") from error
 
 
@@ -84,4 +89,31 @@ def zip_member(file: Path, name: str, limit: int) -> Iterator[IO[bytes]]:
                 yield stream
     # RuntimeError: encrypted; NotImplementedError: an unsupported compression.
     except (*DAMAGED_FILE_ERRORS, RuntimeError, NotImplementedError) as error:
+        if (cut := _where_cut(file)) is not None:
+            raise CorruptFileError(
+                f"{file}: an incomplete download: {cut}; download it again"
+            ) from error
         raise CorruptFileError(f"{file}: not a readable zip file ({error})") from error
+
+
+def _where_cut(file: Path) -> str | None:
+    """Return where the beginning of a zip file was cut, with sizes; None if it was not.
+
+    The list of members is at the end of a zip file, so a part of it lacks the list. But each
+    member begins with a header, which has its size unless the file was written as a stream.
+    """
+    if zipfile.is_zipfile(file):
+        return None
+    size, end, name = file.stat().st_size, 0, ""
+    with file.open("rb") as stream:
+        while len(header := stream.read(30)) == 30 and header.startswith(b"PK\x03\x04"):
+            flags, length = struct.unpack("<H10xI", header[6:22])
+            name_length, extra = struct.unpack("<HH", header[26:])
+            name = stream.read(name_length).decode("utf-8", "replace")
+            if flags & 8 or length == 0xFFFFFFFF:
+                return f"it has {size:,} bytes and ends within or after member {name}"
+            end += 30 + name_length + extra + length
+            if end > size:
+                return f"it has {size:,} bytes, but member {name} ends at byte {end:,}"
+            stream.seek(end)
+    return f"it has {size:,} bytes and ends after member {name}" if name else None

@@ -55,10 +55,11 @@ class HubRepo:
         """Return the files of every split in the mirror ``hub``, or None if it has none of them.
 
         Raises:
-            InputError: the mirror has some of the splits, but not all.
+            InputError: the mirror has some of the splits, but not all, or is a folder inside one.
         """
         if hub is None:
             return None
+        check_depth(hub, self.repo)
         folder = hub / self.repo
         for pattern in self.file_patterns:
             files = {s: sorted(folder.glob(pattern.format(split=s))) for s in splits}
@@ -146,6 +147,24 @@ def _hub_errors_as_input_errors() -> Iterator[None]:
         raise InputError(reason if len(reason) <= 300 else f"{reason[:297]}...") from error
     finally:
         hub_logging.set_verbosity(verbosity)
+
+
+def check_depth(hub: Path, repo: str) -> None:
+    """Raise an InputError if ``hub`` is a folder inside a mirror, that of ``repo`` or its owner."""
+    if (hub / repo).is_dir():
+        return
+    owner, _, name = repo.partition("/")
+    here = hub.expanduser().resolve()
+    if here.name == owner and (here / name).is_dir():
+        mirror = here.parent
+    elif (here.parent.name, here.name) == (owner, name):
+        mirror = here.parent.parent
+    else:
+        return
+    raise InputError(
+        f"mirror {hub} (storage.hub or TRISHUL_HUB) is too deep: {repo} must be below it; "
+        f"use {mirror}"
+    )
 
 
 def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:

@@ -386,7 +386,14 @@ class PublicDataset:
         return join(parts)
 
     def _archive_files(self, hub: Path | None) -> tuple[Path, ...] | None:
-        return None if hub is None or self.archive is None else self.archive.find(hub / "archives")
+        if hub is None or self.archive is None:
+            return None
+        if hub.name == "archives" and self.archive.find(hub) is not None:
+            raise InputError(
+                f"mirror {hub} (storage.hub or TRISHUL_HUB) is too deep: the folder archives must "
+                f"be in it; use {hub.resolve().parent}"
+            )
+        return self.archive.find(hub / "archives")
 
     def _download(self, split: str, hub: Path | None) -> pa.Table:
         try:

@@ -27,6 +27,9 @@ from trishul_ray.rng import numpy_rng
 #: File name suffixes that :func:`read_table` can read.
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
 
+#: First and last bytes of a Parquet file.
+_PARQUET = b"PAR1"
+
 #: Whole numbers that fit into int64, each in its only spelling (no sign, no leading zeros).
 _WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})$"
 
@@ -71,6 +74,16 @@ def _read_parquet(file: Path, columns: Sequence[str] | None) -> pa.Table:
             return opened.read(None if columns is None else _select(names, columns))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(file, "parquet", error) from error
+
+
+def _is_cut(file: Path) -> bool:
+    """Return whether a file begins as a Parquet file does, but does not end as one."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        begins = stream.read(4) == _PARQUET
+        stream.seek(-min(4, file.stat().st_size), 2)
+        return begins and stream.read(4) != _PARQUET
 
 
 def _read_csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
@@ -121,6 +134,11 @@ def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 
 def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
+    if kind == "parquet" and _is_cut(file):
+        return CorruptFileError(
+            f"{file}: an incomplete download: it ends after {file.stat().st_size:,} bytes, "
+            "without the table's description; download it again"
+        )
     return CorruptFileError(f"{file}: not a readable {kind} file ({str(error).splitlines()[0]})")
 
 

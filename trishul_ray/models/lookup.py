@@ -36,6 +36,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from trishul_ray.data.hub import check_depth
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.files import digest
 from trishul_ray.models.builtin import BUILTINS
@@ -125,6 +126,8 @@ def find_model(name: str, places: "Places") -> Path | str:
             f"a hub name owner/model{hint}"
         )
     mirror = places.hub
+    if mirror is not None:
+        check_depth(mirror, name)
     if mirror is not None and (mirror / name).is_dir():
         if not (mirror / name / "config.json").is_file():
             raise InputError(

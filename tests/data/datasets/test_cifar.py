@@ -164,7 +164,7 @@ def test_a_missing_member_a_link_and_a_cut_file_are_named(tmp_path):
 
     write_tar(file, cifar100())
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(CorruptFileError, match=r"tar.gz: not a readable tar.gz file"):
+    with pytest.raises(CorruptFileError, match="incomplete download: it ends after 2,000 bytes"):
         CIFAR100.archive.read((file,), lambda *_: None)
     file.write_bytes(b"not compressed at all")
     with pytest.raises(CorruptFileError, match=r"tar.gz: not a readable tar.gz file"):

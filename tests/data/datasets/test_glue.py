@@ -115,7 +115,7 @@ def test_qnli_and_sst2(tmp_path):
             "index\tsentence1\tlabel\n",
             r"no column 'sentence2'; it has index, sentence1, label",
         ),
-        ("", "no column 'sentence1'; it has "),
+        ("", "no column 'sentence1'; it has none"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, text, message):
@@ -133,6 +133,9 @@ def test_malformed_files_are_named(tmp_path):
     with pytest.raises(CorruptFileError, match=r"RTE.zip: no member RTE/dev.tsv"):
         RTE.read(tmp_path, lambda *_: None)
     file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CorruptFileError, match=r"RTE.zip: an incomplete download: it has 100"):
+        RTE.read(tmp_path, lambda *_: None)
+    file.write_bytes(b"<html>")
     with pytest.raises(CorruptFileError, match=r"RTE.zip: not a readable zip file"):
         RTE.read(tmp_path, lambda *_: None)
     file.unlink()
@@ -146,3 +149,24 @@ def test_malformed_files_are_named(tmp_path):
     (folder / "RTE/train.tsv").write_bytes(RTE_TRAIN.encode("latin-1"))
     with pytest.raises(CorruptFileError, match=r"RTE/train.tsv, line 3: not UTF-8"):
         RTE.read(tmp_path, lambda *_: None)
+
+
+def test_a_cut_zip_is_an_incomplete_download_with_sizes(tmp_path):
+    folder = tmp_path / "archives"
+    folder.mkdir(parents=True)
+    file = folder / "RTE.zip"
+    with zipfile.ZipFile(file, "w") as archive:  # stored: the sizes are known
+        archive.writestr("RTE/train.tsv", "x" * 1000)
+        archive.writestr("RTE/dev.tsv", "y" * 1000)
+    whole = file.read_bytes()
+    first_end, second_end = 30 + 13 + 1000, 2 * (30 + 1000) + 13 + 11
+    for size, reason in {
+        500: f"it has 500 bytes, but member RTE/train.tsv ends at byte {first_end:,}",
+        1500: f"it has 1,500 bytes, but member RTE/dev.tsv ends at byte {second_end:,}",
+        second_end + 5: f"it has {second_end + 5:,} bytes and ends after member RTE/dev.tsv",
+    }.items():
+        file.write_bytes(whole[:size])
+        with pytest.raises(CorruptFileError) as caught:
+            RTE.archive.read((file,), lambda *_: None)
+        message = f"{file}: an incomplete download: {reason}; download it again"
+        assert str(caught.value) == message

@@ -91,7 +91,7 @@ class GlueArchive:
         wanted = (*(self.columns or self.fields), self.label)
         missing = [name for name in wanted if name not in header]
         if missing:
-            names = ", ".join(header)
+            names = ", ".join(header) or "none"
             raise CorruptFileError(f"{where}: no column {missing[0]!r}; it has {names}")
         indices = [header.index(name) for name in wanted]
         numbers = {spelling: label for label, spelling in enumerate(self.labels)}
