@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from trishul_ray.errors import InputError
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
-from trishul_ray.tracking.store import open_client
+from trishul_ray.tracking.store import open_client, ui_command
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +152,22 @@ def test_artifacts_must_be_a_folder(uri, tmp_path):
         open_run(uri).log_artifacts(tmp_path / "absent")
 
 
-def test_ui_command_opens_this_store(uri, tmp_path):
-    assert open_run(uri).ui_command() == (
-        f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db --host 127.0.0.1"
-    )
+def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRISHUL_RUNS", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = open_run(uri)
+    monkeypatch.chdir(tmp_path)
+    assert run.ui_command() == "trishul ui"
+    assert run.ui_command("abc") == "trishul ui abc"
+    (tmp_path / "else where").mkdir()
+    monkeypatch.chdir(tmp_path / "else where")
+    assert run.ui_command("abc") == f"trishul ui abc --runs {tmp_path}/runs"
+    monkeypatch.chdir(tmp_path.parent)
+    assert run.ui_command() == f"trishul ui --runs {tmp_path.name}/runs"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
+    assert run.ui_command() == f"trishul ui --uri {uri}"
+    assert ui_command("sqlite:////x/my.db") == "trishul ui --uri sqlite:////x/my.db"
+    assert ui_command("http://me:secret@host:5000", "abc") == "http://***@host:5000"
 
 
 def test_the_base_tracker_discards_everything(tmp_path):

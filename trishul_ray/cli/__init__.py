@@ -49,6 +49,7 @@ for command in (
     data.methods,
     data.models,
     data.datasets,
+    machine.ui,
     machine.doctor,
 ):
     app.command()(command)

@@ -1,10 +1,12 @@
-"""The command that checks the machine: doctor."""
+"""Commands on the machine: check it, and open the page of its MLflow store."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trishul_ray.cli.output import out
+from trishul_ray.cli.output import out, print_field, print_line
+from trishul_ray.errors import InputError
 
 
 def doctor(
@@ -22,3 +24,37 @@ def doctor(
     checks = diagnose(runs=runs, start_ray=start_ray)
     render(checks, out)
     raise typer.Exit(exit_code(checks))
+
+
+def ui(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="[RUN]", help="Run id, or its folder; default: all runs."),
+    ] = "",
+    runs: Annotated[
+        str, typer.Option(help="Folder where runs are stored.", envvar="TRISHUL_RUNS")
+    ] = "runs",
+    uri: Annotated[
+        str | None,
+        typer.Option(help="MLflow tracking URI; default: the store in the folder of runs."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port; default: the first free one from 5000 on."),
+    ] = None,
+) -> None:
+    """Open MLflow's page of the runs on this machine, on localhost, until Ctrl-C."""
+    from trishul_ray.tracking.store import tracking_uri
+    from trishul_ray.tracking.ui import FIRST_PORT, free_port, page_of_run, serve
+
+    if "/" in run:
+        runs, run = str(Path(run).parent), Path(run).name
+    store = tracking_uri(uri, runs)
+    page = page_of_run(store, run)
+    if store.startswith(("http://", "https://")):
+        print_field("MLflow", store.rstrip("/") + page)
+        return
+    chosen = free_port(FIRST_PORT if port is None else port)
+    if port is not None and chosen != port:
+        raise InputError(f"--port {port} is in use")
+    serve(store, chosen, lambda address: print_line(f"MLflow    {address}{page}  (Ctrl-C ends it)"))

@@ -1,5 +1,10 @@
 """What commands print: results on standard output, progress and errors on standard error."""
 
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
 from rich.console import Console
 
 out = Console()
@@ -19,3 +24,17 @@ def print_field(label: str, text: object) -> None:
 def describe_os_error(error: OSError) -> str:
     """Return the reason of a failed system call and its file, in one line."""
     return f"{error.strerror or error}: {error.filename or 'storage'}"
+
+
+def as_typed(command: str) -> str:
+    """Return a command ``trishul ...`` as it works when it is pasted where this one was typed.
+
+    ``trishul`` becomes the path that was typed if the shell does not find this one by its name.
+    """
+    typed = Path(sys.argv[0])
+    program = "trishul"
+    if typed.name == program and typed.is_file():
+        found = shutil.which("trishul")
+        if found is None or not typed.samefile(found):
+            program = shlex.quote(sys.argv[0])
+    return program + command.removeprefix("trishul")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import describe_os_error, err, out, print_field, print_line
+from trishul_ray.cli.output import as_typed, describe_os_error, err, out, print_field, print_line
 from trishul_ray.errors import RunError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def run(
         if first.home.exists(name):
             print_field(label, f"{first.home.place(name)}{note}")
     if first.mlflow_command:
-        print_field("MLflow", first.mlflow_command)
+        print_field("MLflow", as_typed(first.mlflow_command))
 
 
 def export(
@@ -141,6 +141,6 @@ def _how_to_continue(experiment: "Experiment") -> str:
     from trishul_ray.storage import place
 
     # Repeat the words that were typed, so that the command can be copied.
-    command = shlex.join(["trishul", *sys.argv[1:]]).replace(" --fresh", "")
+    command = as_typed(shlex.join(["trishul", *sys.argv[1:]])).replace(" --fresh", "")
     checkpoints = place(experiment.storage.runs, f"{experiment.id}/checkpoints")
     return f"Finished rounds are kept in {checkpoints}; to continue: {command}"

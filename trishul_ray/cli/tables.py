@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import err, out, print_field, print_line
+from trishul_ray.cli.output import as_typed, err, out, print_field, print_line
 from trishul_ray.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def run_sweeps(
             raise typer.Exit(130) from None
     _show(result.outcomes, report)
     if result.mlflow_command:
-        print_field("MLflow", result.mlflow_command)
+        print_field("MLflow", as_typed(result.mlflow_command))
     if result.failures:
         raise RunError(_describe_failures(result))
 
@@ -293,5 +293,5 @@ def _describe_failures(result: "Reproduced") -> str:
 
 def _how_to_continue() -> str:
     # Repeat the words that were typed, so that the command can be copied.
-    command = shlex.join(["trishul", *sys.argv[1:]])
+    command = as_typed(shlex.join(["trishul", *sys.argv[1:]]))
     return f"Finished cells and rounds are kept; to continue: {command}"

@@ -332,7 +332,7 @@ def _run(
             (folder / "result.json").write_bytes(content)
             tracker.log_artifacts(folder)
         status = "FINISHED"
-        return FinishedRun(summary, home, False, tracker.ui_command())
+        return FinishedRun(summary, home, False, tracker.ui_command(experiment.id))
     except (KeyboardInterrupt, GeneratorExit):
         status = "KILLED"
         raise
@@ -414,7 +414,8 @@ def _log_data(tracker: Tracker, prepared: Prepared, coverage: Coverage) -> None:
 def _mlflow_command(experiment: Experiment) -> str | None:
     if not experiment.tracking.mlflow:
         return None
-    return ui_command(tracking_uri(experiment.tracking.uri, experiment.storage.runs))
+    uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
+    return ui_command(uri, experiment.id)
 
 
 def _attempt(home: Store) -> str:

@@ -78,8 +78,8 @@ class Tracker:
         """End the run; return what the tracking store did not accept."""
         return []
 
-    def ui_command(self) -> str | None:
-        """Return the command, or the address, that shows the run in a browser."""
+    def ui_command(self, run: str = "") -> str | None:
+        """Return the command, or the address, that shows the run with this id in a browser."""
         return None
 
 
@@ -238,12 +238,12 @@ class MlflowRun(Tracker):
             rejected.append(f"status {status}")
         return rejected
 
-    def ui_command(self) -> str:
-        """Return the command that serves this store, or the run's address on a server."""
+    def ui_command(self, run: str = "") -> str:
+        """Return the command that shows the run with this id, or its address on a server."""
         page = f"#/experiments/{self._experiment_id}/runs/{self._run_id}"
         if _is_server(self._uri):
             return f"{redact(self._uri).rstrip('/')}/{page}"
-        return ui_command(self._uri)
+        return ui_command(self._uri, run)
 
     def _send(self) -> None:
         from mlflow.entities import Metric

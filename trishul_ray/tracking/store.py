@@ -159,11 +159,24 @@ def store_lock(uri: str) -> Iterator[None]:
         lock.release()
 
 
-def ui_command(uri: str) -> str:
-    """Return the command that shows the store in a browser, or the server's address."""
+def ui_command(uri: str, run: str = "") -> str:
+    """Return the command that shows a store, or one run of it, in a browser; a server's address.
+
+    Args:
+        uri: Tracking URI, from :func:`tracking_uri`.
+        run: Id of the run (of this package).
+    """
     if uri.startswith(("http://", "https://")):
         return redact(uri)
-    return f"mlflow ui --backend-store-uri {shlex.quote(redact(uri))} --host 127.0.0.1"
+    words = ["trishul", "ui", *([run] if run else [])]
+    file, here = sqlite_file(uri), Path.cwd()
+    usual = file is not None and uri == f"sqlite:///{file.parent / 'mlflow.db'}"
+    if file is None or not usual or os.environ.get("MLFLOW_TRACKING_URI"):
+        words += ["--uri", redact(uri)]
+    elif file.parent != here / "runs" or os.environ.get("TRISHUL_RUNS"):
+        folder = file.parent
+        words += ["--runs", str(folder.relative_to(here) if here in folder.parents else folder)]
+    return shlex.join(words)
 
 
 def get_or_create_experiment(client: "MlflowClient", name: str, artifacts: Path | None) -> str:
