@@ -13,6 +13,10 @@ class RunError(RuntimeError):
     """A failed run; the message explains what happened, what is kept and how to continue."""
 
 
+class FailsAgainError(RunError):
+    """A run that the same command would fail in the same way; the message says what helps."""
+
+
 class CorruptFileError(InputError):
     """An unreadable file; the message names the file and the fault."""
 

@@ -18,6 +18,7 @@ from PIL import Image
 from tiny_run import TINY
 
 from trishul_ray import cli
+from trishul_ray.errors import RunError
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +206,23 @@ def test_a_diverging_run_fails_in_a_paragraph(trishul, tmp_path):
     paragraph = error[error.index("error: ") :]
     assert "not finite" in paragraph
     assert "optimizer.lr" in paragraph
-    assert "to continue: trishul run" in " ".join(paragraph.split())
+    said = " ".join(paragraph.split())
+    assert "The same command would fail again; with a changed field it is another run" in said
+    assert "No round was finished, so nothing is kept" in said and "to continue" not in said
     assert "Traceback" not in paragraph
+
+
+def test_a_paragraph_keeps_its_line_breaks(trishul, monkeypatch):
+    def fail(*_, **__):
+        raise RunError(f"the cause, in two lines:\nthe second, {'long ' * 30}")
+
+    monkeypatch.setattr("trishul_ray.runs.runner.run_experiment", fail)
+    code, error = trishul("run", *TINY)
+    assert code == 1
+    paragraph = error[error.index("error: ") :].splitlines()
+    assert paragraph[0] == "error: the cause, in two lines:"
+    assert paragraph[1].startswith("the second, long") and max(map(len, paragraph)) <= 107
+    assert "nothing is kept; to start again: trishul run" in " ".join(paragraph)
 
 
 def test_export_does_not_overwrite(trishul, tmp_path):

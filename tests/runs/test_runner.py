@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment
 from trishul_ray.runs.results import read_result
 from trishul_ray.runs.runner import run_experiment, run_steps
-from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.progress import RunProgress, format_count
 
 
 @pytest.fixture
@@ -80,6 +81,21 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
     (run,) = client.search_runs([stopped.info.experiment_id])
     assert run.info.run_id == stopped.info.run_id and run.info.status == "FINISHED"
     assert not home.exists("failure.json")
+
+
+def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
+    experiment = tiny("federation.rounds=4")
+    steps = run_steps(experiment, quiet(), extras=False)
+    assert [next(steps).round for _ in range(4)] == [0, 1, 2, 3]
+    steps.close()
+    # By this clock, what is left takes no time.
+    monkeypatch.setattr("trishul_ray.runs.runner.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    console = Console(file=io.StringIO(), width=200)
+    finished = drain(run_steps(experiment, RunProgress(4, console), extras=False))[1]
+    (last,) = [line for line in console.file.getvalue().splitlines() if line.startswith("round 4")]
+    assert f"{format_count(finished.summary['uploaded_parameters'])} up" in last
+    before = sum(finished.summary["round_seconds"][:3])
+    assert finished.summary["wall_seconds"] == pytest.approx(before, abs=0.002)
 
 
 def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch):

@@ -76,14 +76,19 @@ def main() -> None:
     except _UsageError as error:
         _fail(error.format_message(), 2)
     except RunError as error:
-        # Do not break paths and commands, which people copy.
-        wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
-        _fail(wrapper.fill(str(error)), 1)
+        _fail(_wrapped(str(error)), 1)
     except OSError as error:
         _fail(describe_os_error(error), 1)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _wrapped(text: str) -> str:
+    """Return a paragraph in lines of 100 characters, with the line breaks it has."""
+    # Do not break paths and commands, which people copy.
+    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trishul_ray.cli.output import as_typed, describe_os_error, err, out, print_field, print_line
-from trishul_ray.errors import RunError
+from trishul_ray.errors import FailsAgainError, RunError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -127,7 +127,8 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
             result = run_experiment(experiment, progress, fresh=fresh)
         except (RunError, OSError) as error:
             cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
-            raise RunError(f"{cause}. {_how_to_continue(experiment)}") from error
+            again = isinstance(error, FailsAgainError)
+            raise RunError(f"{cause}. {_how_to_continue(experiment, fails_again=again)}") from error
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed
                 print_line(f"stopped. {_how_to_continue(experiment)}", err)
@@ -137,10 +138,20 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
     return result
 
 
-def _how_to_continue(experiment: "Experiment") -> str:
+def _how_to_continue(experiment: "Experiment", *, fails_again: bool = False) -> str:
+    from trishul_ray.federation.checkpoint import run_folder
     from trishul_ray.storage import place
 
     # Repeat the words that were typed, so that the command can be copied.
     command = as_typed(shlex.join(["trishul", *sys.argv[1:]])).replace(" --fresh", "")
-    checkpoints = place(experiment.storage.runs, f"{experiment.id}/checkpoints")
-    return f"Finished rounds are kept in {checkpoints}; to continue: {command}"
+    home = run_folder(experiment)
+    # A remote storage may be what has failed: do not ask it.
+    any_kept = not home.is_local or home.child("checkpoints").names() != []
+    if any_kept:
+        checkpoints = place(experiment.storage.runs, f"{experiment.id}/checkpoints")
+        kept = f"Finished rounds are kept in {checkpoints}"
+    else:
+        kept = "No round was finished, so nothing is kept"
+    if fails_again:
+        return f"The same command would fail again; with a changed field it is another run. {kept}"
+    return f"{kept}; to {'continue' if any_kept else 'start again'}: {command}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trishul_ray.errors import RunError
+from trishul_ray.errors import FailsAgainError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -47,7 +47,7 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
     is ``tf32``. Blocks may be nested.
 
     Raises:
-        RunError: an operation has no deterministic kernel on this device; the message names it.
+        FailsAgainError: an operation has no deterministic kernel on this device.
     """
     set_environment()  # in time for a process that has not used a GPU yet
     import torch
@@ -62,7 +62,7 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "deterministic" not in str(error):
             raise
         reason = str(error).split(", but you set")[0].split(". ")[0].strip().rstrip(".")
-        raise RunError(
+        raise FailsAgainError(
             f"no reproducible kernel for this model on this device: {reason}; use another model "
             "or method, or resources.device=cpu"
         ) from error

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
@@ -92,10 +91,7 @@ class InlineDriver:
 
     def step(self) -> RoundReport:
         """Run one round."""
-        try:
-            return self.server.step()
-        except FloatingPointError as error:
-            raise RunError(str(error)) from error
+        return self.server.step()
 
     def final(self) -> RunResult:
         """Return the result of a finished run."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.prepared import Split
-from trishul_ray.errors import RunError
+from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
     EvalJob,
@@ -45,7 +45,7 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     ``start`` and ``upload`` may make it wait more often.
 
     Raises:
-        FloatingPointError: The training loss is not finite; the message names client and step.
+        FailsAgainError: The training loss is not finite; the message names client and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     started = time.perf_counter()
@@ -264,7 +264,7 @@ def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
 def _check_finite(losses: Tensor, job: TrainJob, rate: float) -> None:
     if not torch.isfinite(losses).all():
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
-        raise FloatingPointError(
+        raise FailsAgainError(
             f"training loss of client {job.client} is not finite at round {job.round}, local "
             f"step {step} (optimizer.lr={rate}): try a smaller learning rate"
         )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trishul_ray.data.partition import client_names
-from trishul_ray.errors import RunError
+from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
@@ -159,7 +159,10 @@ class Server:
         self.events += outcome.events
         for client, answer in zip(clients, outcome.surveys, strict=True):
             if not all(np.isfinite(array).all() for array in answer.values()):
-                raise RunError(f"the survey before round 1: client {client} sent non-finite values")
+                raise FailsAgainError(
+                    f"the survey before round 1: client {client} sent non-finite values: try other "
+                    "weights or data"
+                )
         for key in outcome.surveys[0]:
             mean = np.mean([a[key].astype(np.float64) for a in outcome.surveys], axis=0)
             self.survey[key] = mean.astype(np.float32)
@@ -183,7 +186,7 @@ class Server:
             The record that this step completes (that of the previous round), and new events.
 
         Raises:
-            RunError: too few uploads are valid.
+            FailsAgainError: too few uploads are valid.
         """
         began = time.perf_counter()
         number = self.round + 1
@@ -256,9 +259,10 @@ class Server:
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
         if len(total.clients) < fed.quorum * len(cohort):
-            raise RunError(
+            raise FailsAgainError(
                 f"round {number}: only {len(total.clients)} of {len(cohort)} uploads are valid, "
-                f"below federation.quorum={fed.quorum}; rejected: {total.refused}"
+                f"below federation.quorum={fed.quorum}; rejected: {total.refused}: try a smaller "
+                f"learning rate (optimizer.lr={self.experiment.optimizer.lr:g}) or a lower quorum"
             )
         mean, trained = finish(total, self.state, expected)
         # Before the state changes: fetching may fail if a node is lost.

@@ -196,7 +196,7 @@ def summarize(
         "downloaded_bytes": sum(r.get("downloaded_bytes", 0) for r in result.records),
         "refused_uploads": sum(len(r["refused"]) for r in trained),
         "round_seconds": [round(r["seconds"], 4) for r in trained],
-        # Of the process that finished the run; round_seconds also has the rounds before a resume.
+        # Of the process that finished the run, and of the rounds before it was resumed.
         "wall_seconds": round(wall_seconds, 3),
         "diagnostics": _last_diagnostics(result.records),
         "heads": result.blueprint.heads,
@@ -210,6 +210,11 @@ def summarize(
         "identity": experiment.identity(),
         "sources": result.blueprint.sources,
     }
+
+
+def seconds_until(last: int, records: list[dict[str, Any]]) -> float:
+    """Return how long the rounds up to ``last`` took."""
+    return float(sum(r["seconds"] for r in records if 0 < r["round"] <= last))
 
 
 def _by_class(record: dict[str, Any], classes: tuple[str, ...]) -> dict[str, Any]:

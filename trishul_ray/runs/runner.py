@@ -54,6 +54,7 @@ from trishul_ray.runs.results import (
     flatten,
     read_result,
     result_json,
+    seconds_until,
     summarize,
     table_hashes,
     versions,
@@ -308,7 +309,7 @@ def _run(
             if options.extras:  # a sweep has an estimate of its own
                 info = prepared.dataset.info
                 duration = DurationNote(experiment, info, coverage, progress)
-            result = yield from _train(driver, tracker, progress, duration)
+            earlier, result = yield from _train(driver, tracker, progress, duration)
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -320,7 +321,7 @@ def _run(
 
                 export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
-            wall = time.perf_counter() - began
+            wall = time.perf_counter() - began + seconds_until(earlier, result.records)
             summary = summarize(experiment, result, coverage, wall, tracker.run_id)
             summary["export"] = None if export is None else asdict(export)
             summary["files"] = _files_in(folder)
@@ -343,8 +344,10 @@ def _run(
 
 def _train(
     driver: Driver, tracker: Tracker, progress: RunProgress, duration: DurationNote | None
-) -> Generator[RoundReport, None, RunResult]:
-    """Run the rounds that are left and return the result: the round loop of every run.
+) -> Generator[RoundReport, None, tuple[int, RunResult]]:
+    """Run the rounds that are left: the round loop of every run.
+
+    Returns the number of rounds that earlier processes had finished, and the result.
 
     It yields after every step, to :func:`run_steps`. One round goes from here to a client's local
     training in six hops: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
@@ -354,6 +357,7 @@ def _train(
     ``InlineExecutor.run`` and ``train_client``.
     """
     report = driver.begin()
+    earlier = report.round
     progress.phase(f"training, from round {report.round + 1}" if report.round else "training")
     _log(report, tracker, progress, shown=1)
     yield report
@@ -362,7 +366,7 @@ def _train(
             report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
         yield report
-    return driver.final()
+    return earlier, driver.final()
 
 
 def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown: int) -> None:
@@ -372,6 +376,7 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
     for record in report.records:
         # A resume logs earlier rounds again: the tracker ignores those it already has.
         tracker.log_round(record["round"], flat_metrics(record))
+    progress.count_earlier(report.records[:-shown])
     for record in report.records[-shown:]:
         progress.advance(record["round"], record)
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Self
 
 from rich.console import Console
@@ -122,6 +122,10 @@ class RunProgress:
         current = {k: v for k, v in self._latest.items() if k in metrics}
         parts = [title, self._figures(current), format_duration(seconds) if round_ else "", eta]
         self._print("  ".join(part for part in parts if part))
+
+    def count_earlier(self, records: Iterable[Mapping[str, float]]) -> None:
+        """Count the traffic of rounds that an earlier process has finished, and show none."""
+        self._uploaded += sum(float(each.get("uploaded_parameters", 0.0)) for each in records)
 
     def note(self, text: str) -> None:
         """Print a line above the bar, such as the restart of an actor; count its repeats."""

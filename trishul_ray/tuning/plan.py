@@ -211,7 +211,7 @@ def _device_hours(result: Mapping[str, Any], rounds: int | None = None) -> float
     """Return the device-hours of a finished run, for another number of rounds if one is given."""
     per_round = result["round_seconds"]
     seconds: float = sum(per_round)
-    # A resumed run has rounds of an earlier process, which its wall time lacks.
+    # The wall time of a run resumed by an older version lacks the rounds before.
     around: float = max(0.0, result["wall_seconds"] - seconds)
     if rounds is not None:
         seconds *= rounds / len(per_round)

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import ray
 
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray import driver as driver_module
 from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
@@ -124,7 +124,9 @@ def test_a_diverging_client_fails_the_run_and_is_named(small, backend):
     experiment = small("optimizer.lr=1e30", f"resources.backend={backend}", "resources.actors=1")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         driver.begin()
-        with pytest.raises(RunError, match=r"client \d is not finite at round 1.*smaller learning"):
+        with pytest.raises(
+            FailsAgainError, match=r"client \d is not finite at round 1.*smaller learning"
+        ):
             driver.step()
 
 
