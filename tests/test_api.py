@@ -141,7 +141,7 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
         ({"mehtod": "fedit"}, "unknown field 'mehtod'"),
         ({"alpha": 0.1}, "'alpha' may be partition.alpha or adapter.alpha"),
         ({"lr": -1}, "optimizer.lr=-1: input should be greater than 0"),
-        ({"method": "fedit", "lam": 0.1}, "unknown field 'lam'"),
+        ({"method": "fedit", "lam": 0.1}, "unknown field 'lam': it is a field of method=trishul"),
         ({"progress": "loud"}, "progress='loud': must be 'off', 'plain', 'rich'"),
         ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
         ({"dataset": "digit"}, "'digit' is unknown; .* did you mean digits"),

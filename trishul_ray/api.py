@@ -52,7 +52,7 @@ def run(
         fresh: Whether to start over: an earlier run of the same experiment is deleted.
         **fields: Fields of the experiment over those of ``config``: a section
             (``federation={"rounds": 10}``), or the last part of a field's name where it is the only
-            one (``rounds=10``, ``lr=1e-3``, ``runs="runs"``). ``trishul run --show`` lists them.
+            one (``rounds=10``, ``lr=1e-3``, ``runs="runs"``). ``trishul run --fields`` lists them.
 
     Returns:
         The finished run.

@@ -4,6 +4,9 @@
 run failed; one paragraph, exit code 1: what happened, what is kept, and how to continue.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """Invalid input; the message names the field, the value and what is allowed."""
@@ -27,3 +30,9 @@ class StorageError(RunError, OSError):
 
 class StorageRefusedError(StorageError):
     """The storage of runs failed permanently: no permission, no bucket, or a file in the way."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` with the nearest of the known names; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

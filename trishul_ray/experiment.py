@@ -34,6 +34,7 @@ from trishul_ray.config import (
     TrackingConfig,
     not_in_id,
 )
+from trishul_ray.errors import did_you_mean
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.version import NUMERICS
 
@@ -47,7 +48,8 @@ def _validated_method(value: Any) -> Any:
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.get("name", "trishul")
     if name not in method_names():
-        raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}")
+        hint = did_you_mean(str(name), method_names())
+        raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}{hint}")
     return method_class(name).Config.model_validate({**fields, "name": name})
 
 

@@ -26,7 +26,20 @@ from trishul_ray.methods.base import MethodConfig, method_class, method_names
 
 #: Fields that have a short name.
 SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
-_ALL_FIELDS = "`trishul run --show` lists all fields"
+_ALL_FIELDS = "`trishul run --fields` lists all fields"
+#: What other packages call a field.
+_OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "lambda": "method.lam",
+    "epochs": "federation.local_steps",
+    "num_rounds": "federation.rounds",
+    "num_clients": "federation.clients",
+    "random_seed": "seed",
+    "checkpoint_dir": "storage.runs",
+    "output_dir": "storage.runs",
+}
+#: Fields that loading fills in.
+_NOTED = ("lr_source", "content")
 _PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
@@ -343,11 +356,22 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
 
 def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     """Return one line that names the fields in ``known`` that ``dotted`` resembles."""
-    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
+    section, _, last = dotted.rpartition(".")
+    of_method = f"method.{last}"
+    owners = [m for m in method_names() if of_method in field_names(m)]
+    if section in ("", "method") and of_method not in known and owners:
+        return (
+            f"unknown field {dotted!r}: it is a field of method={' or '.join(owners)}, not of the "
+            "method of this run"
+        )
+    meant = _OTHER_NAMES.get(last)
+    # A field that the platform notes is not one to set.
+    names = [*SHORT_FIELDS, *(name for name in known if name.rpartition(".")[2] not in _NOTED)]
+    near = [meant] if meant in names else difflib.get_close_matches(dotted, names, n=1, cutoff=0.6)
     if not near:
-        last_parts = [name.rpartition(".")[2] for name in known]
-        last = difflib.get_close_matches(dotted.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
-        near = [name for name in known if name.rpartition(".")[2] in last]
+        last_parts = [name.rpartition(".")[2] for name in names]
+        last_near = difflib.get_close_matches(last, last_parts, n=1, cutoff=0.7)
+        near = [name for name in names if name.rpartition(".")[2] in last_near]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
     return f"unknown field {dotted!r}; {hint}"
 

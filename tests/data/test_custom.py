@@ -332,8 +332,8 @@ BAD_TABLES = {
     "lacking": (
         "x.jsonl",
         TEXT,
-        {"text": "body"},
-        r"text='body' is not in the data; its columns are text, label",
+        {"text": "texts"},
+        r"text='texts' is not in the data; its columns are text, label; did you mean 'text'\?",
     ),
     "no label": (
         "x.csv",

@@ -79,6 +79,7 @@ COMMAND_LINES = [
         "'vit-huge' is not a built-in backbone; built-in are vit-digits, bert-tiny",
     ),
     (["datasets", "mnist"], "unknown dataset 'mnist'"),
+    (["datasets", "digit"], "did you mean 'digits'?"),
     (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
 ]
 
@@ -258,7 +259,7 @@ def test_two_drivers_of_one_run_do_not_meet(trishul, tmp_path):
         (["run", "method.lam=-1"], 2, "error: method.lam=-1: input should be greater than"),
         (["nonsense"], 2, "error: No such command 'nonsense'"),
         (["--help"], 0, ""),
-        (["run", "--help"], 0, ""),
+        (["run", "-h"], 0, ""),
     ],
 )
 def test_as_a_process(words, code, message, tmp_path):

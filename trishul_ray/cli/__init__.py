@@ -33,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate federated parameter-efficient fine-tuning on Ray.",
 )
 for command in (

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trishul_ray.cli.output import err, out, print_field, print_line
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, did_you_mean
 
 
 def pretrain(
@@ -87,7 +87,8 @@ def datasets(
         return
     name, *overrides = arguments
     if name not in dataset_names():
-        raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}")
+        hint = did_you_mean(name, dataset_names())
+        raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}{hint}")
     if partition is not None:
         overrides += _partition_overrides(partition)
     from trishul_ray.loading import load_experiment

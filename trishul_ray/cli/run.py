@@ -38,6 +38,10 @@ def run(
         bool,
         typer.Option("--show", help="Print the resolved configuration and its id; run nothing."),
     ] = False,
+    fields: Annotated[
+        bool,
+        typer.Option("--fields", help="List all fields: values, what they allow and mean."),
+    ] = False,
 ) -> None:
     """Run one federated experiment, or continue it where it stopped.
 
@@ -51,6 +55,11 @@ def run(
     can change a result makes a different run, with a different id.
     """
     experiment = load_arguments(arguments)
+    if fields:
+        from trishul_ray.report.field_list import field_list
+
+        print_line(field_list(experiment, out.width))
+        return
     if show:
         out.print(f"# id: {experiment.id}", highlight=False)
         out.print(experiment.to_yaml().decode(), highlight=False, end="")

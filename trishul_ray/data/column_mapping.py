@@ -31,7 +31,7 @@ from trishul_ray.data.tables import (
     read_texts,
     split_off_test,
 )
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 
 #: The platform's column names: the keys of ``data.columns``.
 COLUMN_NAMES = (
@@ -75,10 +75,12 @@ class ColumnMapping:
         for name, column in configured.items():
             if name not in COLUMN_NAMES:
                 known = ", ".join(COLUMN_NAMES)
-                raise InputError(f"data.columns.{name}: unknown; known are {known}")
+                hint = did_you_mean(name, COLUMN_NAMES)
+                raise InputError(f"data.columns.{name}: unknown; known are {known}{hint}")
             if column not in existing:
                 raise InputError(
                     f"data.columns.{name}={column!r} is not in the data; its columns are {names}"
+                    + did_you_mean(column, existing)
                 )
         columns = {name: configured.get(name, name) for name in COLUMN_NAMES}
         columns = {name: column for name, column in columns.items() if column in existing}

@@ -20,7 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from trishul_ray.data.prepared import Column
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import digest
 from trishul_ray.rng import numpy_rng
 
@@ -180,7 +180,8 @@ def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
     """
     if column not in table.column_names:
         names = ", ".join(table.column_names)
-        raise CorruptFileError(f"{where}: no column {column!r}; it has {names}")
+        hint = did_you_mean(column, table.column_names)
+        raise CorruptFileError(f"{where}: no column {column!r}; it has {names}{hint}")
     values = table.column(column)
     if values.null_count:
         row = pc.index(pc.is_null(values), True).as_py()
