@@ -39,6 +39,12 @@ def test_rows_of_each_client_by_class(datasets, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_fewer_clients_than_a_cohort_can_be_shown(datasets):
+    code, out, error = datasets("digits", "federation.clients=2")
+    assert code == 0, error
+    assert "2 clients" in out
+
+
 def test_partition_in_one_option(datasets):
     few = ["federation.clients=3", "federation.clients_per_round=2"]
     long = datasets("digits", *few, "partition.kind=dirichlet", "partition.alpha=0.1")

@@ -67,6 +67,26 @@ def test_images_with_test_folders_gray_and_of_several_sizes(tmp_path):
     assert prepare_own("images", root, tmp_path).info.image_shape == (3, 8, 8)
 
 
+@pytest.mark.parametrize(
+    ("others", "read"),
+    [(["val"], "val"), (["validation"], "validation"), (["val", "test"], "test"), ([], None)],
+)
+def test_the_folder_of_test_rows_has_one_of_its_usual_names(tmp_path, others, read):
+    root = tmp_path / "photos"
+    for number, split in enumerate(["train", *others]):
+        for name, value in {"dark": 10, "light": 200}.items():
+            for image in range(4):
+                paint(root / split / name / f"{image}.png", (value + number,) * 3)
+    data = prepare_own("images", root, tmp_path)
+    assert data.info.classes == ("dark", "light")
+    if read is None:
+        assert len(data.train) + len(data.test) == 8
+    else:
+        assert len(data.train) == len(data.test) == 8
+        number = 1 + others.index(read)
+        assert np.unique(data.test.column("pixels")).tolist() == [10 + number, 200 + number]
+
+
 def test_large_images_are_stored_smaller(tmp_path):
     for name, color in COLORS.items():
         paint(tmp_path / "photos" / name / "1.png", color, (1000, 500))

@@ -187,6 +187,21 @@ def test_a_full_disk_ends_the_run_with_how_to_continue(trishul_here, mounted, tm
     assert first == second
 
 
+@pytest.mark.parametrize("free", [0, 4096, 40_000])
+def test_a_disk_too_full_for_the_first_files_is_left_unchanged(trishul_here, mounted, free):
+    disk = mounted("-o", "size=1m")
+    with open(disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError):
+        while True:
+            filler.write(bytes(2**12))
+    os.truncate(disk / "filler", (disk / "filler").stat().st_size - free)
+    words = [f"storage.runs={disk}", "storage.retry_seconds=0"]
+    code, _, error = trishul_here("run", *TINY, *words)
+    assert code == 1, error
+    assert "No space left on device" in words_of(error)
+    assert "nothing is kept; to start again: trishul run" in words_of(error)
+    assert [path.name for path in disk.iterdir() if not path.name.endswith(".lock")] == ["filler"]
+
+
 def test_a_disk_too_full_for_the_mlflow_database_is_left_unchanged(trishul_here, mounted):
     disk = mounted("-o", "size=100k")
     code, _, error = trishul_here("run", *TINY, f"storage.runs={disk}", "tracking.mlflow=true")

@@ -93,7 +93,9 @@ def datasets(
         overrides += _partition_overrides(partition)
     from trishul_ray.loading import load_experiment
 
-    experiment = load_experiment(None, [f"dataset={name}", *overrides])
+    # Rows are partitioned among clients, whatever the cohort.
+    whole = ["federation.clients_per_round=1", *overrides]
+    experiment = load_experiment(None, [f"dataset={name}", *whole])
     from trishul_ray.federation.prepare import coverage_of, prepare_rows
     from trishul_ray.runs.artifacts import client_labels
     from trishul_ray.tracking.progress import RunProgress

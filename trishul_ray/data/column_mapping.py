@@ -30,6 +30,7 @@ from trishul_ray.data.tables import (
     read_raw,
     read_texts,
     split_off_test,
+    take_rows,
 )
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 
@@ -141,7 +142,7 @@ def build_dataset(
         fields["skipped"] = resized.skipped
         for split, pixels in resized.pixels.items():
             kept = resized.kept[split]
-            splits[split] = {n: _take_rows(c, kept) for n, c in splits[split].items()}
+            splits[split] = {n: take_rows(c, kept) for n, c in splits[split].items()}
             splits[split]["pixels"] = pixels
     for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
         raw = {split: values[column] for split, values in splits.items() if column in values}

@@ -42,6 +42,9 @@ ROWS = "rows"
 #: Suffixes of the files that are read as images in a class folder.
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
+#: Folders of test rows beside ``train``; the first that exists is read.
+_TEST_FOLDERS = ("test", "val", "valid", "validation")
+
 
 @dataclass(frozen=True)
 class CustomDataset:
@@ -86,7 +89,8 @@ class LocalImages(CustomDataset):
     """A folder with one folder of images for each class.
 
     The images are ``data.path/<class>/<image>``, or ``data.path/train/<class>/<image>`` and
-    ``data.path/test/<class>/<image>``. The classes are the folders' names, sorted.
+    ``data.path/test/<class>/<image>``. Without ``test``, the test rows are in ``val``, ``valid`` or
+    ``validation``. The classes are the folders' names, sorted.
     """
 
     name = "images"
@@ -137,8 +141,10 @@ class LocalImages(CustomDataset):
         if self.columns:
             raise InputError("data.columns: a folder of images has no columns; use dataset table")
         folders = {folder.name: folder for folder in _subfolders(root)}
-        if "train" in folders and set(folders) <= {"train", "test"}:
-            return {s: _class_files(folders[s]) for s in self.splits if s in folders}
+        if "train" in folders and set(folders) <= {"train", *_TEST_FOLDERS}:
+            found = {"train": _class_files(folders["train"])}
+            test = next((name for name in _TEST_FOLDERS if name in folders), None)
+            return found if test is None else found | {"test": _class_files(folders[test])}
         return {"train": _class_files(root)}
 
 

@@ -359,12 +359,13 @@ def split_off_test(columns: Mapping[str, Column], share: float) -> dict[str, dic
     order = numpy_rng(0, "test-share").permutation(total)
     rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
     return {
-        split: {name: _take_rows(column, rows) for name, column in columns.items()}
+        split: {name: take_rows(column, rows) for name, column in columns.items()}
         for split, rows in rows_by_split.items()
     }
 
 
-def _take_rows(column: Column, rows: np.ndarray) -> Column:
+def take_rows(column: Column, rows: np.ndarray) -> Column:
+    """Return the rows [n] of a column, in their order."""
     return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
 
 

@@ -171,16 +171,19 @@ def run_steps(
             _note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
         try:
-            attempt = _attempt(home)
-            home.write("config.yaml", experiment.to_yaml())
-        except StorageRefusedError as error:
-            raise InputError(f"storage.runs={shown!r}: {error}; choose another folder") from error
-        try:
+            try:
+                attempt = _attempt(home)
+                home.write("config.yaml", experiment.to_yaml())
+            except StorageRefusedError as error:
+                message = f"storage.runs={shown!r}: {error}; choose another folder"
+                raise InputError(message) from error
             options = _Options(workers, extras, tags or {})
             return (yield from _run(experiment, prepared, home, attempt, progress, options))
-        except InputError:
-            # Some wrong input is found only here; leave no files of a run that never started.
-            if not existed and not home.child("checkpoints").exists():
+        except (InputError, StorageError) as error:
+            # Some wrong input, and a full disk, are found only here; leave no files of a run that
+            # never started. A remote storage that has just failed is not asked again.
+            answers = home.is_local or isinstance(error, InputError)
+            if not existed and answers and not home.child("checkpoints").names():
                 home.remove_all()
             raise
 
