@@ -79,9 +79,8 @@ def test_a_guide_is_short_and_linked(guide):
 def copy(tmp_path_factory):
     """A copy of package and tests with the files of all guides, and the data of their commands."""
     folder = tmp_path_factory.mktemp("clone")
-    for part in ("trishul_ray", "tests"):
+    for part in ("trishul_ray", "tests", "docs", "sweeps"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "pyproject.toml", folder)
     written = []
     for guide in GUIDES:
