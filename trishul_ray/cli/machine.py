@@ -13,11 +13,28 @@ def doctor(
     start_ray: Annotated[
         bool, typer.Option("--ray", help="Also start and stop a local Ray, as a run would.")
     ] = False,
+    clean: Annotated[
+        bool,
+        typer.Option(
+            "--clean",
+            help="Instead, remove failed and outdated preparations of own data, and Ray's folders "
+            "of finished runs, unless they were used within the last hour.",
+        ),
+    ] = False,
     runs: Annotated[
         str, typer.Option(help="Folder or URI where runs would be stored.", envvar="TRISHUL_RUNS")
     ] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
+    if clean:
+        from trishul_ray.doctor.clean import clean as remove
+        from trishul_ray.storage import Places
+
+        removed = remove(Places.at().cache)
+        for folder in removed:
+            print_line(f"removed {folder}")
+        print_line(f"{len(removed)} folders removed")
+        return
     from trishul_ray.doctor import diagnose
     from trishul_ray.doctor.check import exit_code, render
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from filelock import FileLock
 
+from trishul_ray.data.cache import LOCK, remove_leftovers
 from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.digits import Digits
@@ -157,8 +158,11 @@ def _read_or_write(
     folder = cache / "data" / f"{name.replace('/', '-')}-{digest}"
     make_cache_folder(folder)
     prepared = PreparedDataset(folder, splits)
-    with FileLock(folder / "lock"):
+    with FileLock(folder / LOCK):
+        (folder / LOCK).touch()
         if not _is_intact(prepared):
+            if name.removesuffix("-encoded") in CUSTOM:
+                remove_leftovers(cache)
             info, columns = contents()
             for split in splits:
                 write_split(folder / f"{split}.arrow", columns[split], info)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
+from trishul_ray.federation.on_ray.old_sessions import mark_session, remove_old_sessions
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 
 _raylet: Any = ray._raylet  # a compiled module without types
@@ -164,6 +166,10 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
             logging_level=logging.ERROR, log_to_driver=False,
             runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
         )  # fmt: skip
+        node: Any = worker._global_node
+        session = Path(node.get_session_dir_path())
+        mark_session(session)
+        remove_old_sessions(session.parent)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = default
 

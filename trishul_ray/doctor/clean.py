@@ -1,0 +1,24 @@
+"""Remove what earlier runs left and no run needs: the work of ``trishul doctor --clean``."""
+
+from pathlib import Path
+
+from trishul_ray.data.cache import remove_leftovers
+from trishul_ray.federation.on_ray.old_sessions import remove_old_sessions, temporary_folder
+
+#: Seconds without use before a prepared folder is removed.
+UNUSED_SECONDS = 3600.0
+
+
+def clean(cache: Path) -> list[Path]:
+    """Remove failed and outdated preparations of own data, and Ray's folders of finished runs.
+
+    Nothing is removed that a process uses or that was used within the last hour.
+
+    Args:
+        cache: The cache folder.
+
+    Returns:
+        The folders that were removed.
+    """
+    removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)
+    return removed + remove_old_sessions(temporary_folder())
