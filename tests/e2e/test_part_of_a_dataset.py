@@ -63,7 +63,8 @@ def test_a_part_is_marked_everywhere(called, small_words, cache, tmp_path, monke
 
     figures = {path.name for path in file.parent.glob("figures/*.png")}
     assert figures and figures == notes.keys()
-    assert {" ".join(note.split()) for note in notes.values()} == {SENTENCE}
+    named = f"run {result['id']}, {result['config']['method']['name']}: {SENTENCE}"
+    assert {" ".join(note.split()) for note in notes.values()} == {named}
 
     run = MlflowClient(f"sqlite:///{runs}/mlflow.db").get_run(result["mlflow_run_id"])
     assert run.data.tags["trishul.part"] == "True" and run.data.tags["trishul.data"] == SENTENCE

@@ -3,6 +3,7 @@ import math
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures import (
@@ -11,6 +12,7 @@ from trishul_ray.report.figures import (
     heads_per_layer,
     label_distribution,
     metric_curve,
+    share_interval,
     strip_common_parts,
 )
 from trishul_ray.rng import numpy_rng
@@ -45,6 +47,42 @@ def test_a_loss_may_exceed_one_and_lack_its_first_round(tmp_path, pixels, has_co
     series = {"test": [4.6, 3.0, 2.5], "training": [math.nan, 3.5, 2.6]}
     picture = pixels(metric_curve([0, 1, 2], series, tmp_path / "l.png", metric="loss"))
     assert has_colour(picture, "#0072B2") and has_colour(picture, "#D55E00")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of the figures that are saved."""
+    axes, save = [], Figure.savefig
+
+    def record(figure, *args, **kwargs):
+        axes.extend(figure.axes)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", record)
+    return axes
+
+
+def test_a_loss_axis_shows_the_loss_not_zero(tmp_path, drawn):
+    metric_curve([0, 1, 2], {"test": [4.6, 4.5, 4.4]}, tmp_path / "l.png", metric="loss")
+    assert 4.3 < drawn[0].get_ylim()[0] < 4.4
+
+
+def test_an_accuracy_has_the_interval_of_its_test_rows(tmp_path, drawn):
+    low, high = share_interval([0.0, 0.5, 1.0], 100)
+    # R: prop.test(c(0, 50, 100), 100, correct=FALSE), one at a time
+    np.testing.assert_allclose(low, [0.0, 0.4038315, 0.9630065], atol=1e-6)
+    np.testing.assert_allclose(high, [0.0369935, 0.5961685, 1.0], atol=1e-6)
+    metric_curve([0, 1], {"trishul": [0.5, 0.52]}, tmp_path / "a.png", rows=100)
+    bottom, top = drawn[0].get_ylim()
+    assert bottom < 0.404 and top > 0.6  # the axis does not zoom on noise
+    assert "interval for 100 test rows" in drawn[0].get_ylabel()
+
+
+def test_long_names_end_with_an_ellipsis(tmp_path, drawn):
+    names = ["a name of eighteen", "a name of nineteen!"]
+    label_distribution([[1, 2]], tmp_path / "l.png", classes=names)
+    shown = [text.get_text() for axes in drawn for text in axes.get_yticklabels()]
+    assert "a name of eighteen" in shown and "a name of ninetee…" in shown
 
 
 def test_the_same_numbers_give_the_same_bytes_and_no_global_state_is_touched(tmp_path):

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from trishul_ray.errors import InputError
 from trishul_ray.report.uploads import (
@@ -56,6 +57,25 @@ def test_spectra(tmp_path, shape, pixels, has_colour):
     before = -np.sort(-numpy_rng(0, "figure").random(shape), axis=1)
     picture = pixels(spectra(before, np.maximum(before - 0.3, 0), 0.3, tmp_path / "s.png"))
     assert has_colour(picture, "#0072B2") or shape[1] == 1
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 0.3, 0.0])
+def test_spectra_show_what_the_prox_took_away(tmp_path, monkeypatch, threshold):
+    """Also where it is a millionth of the singular values, and lines lie upon each other."""
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda f, *a, **k: (drawn.extend(f.axes), save(f, *a, **k))
+    )
+    before = -np.sort(-numpy_rng(0, "figure").random((8, 16)), axis=1)
+    spectra(before, np.maximum(before - threshold, 0), threshold, tmp_path / "s.png")
+    above, below = drawn
+    assert above.get_yscale() == "log"
+    if threshold:
+        assert below.get_yscale() == "log"
+        lines = {line.get_label(): line.get_ydata() for line in below.get_lines()}
+        np.testing.assert_allclose(lines["taken away"][0], threshold, rtol=1e-6)
+        bottom, top = below.get_ylim()
+        assert bottom < threshold < top and top / bottom < 1e2
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (48, 32)])

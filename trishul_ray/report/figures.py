@@ -84,12 +84,15 @@ def metric_curve(
     references: Mapping[str, float] | None = None,
     metric: str = "accuracy",
     note: str | None = None,
+    rows: int | None = None,
 ) -> Path:
     """Draw a metric over rounds, one line for each series, and return ``path``.
 
     ``series`` are values by label, in [0, 1] unless a loss, NaN if a round was not evaluated;
     ``references`` are values drawn as horizontal lines, such as that of the untouched backbone. The
     metric ``loss`` is drawn as it is, any other in percent. The note stands above the figure.
+    ``rows`` is the number of test rows of an accuracy: a band shows its 95 % interval, so that
+    noise is not taken for progress.
 
     Raises:
         InputError: ``series`` is empty, or the length of one differs from ``rounds``.
@@ -104,6 +107,12 @@ def metric_curve(
         if y.shape != x.shape:
             raise InputError(f"metric_curve: {label!r} has {y.size} values for {x.size} rounds")
         evaluated = np.isfinite(y)
+        if rows is not None:
+            low, high = share_interval(y[evaluated], rows)
+            colour = COLOURS[index % len(COLOURS)]
+            axes.fill_between(x[evaluated], low, high, color=colour, alpha=0.15, linewidth=0)
+            if len(x[evaluated]) == 1:
+                axes.vlines(x[evaluated], low, high, color=colour, alpha=0.4)
         axes.plot(
             x[evaluated], y[evaluated], label=label, color=COLOURS[index % len(COLOURS)],
             linestyle=_DASHES[(index // len(COLOURS)) % len(_DASHES)], linewidth=1.6,
@@ -115,15 +124,27 @@ def metric_curve(
         dash = _DASHES[1:][index % 3]
         axes.axhline(level, color=GREY, linestyle=dash, linewidth=1.1, label=title, zorder=1)
     axes.set_xlabel("communication round")
-    axes.set_ylabel(metric if is_loss else f"test {metric.replace('_', ' ')}")
+    band = "" if rows is None else f"\n(band: 95 % interval for {rows:,} test rows)"
+    axes.set_ylabel(metric if is_loss else f"test {metric.replace('_', ' ')}{band}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if is_loss:
-        axes.set_ylim(bottom=0)
-    else:
+    if not is_loss:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(True, alpha=0.25)
     legend_below(figure, axes)
     return save_figure(figure, path, note)
+
+
+def share_interval(shares: ArrayLike, rows: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return both ends of the 95 % interval (Wilson 1927) of shares in [0, 1] of ``rows`` rows."""
+    p, z = np.asarray(shares, dtype=np.float64), 1.959964
+    centre = (p + z**2 / (2 * rows)) / (1 + z**2 / rows)
+    half = z / (1 + z**2 / rows) * np.sqrt(p * (1 - p) / rows + z**2 / (4 * rows**2))
+    return centre - half, centre + half
+
+
+def shorten(name: str, letters: int) -> str:
+    """Return a name of at most so many letters; the end of a longer one becomes an ellipsis."""
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
 def heads_per_layer(
@@ -245,7 +266,7 @@ def label_distribution(
     bar.ax.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
     axes.set_ylabel(what)
     if classes is not None and kinds <= 25:
-        axes.set_yticks(range(kinds), [name[:18] for name in classes], fontsize=8)
+        axes.set_yticks(range(kinds), [shorten(name, 18) for name in classes], fontsize=8)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(12, integer=True))
     if grouped:

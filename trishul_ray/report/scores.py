@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
-from trishul_ray.report.figures import COLOURS, GREY, new_axes, save_figure
+from trishul_ray.report.figures import COLOURS, GREY, new_axes, save_figure, shorten
 
 #: With more names, a line of the sorted scores is drawn, without names.
 MAX_NAMES = 40
@@ -39,7 +39,7 @@ def scores_by_name(
         rows = np.arange(len(known))
         axes.hlines(rows, 0, values, color=COLOURS[0], linewidth=1.0, alpha=0.5)
         axes.plot(values, rows, "o", color=COLOURS[0], markersize=5)
-        axes.set_yticks(rows, [_short(name) for _, name in known], fontsize=8)
+        axes.set_yticks(rows, [shorten(name, NAME_LETTERS) for _, name in known], fontsize=8)
         axes.invert_yaxis()
     else:
         axes.plot(values, np.arange(len(known)), color=COLOURS[0], linewidth=1.6)
@@ -52,7 +52,3 @@ def scores_by_name(
     axes.set_xlabel(metric)
     axes.grid(True, axis="x", alpha=0.25)
     return save_figure(figure, path, note)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_LETTERS else f"{name[: NAME_LETTERS - 1]}…"

@@ -39,8 +39,10 @@ def spectra(
 ) -> Path:
     """Draw the singular values of the cores before and after the prox, and return ``path``.
 
-    Both are [n, r], descending, NaN beyond the rank of a core. The threshold λ η, which the prox
-    subtracts, is a horizontal line; the note stands above the figure.
+    Both are [n, r], descending, NaN beyond the rank of a core. Below them is what the prox took
+    away: the threshold λ η, a horizontal line, or all of a smaller value. Both axes are
+    logarithmic, since the threshold is mostly far below the singular values; zeros have no place on
+    them. The note stands above the figure.
 
     Raises:
         InputError: the shapes differ, are not [n, r], or are empty.
@@ -51,17 +53,33 @@ def spectra(
         raise InputError(
             f"spectra: before {first.shape} and after {second.shape} must be the same [n, r]"
         )
-    figure, axes = new_axes(7.0, 4.2)
+    figure = new_figure(7.0, 6.2)
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     _draw_spectrum(axes, first, _ORANGE, "--", "before the prox")
     _draw_spectrum(axes, second, _BLUE, "-", "after the prox")
-    level = f"threshold {threshold:.2g}"
-    axes.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
-    _finish_spectrum(axes, first.shape[1])
+    _draw_spectrum(below, first - second, COLOURS[2], "-", "taken away")
+    for panel, corner in ((axes, "upper right"), (below, "lower left")):
+        level = f"threshold {threshold:.2g}"
+        panel.axhline(threshold, color=GREY, linestyle=":", linewidth=1.4, label=level)
+        hide_spines(panel)
+        _finish_spectrum(panel, first.shape[1])
+        _set_log_scale(panel, threshold)
+        panel.legend(loc=corner, frameon=False, fontsize=9)
+    axes.set_xlabel("")
+    below.set_ylabel("before minus after")
     zeroed = float((second[np.isfinite(second)] <= 0).mean())
     title = f"{_plural(len(first), 'core')} of rank {first.shape[1]}; {zeroed:.1%} of singular"
     axes.set_title(f"{title} values zero after the prox", fontsize=10)
-    axes.legend(loc="upper right", frameon=False)
     return save_figure(figure, path, note)
+
+
+def _set_log_scale(axes: Axes, threshold: float) -> None:
+    """Make the vertical axis logarithmic, with room below the threshold; values may be zero."""
+    top = axes.get_ylim()[1]
+    if top > 0:
+        axes.set_yscale("log", nonpositive="clip")
+        bottom = threshold / 3 if threshold > 0 else top / 1e4
+        axes.set_ylim(min(bottom, top / 10), 2 * top)
 
 
 def uploaded_spectrum(values: ArrayLike, path: Path | str, note: str | None = None) -> Path:

@@ -39,7 +39,7 @@ def write_artifacts(
     """
     home = run_folder(experiment)
     with deterministic(experiment):
-        _draw_figures(experiment, prepared, result, folder / "figures", coverage.sentence)
+        _draw_figures(experiment, prepared, result, folder / "figures", coverage)
         bench = build_model_bench(experiment, result.blueprint.info)
         run = trained_by(bench, result.broadcast, experiment.federation.rounds)
         name = "adapter" if fits_adapter(bench) else "model"
@@ -54,9 +54,10 @@ def write_artifacts(
 
 
 def _draw_figures(
-    experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, note: str
+    experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, coverage: Coverage
 ) -> None:
     figures.mkdir()
+    note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
     headline = result.blueprint.task.headline
     measured = [r for r in result.records if headline in r]
     metric_curve(
@@ -66,6 +67,7 @@ def _draw_figures(
         references={"untouched backbone": measured[0][headline]},
         metric=headline,
         note=note,
+        rows=coverage.test.used if headline == "accuracy" else None,
     )
     metric_curve(
         [r["round"] for r in result.records],
