@@ -169,3 +169,10 @@ def test_a_clients_round_is_the_papers_algorithm(executor, method, lam):
     assert close.mean() > 0.995
     if method == "trishul":
         assert report.notes["metrics"]["svt_zeroed"] > 0.05
+
+
+def test_without_a_prox_nothing_is_zeroed(executor):
+    inline = executor("method=trishul", "method.lam=0", "federation.local_steps=1")
+    _, report = train_client(inline.bench, initial_state(inline), TrainJob(1, 0))
+    assert report.notes["metrics"] == {"svt_zeroed": 0.0, "svt_energy_removed": 0.0}
+    assert "spectra" not in report.notes

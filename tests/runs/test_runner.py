@@ -83,6 +83,55 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
     assert not home.exists("failure.json")
 
 
+def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    first = run_experiment(tiny("tracking.mlflow=true"), quiet())
+    assert not first.repeated
+    elsewhere = [
+        (f"sqlite:///{tmp_path}/runs/mlflow.db", "other"),
+        (f"sqlite:///{tmp_path}/my.db", "trishul"),
+    ]
+    for uri, name in elsewhere * 2:
+        place = [f"tracking.uri={uri}", f"tracking.experiment={name}"]
+        again = run_experiment(tiny("tracking.mlflow=true", *place), quiet())
+        assert again.repeated
+        client = MlflowClient(uri)
+        group = client.get_experiment_by_name(name)
+        (run,) = client.search_runs([group.experiment_id])
+        assert run.data.tags["trishul.reused"] == "True" and run.info.status == "FINISHED"
+        history = client.get_metric_history(run.info.run_id, "accuracy")
+        assert sorted(point.step for point in history) == [0, 1, 2]
+        assert run.data.params["federation.rounds"] == "2"
+        assert "result.json" in {file.path for file in client.list_artifacts(run.info.run_id)}
+    client = MlflowClient(elsewhere[0][0])
+    group = client.get_experiment_by_name("trishul")
+    run_experiment(tiny("tracking.mlflow=true"), quiet())
+    (original,) = client.search_runs([group.experiment_id])
+    assert "trishul.reused" not in original.data.tags
+    # What a comparison needs, in both.
+    for each in (original, run):
+        summary = first.summary
+        assert each.data.metrics["total/uploaded_bytes"] == summary["uploaded_bytes"]
+        assert each.data.metrics["total/wall_seconds"] == summary["wall_seconds"]
+        assert each.data.metrics["best/accuracy"] == summary["best"]["accuracy"]
+        assert each.data.metrics["untouched/accuracy"] == summary["untouched"]["accuracy"]
+        assert each.data.tags["hardware.processor"] == summary["hardware"]["processor"]
+        assert each.data.tags["source.rows"] == summary["sources"]["rows"]
+        assert {i.dataset.name for i in each.inputs.dataset_inputs} >= {
+            "digits train", "digits test",
+        }  # fmt: skip
+
+
+def test_a_store_that_fails_does_not_hide_a_finished_result(tiny, tmp_path):
+    run_experiment(tiny(), quiet())
+    (tmp_path / "my.db").write_text("this is not a database, and long enough not to be empty" * 9)
+    console = Console(file=io.StringIO(), width=300)
+    place = ["tracking.mlflow=true", f"tracking.uri={tmp_path}/my.db"]
+    assert run_experiment(tiny(*place), RunProgress(2, console)).repeated
+    assert "not logged to MLflow: tracking.uri=" in console.file.getvalue()
+
+
 def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
     experiment = tiny("federation.rounds=4")
     steps = run_steps(experiment, quiet(), extras=False)

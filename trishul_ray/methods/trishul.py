@@ -220,7 +220,9 @@ class Trishul(Ravan):
         sent = super().upload(run, steps)
         threshold = self._threshold(run, steps, steps)
         banks = run.layout.core_banks(run.vector)
-        if threshold is not None and banks:
+        if banks and threshold is None:  # λ is 0
+            run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary([]).items()}
+        elif banks and threshold is not None:
             stats = [
                 svt_stats(run.memory[f"before/{number}"], threshold) for number in range(len(banks))
             ]

@@ -19,7 +19,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
-from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import (
     CorruptFileError,
     InputError,
@@ -49,7 +48,6 @@ from trishul_ray.redaction import redact
 from trishul_ray.runs.duration import DurationNote
 from trishul_ray.runs.results import (
     TABLES,
-    flat_config,
     flat_metrics,
     flatten,
     read_result,
@@ -57,13 +55,18 @@ from trishul_ray.runs.results import (
     seconds_until,
     summarize,
     table_hashes,
-    versions,
     write_tables,
 )
+from trishul_ray.runs.tracked import (
+    log_data,
+    log_reused,
+    log_totals,
+    mlflow_command,
+    open_tracker,
+)
 from trishul_ray.storage import Store, reason
-from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
+from trishul_ray.tracking.mlflow_run import Tracker
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tracking.store import tracking_uri, ui_command
 
 #: Of the folder of a run: why a sweep gave it up.
 FAILURE = "failure.json"
@@ -155,11 +158,13 @@ def run_steps(
         if summary is not None:
             _check_sources(experiment, summary, progress)
             summary = _restore_files(experiment, summary, home, progress, extras=extras)
-            return FinishedRun(summary, home, True, _mlflow_command(experiment))
+            for refused in log_reused(experiment, summary, home, tags or {}):
+                progress.note(f"not logged to MLflow: {refused}")
+            return FinishedRun(summary, home, True, mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
         # Checked before anything is removed or written: wrong input changes no files.
         check_fits(experiment)
-        _mlflow_command(experiment)
+        mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
         remark = image_size_line(Backbone.of(experiment), prepared.dataset.info)
@@ -295,8 +300,8 @@ def _run(
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            tracker = _open_tracker(experiment, attempt, coverage, options.tags)
-            _log_data(tracker, prepared, coverage)
+            tracker = open_tracker(experiment, attempt, coverage.to_json(), options.tags)
+            log_data(tracker, coverage.to_json(), prepared.sources)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")
@@ -329,12 +334,14 @@ def _run(
             summary["export"] = None if export is None else asdict(export)
             summary["files"] = _files_in(folder)
             summary["sha256"] = table_hashes(folder)
+            summary["logged_to"] = tracker.place
             content = result_json(summary)
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", content)
             home.remove(FAILURE)
             (folder / "result.json").write_bytes(content)
             tracker.log_artifacts(folder)
+            log_totals(tracker, summary)
         status = "FINISHED"
         return FinishedRun(summary, home, False, tracker.ui_command(experiment.id))
     except (KeyboardInterrupt, GeneratorExit):
@@ -382,48 +389,6 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
     progress.count_earlier(report.records[:-shown])
     for record in report.records[-shown:]:
         progress.advance(record["round"], record)
-
-
-def _open_tracker(
-    experiment: Experiment, attempt: str, coverage: Coverage, tags: Mapping[str, str]
-) -> Tracker:
-    options = experiment.tracking
-    if not options.mlflow:
-        return Tracker()
-    own_tags = {
-        "trishul.id": experiment.id,
-        "trishul.data": coverage.sentence,
-        "trishul.part": str(coverage.part),
-    }
-    rows = {"train": asdict(coverage.train), "test": asdict(coverage.test)}
-    return MlflowRun.open(
-        tracking_uri(options.uri, experiment.storage.runs),
-        options.experiment,
-        attempt,
-        f"{experiment.name}-{experiment.method.name}-{experiment.id}",
-        flat_config(experiment) | flatten({"rows": rows}),
-        tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},
-        parent_run=options.parent_run,
-    )
-
-
-def _log_data(tracker: Tracker, prepared: Prepared, coverage: Coverage) -> None:
-    rows = {"train": coverage.train, "test": coverage.test}
-    for (split, count), context in zip(rows.items(), ("training", "evaluation"), strict=True):
-        tracker.log_data(
-            f"{coverage.dataset} {split}",
-            digest=prepared.dataset.split(split).fingerprint[:16],
-            source=coverage.source,
-            context=context,
-            profile=asdict(count) | {"revision": coverage.revision},
-        )
-
-
-def _mlflow_command(experiment: Experiment) -> str | None:
-    if not experiment.tracking.mlflow:
-        return None
-    uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
-    return ui_command(uri, experiment.id)
 
 
 def _attempt(home: Store) -> str:

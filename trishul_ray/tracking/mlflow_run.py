@@ -58,6 +58,16 @@ class Tracker:
     def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a round, unless the round is logged already."""
 
+    @property
+    def place(self) -> list[str] | None:
+        """The tracking URI, without credentials, and the experiment's name, if there are any."""
+        return None
+
+    def log_totals(
+        self, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
+    ) -> None:
+        """Log metrics of the whole run, at its last round, and tags."""
+
     def log_data(
         self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
     ) -> None:
@@ -90,8 +100,11 @@ class MlflowRun(Tracker):
     later, at the latest by :meth:`finish`, which lists what the store did not accept.
     """
 
-    def __init__(self, client: "MlflowClient", uri: str, experiment: str, run: "Run") -> None:
+    def __init__(
+        self, client: "MlflowClient", uri: str, experiment: str, run: "Run", name: str = ""
+    ) -> None:
         self._client = client
+        self._place = self.place_of(uri, name)
         self._uri = uri
         self._experiment_id = experiment
         self._run_id: str = run.info.run_id
@@ -166,12 +179,53 @@ class MlflowRun(Tracker):
                     client.update_run(run.info.run_id, status="RUNNING")
             else:
                 run = client.create_run(experiment, tags=dict(tags), run_name=run_name)
-        return cls(client, uri, experiment, run)
+        return cls(client, uri, experiment, run, experiment_name)
+
+    @staticmethod
+    def place_of(uri: str, experiment_name: str) -> list[str]:
+        """Return the place of a run, as :attr:`place`."""
+        return [redact(uri), experiment_name]
+
+    @staticmethod
+    def has_finished(uri: str, experiment_name: str, attempt: str) -> bool:
+        """Return whether the run of an attempt has finished in an experiment of a store.
+
+        Raises:
+            InputError: The store does not answer or cannot be written, or the experiment was
+                deleted.
+        """
+        file = sqlite_file(uri)
+        with store_lock(uri):
+            client = open_client(uri)
+            artifacts = file and file.parent / "mlartifacts"
+            experiment = get_or_create_experiment(client, experiment_name, artifacts)
+        wanted = f"attributes.status = 'FINISHED' AND tags.`{ATTEMPT_TAG}` = '{attempt}'"
+        return bool(client.search_runs([experiment], wanted, max_results=1))
 
     @property
     def run_id(self) -> str:
         """MLflow's id of the run."""
         return self._run_id
+
+    @property
+    def place(self) -> list[str]:
+        """The tracking URI, without credentials, and the experiment's name."""
+        return self._place
+
+    def log_totals(
+        self, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
+    ) -> None:
+        """Log metrics of the whole run, at its last round, and tags."""
+        from mlflow.entities import Metric, RunTag
+        from mlflow.exceptions import MlflowException
+
+        now = int(time.time() * 1000)
+        points = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        public = [RunTag(name, value) for name, value in _public(tags, _TAG_VALUE_LIMIT).items()]
+        try:
+            self._client.log_batch(self._run_id, metrics=points, tags=public)
+        except MlflowException:
+            self._rejected.append("totals")
 
     def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a round, now or, while the store fails, with a later round."""

@@ -15,6 +15,7 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.runs.results import read_metrics
+from trishul_ray.runs.tracked import log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
 from trishul_ray.tracking.store import tracking_uri
@@ -243,6 +244,7 @@ class _Work:
             failed = [id for id in part.cells if self.states[id].status == "failed"]
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
             rejected = part.parent.settle(tags, finished, failed, self._rounds)
+            rejected += self._log_reused(part, tags)
             counts = {
                 "finished": len(finished),
                 "failed": len(failed),
@@ -250,6 +252,15 @@ class _Work:
             }
             for line in rejected + part.parent.close(counts, status):
                 self.progress.note(f"MLflow refused: {line}")
+
+    def _log_reused(self, part: _Part, tags: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """Log results that were made for another MLflow experiment or store."""
+        rejected: list[str] = []
+        for id, cell in part.cells.items():
+            if (summary := self.states[id].summary) is not None:
+                experiment = with_parent(cell.experiment, part.parent_id)
+                rejected += log_reused(experiment, summary, run_folder(experiment), tags[id])
+        return rejected
 
     def _rounds(self, id: str) -> list[dict[str, float]] | None:
         home = run_folder(self.experiment(id))

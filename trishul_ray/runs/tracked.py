@@ -1,0 +1,159 @@
+"""What a run logs to MLflow, and a finished run that is asked for in another place.
+
+A run is logged while it goes on. A finished one is never run again; where its result is asked for
+in another experiment or store (by a sweep, or with other fields ``tracking``), it is logged there
+once, from its files, with the tag ``trishul.reused``.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trishul_ray.errors import InputError, StorageError
+from trishul_ray.experiment import Experiment
+from trishul_ray.runs.results import flat_config, flatten, read_metrics, versions
+from trishul_ray.storage import Store
+from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
+from trishul_ray.tracking.store import tracking_uri, ui_command
+
+#: Tag of a run whose result was made elsewhere.
+REUSED_TAG = "trishul.reused"
+
+
+def mlflow_command(experiment: Experiment) -> str | None:
+    """Return the command that shows an experiment's run in a browser; None if it is not logged."""
+    return ui_command(_uri(experiment), experiment.id) if experiment.tracking.mlflow else None
+
+
+def open_tracker(
+    experiment: Experiment, attempt: str, data: Mapping[str, Any], tags: Mapping[str, str]
+) -> Tracker:
+    """Find or create the MLflow run of an attempt.
+
+    Args:
+        experiment: The experiment.
+        attempt: Identifies the run.
+        data: The rows that it uses, as ``Coverage.to_json``.
+        tags: Further tags.
+    """
+    options = experiment.tracking
+    if not options.mlflow:
+        return Tracker()
+    own_tags = {
+        "trishul.id": experiment.id,
+        "trishul.data": data["sentence"],
+        "trishul.part": str(data["part"]),
+    }
+    rows = {"rows": {split: data[split] for split in ("train", "test")}}
+    return MlflowRun.open(
+        _uri(experiment),
+        options.experiment,
+        attempt,
+        f"{experiment.name}-{experiment.method.name}-{experiment.id}",
+        flat_config(experiment) | flatten(rows),
+        tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},
+        parent_run=options.parent_run,
+    )
+
+
+def log_data(tracker: Tracker, data: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Log the rows of a run as dataset inputs.
+
+    Args:
+        tracker: The run.
+        data: The rows, as ``Coverage.to_json``.
+        sources: Their hashes; see ``Blueprint``.
+    """
+    for split, context in (("train", "training"), ("test", "evaluation")):
+        tracker.log_data(
+            f"{data['dataset']} {split}",
+            digest=_digest(sources.get("rows", "unknown")),
+            source=data["source"],
+            context=context,
+            profile={**data[split], "revision": data["revision"]},
+        )
+
+
+def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
+    """Log what a comparison of finished runs needs and no round has, from its result.json."""
+    headline, hardware = summary["headline"], summary["hardware"]
+    traffic = ("uploaded_parameters", "downloaded_parameters", "uploaded_bytes", "downloaded_bytes")
+    totals = {
+        f"best/{headline}": summary["best"][headline],
+        "best/round": summary["best"]["round"],
+        f"untouched/{headline}": summary["untouched"][headline],
+        **{f"total/{name}": summary[name] for name in traffic},
+        "total/wall_seconds": summary["wall_seconds"],
+    }
+    tags = {
+        "hardware.processor": hardware.get("processor", "unknown"),
+        "hardware.cpus": hardware["cpus"],
+        "hardware.gpus": ", ".join(hardware["gpus"]) or "none",
+        **{f"source.{name}": source for name, source in summary["sources"].items()},
+    }
+    tracker.log_totals(len(summary["round_seconds"]), totals, tags)
+    if (backbone := summary["sources"].get("backbone")) is not None:
+        name = summary["config"]["model"]["name"]
+        tracker.log_data(name, _digest(backbone), f"model:{name}", "backbone", {"hash": backbone})
+
+
+def log_reused(
+    experiment: Experiment,
+    summary: Mapping[str, Any],
+    home: Store,
+    tags: Mapping[str, str],
+) -> list[str]:
+    """Log a finished run where the experiment asks for it, unless it is there already.
+
+    Args:
+        experiment: The experiment, with its fields ``tracking`` as they are now.
+        summary: The content of its result.json.
+        home: Its folder.
+        tags: Further tags.
+
+    Returns:
+        What the store did not accept.
+    """
+    options = experiment.tracking
+    if not options.mlflow:
+        return []
+    try:
+        uri, attempt = _uri(experiment), summary["attempt"]
+        if summary.get("logged_to") == MlflowRun.place_of(uri, options.experiment):
+            return []
+        if summary.get("data") is None:  # of an older version
+            return []
+        if MlflowRun.has_finished(uri, options.experiment, attempt):
+            return []
+        records = read_metrics(home)
+        tracker = open_tracker(
+            experiment, attempt, summary["data"], {**tags, REUSED_TAG: str(True)}
+        )
+        log_data(tracker, summary["data"], summary["sources"])
+        for record in records:
+            metrics = {name: value for name, value in record.items() if name != "round"}
+            tracker.log_round(int(record["round"]), metrics)
+        log_totals(tracker, summary)
+        with tempfile.TemporaryDirectory() as scratch:
+            for name in (*summary.get("files", ()), "result.json"):
+                if home.exists(name):
+                    file = Path(scratch, name)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    parent, _, last = name.rpartition("/")
+                    file.write_bytes((home.child(parent) if parent else home).read(last))
+            tracker.log_artifacts(scratch)
+        return tracker.finish()
+    except (InputError, StorageError, FileNotFoundError) as error:
+        return [str(error)]
+
+
+def _uri(experiment: Experiment) -> str:
+    return tracking_uri(experiment.tracking.uri, experiment.storage.runs)
+
+
+def _digest(source: str) -> str:
+    """Return the hash that a source names, or one of its text, as MLflow takes it."""
+    found = source.rpartition("sha256:")[2]
+    return (found if len(found) >= 32 else hashlib.sha256(source.encode()).hexdigest())[:16]
