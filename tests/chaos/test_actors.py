@@ -55,7 +55,8 @@ def test_a_client_killed_in_mid_round_is_restarted(small, inline_result, assert_
         _, client = driver.processes()
         result, rounds, events = finish(driver, step_and_kill(driver, client))
     assert [r["round"] for r in first_records] + rounds == [0, 1, 2]
-    assert [e for e in events if f"client actor {client} died and was restarted as" in e] != []
+    assert f"client actor {client} died; its work goes to an idle one" in events
+    assert [e for e in events if f"client actor {client} was restarted as" in e] != []
     assert "(restart 1)" in "".join(events)
     assert_same(result, inline_result(experiment))
 

@@ -287,6 +287,11 @@ class PreparedDataset:
     def _splits(self) -> dict[str, Split]:
         return {name: Split(self.folder / f"{name}.arrow") for name in self.split_names}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this machine has all files; each one appears when it is complete."""
+        return all(split.path.is_file() for split in self._splits.values())
+
     def split(self, name: str) -> Split:
         """Return the split ``name``, or raise an InputError if there is none."""
         if name not in self._splits:

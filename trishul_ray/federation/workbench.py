@@ -85,9 +85,9 @@ def build_workbench(
     if prepared.passed is not None:
         remember(prepared.passed)
     dataset = prepared.dataset
-    if not dataset.folder.is_dir():
-        # The node does not see the driver's cache. Prepare the data again: the same source gives
-        # the same bytes.
+    if not dataset.is_whole:
+        # The node does not see the driver's cache. Prepare the data again, once for all actors of
+        # the node: the same source gives the same bytes.
         dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment))
         if changed := changed_sources(prepared.sources, sources):
             raise InputError(

@@ -9,7 +9,7 @@ them start at the same time.
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -78,19 +78,27 @@ class Assignment:
     prepared: list[Any]
 
 
+class Process(NamedTuple):
+    """The process of an actor."""
+
+    pid: int
+    node: str  # id of its node
+
+
 @ray.remote
 class ClientActor:
     """Runs the rounds of any client. Every call is idempotent.
 
-    Ray may restart the actor after a crash (the next call then rebuilds everything) and repeat a
-    call. Every method also returns its process id, by which the pool notices restarts. The first
-    call of another run replaces the workbench, but keeps the backbone if it is the same.
+    Ray may restart the actor after a crash; the next call then rebuilds everything. Ray does not
+    repeat jobs: the pool gives them to another actor, which need not be started first. Every method
+    also returns its process, by which the pool notices restarts. The first call of another run
+    replaces the workbench, but keeps the backbone if it is the same.
     """
 
     def __init__(self, gpu_share: float, environment: WorkerEnvironment) -> None:
         environment.apply()
         cap_device_memory(gpu_share)
-        self.pid = os.getpid()
+        self.process = Process(os.getpid(), ray.get_runtime_context().get_node_id())
         self._token = ""  # of the run that this actor works for
         self._settings = ExitStack()
         self._bench: Workbench | None = None
@@ -128,48 +136,59 @@ class ClientActor:
             adapt_to(self._bench, survey)
         return self._bench
 
-    def describe(self, run: Assignment, survey: "Arrays") -> "tuple[int, Blueprint]":
+    def describe(self, run: Assignment, survey: "Arrays") -> "tuple[Process, Blueprint]":
         """Return the blueprint of the workbench."""
         from trishul_ray.federation.workbench import blueprint_of
 
-        return self.pid, blueprint_of(self._workbench(run, survey))
+        return self.process, blueprint_of(self._workbench(run, survey))
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2, max_task_retries=0)
     def train(
         self, run: Assignment, broadcast: "Arrays", job: "TrainJob"
-    ) -> "tuple[tuple[int, TrainReport], Upload]":
+    ) -> "tuple[tuple[Process, TrainReport], Upload]":
         """Train one client. The upload is a separate return value, so that it can stay here."""
         from trishul_ray.federation.local import train_client
         from trishul_ray.federation.messages import survey_in
 
         bench = self._workbench(run, survey_in(broadcast))
         upload, report = train_client(bench, broadcast, job)
-        return (self.pid, report), upload
+        return (self.process, report), upload
 
+    @ray.method(max_task_retries=0)
     def evaluate(
         self, run: Assignment, broadcast: "Arrays", job: "EvalJob"
-    ) -> "tuple[int, EvalReport]":
+    ) -> "tuple[Process, EvalReport]":
         """Evaluate the broadcast on one chunk of test rows."""
         from trishul_ray.federation.local import evaluate_chunk
         from trishul_ray.federation.messages import survey_in
 
         bench = self._workbench(run, survey_in(broadcast))
-        return self.pid, evaluate_chunk(bench, broadcast, job)
+        return self.process, evaluate_chunk(bench, broadcast, job)
 
-    def survey(self, run: Assignment, job: "SurveyJob") -> "tuple[int, Arrays]":
+    @ray.method(max_task_retries=0)
+    def survey(self, run: Assignment, job: "SurveyJob") -> "tuple[Process, Arrays]":
         """Return one client's answer to the method's survey."""
         from trishul_ray.federation.local import survey_client
 
-        return self.pid, survey_client(self._workbench(run), job)
+        return self.process, survey_client(self._workbench(run), job)
 
+    @ray.method(num_returns=2, max_task_retries=0)
     def reduce(
         self, run: Assignment, reducer: "Reducer", *uploads: "Upload"
-    ) -> "tuple[int, Partial]":
+    ) -> "tuple[tuple[Process, None], Partial]":
         """Validate and sum one group of uploads, so that they bypass the coordinator."""
         from trishul_ray.federation.reduce import partial_sum
 
         self._enter(run)
-        return self.pid, partial_sum(uploads, reducer)
+        return (self.process, None), partial_sum(uploads, reducer)
+
+    @ray.method(num_returns=2, max_task_retries=0)
+    def combine(self, run: Assignment, *sums: "Partial") -> "tuple[tuple[Process, None], Partial]":
+        """Add the sums of groups, in the order given."""
+        from trishul_ray.federation.reduce import combine
+
+        self._enter(run)
+        return (self.process, None), combine(sums)
 
 
 def start_clients(limit: int, slices: Slices, environment: WorkerEnvironment) -> list[Any]:

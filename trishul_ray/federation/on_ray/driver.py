@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.actors import Assignment
-from trishul_ray.federation.on_ray.pool import cause_of
+from trishul_ray.federation.on_ray.pool import cause_of, is_gone
 from trishul_ray.federation.on_ray.session import fits_now, slices_for_run
 from trishul_ray.federation.on_ray.slices import Slices, oversubscription_warning, usable_cores
 from trishul_ray.federation.on_ray.workers import Workers
@@ -76,12 +76,14 @@ class RayDriver:
             RunError: The round failed, or ``resources.max_restarts`` are used up.
         """
         try:
-            return self._without_repeats(self._wait(self.actor.step.remote(self._run)))
+            report = self._without_repeats(self._wait(self.actor.step.remote(self._run)))
+            self.losses = 0  # since the last round
+            return report
         except RayError as error:
-            # Ray counts restarts, too: after an ActorDiedError there will be none.
-            if isinstance(error, ActorDiedError) or self.losses >= self.limit:
+            # Ray counts restarts, too.
+            if is_gone(self.actor) or self.losses >= self.limit:
                 raise self._failure(error) from error
-            self.losses += 1
+            self.losses += 1  # Ray's own count does not have the objects that are lost with a node
             self._workers.spoiled = True
             event = (
                 f"{_describe_loss(error)}; loss {self.losses} of at most {self.limit}, going on "

@@ -2,9 +2,9 @@
 
 The actor that runs a job cannot change its result, so the pool hands the next job to any idle
 actor, beginning with the first one that has started. Ray restarts a crashed actor up to
-``max_restarts`` times and repeats its call; beyond that the pool drops the actor and gives its job
-to another. The pool opens no placement group and gives its actors no names: inside a Ray Tune
-trial, the trial's bundles capture them.
+``max_restarts`` times. Its job goes to the next idle actor, so that a round need not wait until the
+cluster has room for the restart. The pool opens no placement group and gives its actors no names:
+inside a Ray Tune trial, the trial's bundles capture them.
 """
 
 import re
@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray._private.state import state
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.messages import (
@@ -25,16 +26,19 @@ from trishul_ray.federation.messages import (
     SurveyJob,
     TrainJob,
     Upload,
+    changed_sources,
 )
-from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, partial_sum
+from trishul_ray.federation.on_ray.nodes import draining_nodes
+from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum
 
 if TYPE_CHECKING:
-    from trishul_ray.federation.on_ray.actors import Assignment
+    from trishul_ray.federation.on_ray.actors import Assignment, Process
 
 
 def cause_of(error: Exception) -> str:
     """Return the one line of an actor's failure that matters, without the remote traceback."""
-    if not isinstance(error, RayActorError):
+    # Raised in an actor, a RayActorError is both.
+    if isinstance(error, RayTaskError) or not isinstance(error, RayActorError):
         inner = error.cause if isinstance(error, RayTaskError) and error.cause else error
         lines = [line for line in str(inner).strip().splitlines() if line.strip()]
         return lines[-1].strip() if lines else type(inner).__name__
@@ -47,6 +51,15 @@ def cause_of(error: Exception) -> str:
         if match:
             return match.group(1).strip().rstrip(".")
     return text.strip().splitlines()[0]
+
+
+def is_gone(actor: Any) -> bool:
+    """Return whether Ray will not restart an actor.
+
+    The error of a call does not tell: it is ``ActorDiedError`` also for an actor whose node is lost
+    and that starts again elsewhere.
+    """
+    return str(state.actor_table(actor._actor_id.hex()).get("State", "DEAD")) == "DEAD"
 
 
 class ActorPool:
@@ -67,7 +80,7 @@ class ActorPool:
         self.losses = 0  # actors that died, restarted or not
         self.actors: list[Any] = []  # those that take jobs, in the order in which they started
         self._events: list[str] = []
-        self._pids: dict[Any, int] = {}
+        self._processes: dict[Any, Process] = {}
         # The first call builds the workbench, so an actor that answers it is ready to work.
         self._starting: dict[Any, Any] = {
             actor.describe.remote(run, {}): actor for actor in started
@@ -83,14 +96,19 @@ class ActorPool:
         """Add the actor that answered; return False if it failed to start."""
         actor = self._starting.pop(ready)
         try:
-            self._pids[actor], self._blueprint = ray.get(ready)
+            process, blueprint = ray.get(ready)
         except RayActorError as error:
-            self.losses += 1
-            self._events.append(f"a client actor did not start ({cause_of(error)})")
-            ray.kill(actor)
+            self._drop(actor, error)
             return False
         except RayTaskError as error:
             raise _run_error("a client actor could not start", error) from error
+        if self._blueprint is None:
+            self._blueprint = blueprint
+        elif other := changed_sources(self._blueprint.sources, blueprint.sources):
+            raise InputError(
+                f"the nodes of the cluster have different {other}: they must be the same on all"
+            )
+        self._note_restart(actor, process)
         self.actors.append(actor)
         return True
 
@@ -112,6 +130,7 @@ class ActorPool:
         Raises:
             RunError: A job failed, or no actor is left.
         """
+        self._leave_draining_nodes()
         reference = ray.put(broadcast)
         uploads: dict[int, Any] = {}
 
@@ -156,45 +175,98 @@ class ActorPool:
                 continue
             index, actor = running.pop(done)
             try:
-                pid, results[index] = ray.get(done)
+                process, results[index] = ray.get(done)
             except RayActorError as error:
-                self._drop(actor, error)
+                if is_gone(actor):
+                    self._drop(actor, error)
+                else:
+                    self.losses += 1
+                    pid = self._processes[actor].pid
+                    self._events.append(f"client actor {pid} died; its work goes to an idle one")
+                    self._wait_for_start(actor)
                 waiting.appendleft(index)
                 continue
             except RayTaskError as error:
                 raise _run_error(f"{describe(index)} failed", error) from error
-            self._note_restart(actor, pid)
+            self._note_restart(actor, process)
             idle.append(actor)
         return [results[index] for index in range(count)]
 
-    def _note_restart(self, actor: Any, pid: int) -> None:
-        if self._pids[actor] != pid:
+    def _note_restart(self, actor: Any, process: "Process") -> None:
+        before = self._processes.setdefault(actor, process)
+        if before != process:
             self.restarts += 1
             self.losses += 1
             self._events.append(
-                f"client actor {self._pids[actor]} died and was restarted as {pid} "
-                f"(restart {self.restarts}); its work was repeated"
+                f"client actor {before.pid} was restarted as {process.pid} "
+                f"(restart {self.restarts})"
             )
-            self._pids[actor] = pid
+            self._processes[actor] = process
+
+    def _wait_for_start(self, actor: Any) -> None:
+        """Give no jobs to an actor until it answers."""
+        self.actors.remove(actor)
+        self._starting[actor.describe.remote(self._run, {})] = actor
+
+    def _leave_draining_nodes(self) -> None:
+        """Restart the actors that are on draining nodes; they join again as they start elsewhere.
+
+        Nothing is done inside a trial, whose actors are bound to its bundles: it moves as a whole.
+        """
+        if ray.util.get_current_placement_group() is not None:
+            return
+        draining = draining_nodes()
+        for actor in [a for a in self.actors if self._processes[a].node in draining]:
+            self.losses += 1
+            process = self._processes.pop(actor)
+            ray.kill(actor, no_restart=False)
+            self._wait_for_start(actor)
+            self._events.append(f"client actor {process.pid} moves: its node is being drained")
 
     def _drop(self, actor: Any, error: RayActorError) -> None:
         self.losses += 1
-        self.actors.remove(actor)
         ray.kill(actor)  # it may only be unreachable: free its resources in any case
-        pid = self._pids.pop(actor)
-        self._events.append(f"client actor {pid} is gone for good ({cause_of(error)})")
+        if actor in self.actors:
+            self.actors.remove(actor)
+        process = self._processes.pop(actor, None)
+        loss = "a client actor did not start"
+        if process is not None:
+            loss = f"client actor {process.pid} is gone for good"
+        self._events.append(f"{loss} ({cause_of(error)})")
 
     def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
-        """Sum in groups of ``FAN_IN``: here if there is one group, otherwise on the actors."""
+        """Sum in groups of ``FAN_IN``: here if there is one group, otherwise on the actors.
+
+        The actors also add the sums of the groups, so that this process receives only the total.
+        """
         if len(uploads) <= FAN_IN:
             return partial_sum(self.fetch(uploads), reducer)
         shared, parts = ray.put(reducer), groups(uploads)
+        sums: dict[int, Any] = {}
 
-        def submit(actor: Any, index: int) -> Any:
+        def add_group(actor: Any, index: int) -> Any:
             group = [uploads[i] for i in parts[index]]
-            return actor.reduce.remote(self._run, shared, *group)
+            answer, sums[index] = actor.reduce.remote(self._run, shared, *group)
+            return answer
 
-        return combine(self._run_each(len(parts), submit, lambda index: f"summing group {index}"))
+        self._run_each(len(parts), add_group, lambda index: f"summing group {index}")
+        left = [sums[index] for index in range(len(parts))]
+        while len(left) > 1:  # in order: the sum so far is the first of the next ones
+            left = [self._combine(left[:FAN_IN]), *left[FAN_IN:]]
+        total: Partial = ray.get(left[0])
+        return total
+
+    def _combine(self, sums: Sequence[Any]) -> Any:
+        """Return the reference of the sum of sums, which an actor adds."""
+        totals: list[Any] = []
+
+        def add(actor: Any, _: int) -> Any:
+            answer, total = actor.combine.remote(self._run, *sums)
+            totals.append(total)
+            return answer
+
+        self._run_each(1, add, lambda _: "adding the sums of groups")
+        return totals[-1]
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
         """Return uploads as read-only views of the object store."""
@@ -203,12 +275,15 @@ class ActorPool:
 
     def processes(self) -> list[int]:
         """Return the last known process ids of the started actors."""
-        return [self._pids[actor] for actor in self.actors]
+        return [self._processes[actor].pid for actor in self.actors]
 
 
 def _run_error(action: str, error: RayTaskError) -> Exception:
-    """Return our own errors unchanged, and any other as a failure of the run."""
-    if isinstance(error.cause, InputError | RunError):
+    """Return our own errors and those of Ray unchanged, and any other as a failure of the run.
+
+    Ray's: an object was lost with its node, nothing failed in our code.
+    """
+    if isinstance(error.cause, InputError | RunError | RayError):
         return error.cause
     return RunError(f"{action}: {cause_of(error)}")
 

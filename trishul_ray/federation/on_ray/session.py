@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
+from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
 from trishul_ray.federation.on_ray.old_sessions import mark_session, remove_old_sessions
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 
@@ -220,7 +221,7 @@ def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices
     group = ray.util.get_current_placement_group()
     if group is not None:
         return slices_of_bundles(experiment, group.bundle_specs)
-    free, total = ray.available_resources(), ray.cluster_resources()
+    free, total = ray.available_resources(), total_resources(possible_nodes())
     if held is not None:
         mine = {"CPU": held.actors * held.cpus, "GPU": held.actors * held.gpus}
         free = {k: min(free.get(k, 0.0) + mine[k], total.get(k, 0.0)) for k in mine}

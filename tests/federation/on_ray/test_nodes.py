@@ -1,0 +1,51 @@
+"""Which nodes a plan may count on: those that work, and those that an autoscaler may add."""
+
+import pytest
+import yaml
+
+from trishul_ray.federation.on_ray import nodes
+
+HEAD = {"CPU": 0.0, "node:__internal_head__": 1.0}
+CLUSTER = {
+    "max_workers": 3,
+    "head_node_type": "head",
+    "available_node_types": {
+        "head": {"resources": {"CPU": 8}},
+        "spot": {"resources": {"CPU": 4, "GPU": 1}, "max_workers": 2},
+        "on-demand": {"resources": {"CPU": 8, "GPU": 2}},
+    },
+}
+
+
+@pytest.fixture
+def possible(monkeypatch, tmp_path):
+    """``possible(working, cluster)`` -> the nodes that are possible, as CPUs and GPUs."""
+
+    def ask(working, cluster=None):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setattr(nodes, "working_nodes", lambda: dict(enumerate(working)))
+        if cluster is not None:
+            text = yaml.safe_dump(cluster, sort_keys=False)
+            (tmp_path / "ray_bootstrap_config.yaml").write_text(text)
+        found = nodes.possible_nodes()
+        return [(node.get("CPU", 0), node.get("GPU", 0)) for node in found]
+
+    return ask
+
+
+def test_without_an_autoscaler_the_working_nodes_are_all(possible):
+    assert possible([HEAD, {"CPU": 2.0}]) == [(0, 0), (2, 0)]
+
+
+def test_a_cluster_from_zero_counts_the_workers_that_it_may_have(possible):
+    assert possible([HEAD], CLUSTER) == [(0, 0), (4, 1), (4, 1), (8, 2)]
+
+
+def test_workers_that_are_there_are_not_counted_twice(possible):
+    spot = {"CPU": 4.0, "GPU": 1.0}
+    assert possible([HEAD, spot], CLUSTER) == [(0, 0), (4, 1), (4, 1), (8, 2)]
+
+
+def test_a_file_that_promises_less_than_there_is_changes_nothing(possible):
+    big = {"CPU": 64.0, "GPU": 8.0}
+    assert possible([HEAD, big], CLUSTER) == [(0, 0), (64, 8)]
