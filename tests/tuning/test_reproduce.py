@@ -209,6 +209,35 @@ def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(
     assert not [process for process in trials() if process.status() == psutil.STATUS_STOPPED]
 
 
+@pytest.mark.chaos
+def test_a_trial_that_hangs_in_its_constructor_is_ended_and_finishes(
+    sweep_file, inline_result, monkeypatch, tmp_path
+):
+    jumps = [0.0]
+    hanging = tmp_path / "hanging"
+
+    class CellTrial(tuner.CellTrial):
+        def setup(self, config, find, environment):
+            if not hanging.exists():
+                hanging.touch()
+                time.sleep(1000)
+            super().setup(config, find, environment)
+
+    def clock():
+        return time.monotonic() + sum(jumps)
+
+    monkeypatch.setattr(tuner, "Watchdog", functools.partial(tuner.Watchdog, clock=clock))
+    monkeypatch.setattr(tuner, "CellTrial", CellTrial)
+    sweep = sweep_file("axes: {method: [trishul, fedit]}", "tracking.mlflow=false")
+    progress = Followed(lambda: jumps.append(3600.0))  # at a round of the other trial
+    result = reproduce([sweep], TuneOptions(), progress)
+    assert result.failures == {}, progress.text.getvalue()
+    whys = [why for _, why in progress.retries]
+    assert [why for why in whys if why.startswith("not started, no progress for 1 h")], whys
+    for cell in sweep.cells:
+        assert_as_inline(cell.experiment, inline_result)
+
+
 def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file):
     text = """
         search:

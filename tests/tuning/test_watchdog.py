@@ -27,6 +27,9 @@ class Watched:
     def __init__(self, monkeypatch):
         self.now, self.killed = 0.0, []
         monkeypatch.setattr(watchdog.ray, "kill", self.killed.append)
+        self.starting = []
+        monkeypatch.setattr(watchdog, "starting_trials", lambda: self.starting)
+        monkeypatch.setattr(watchdog, "end_actor", self.killed.append)
         self.dog = Watchdog(60.0, lambda: self.now)
         self.trials = []
 
@@ -94,3 +97,16 @@ def test_a_finished_trial_is_not_ended(watched):
     trial = watched.start("done")
     trial.finished = True
     assert watched.at(1000) == []
+
+
+def test_an_actor_whose_constructor_hangs_is_ended(watched):
+    watched.trials.append(FakeTrial("pending"))  # Tune shows no actor
+    watched.starting = ["slow", "hangs"]
+    assert watched.at(10) == []
+    watched.starting = ["hangs"]
+    assert watched.at(69) == []
+    assert watched.at(75) == ["hangs"]
+    reason = "not started, no progress for 1 min 05 s: ended by the watchdog"
+    assert watched.dog.reasons == {"hangs": reason}
+    assert watched.at(100) == ["hangs"]
+    assert watched.at(140) == ["hangs", "hangs"]

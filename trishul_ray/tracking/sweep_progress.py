@@ -81,6 +81,11 @@ class SweepProgress(RunProgress):
         self._forget_rounds(id)
         self._print(f"{self._cells[id][0]}: {why}; attempt {attempt} of {attempts} follows")
 
+    def move(self, id: str, why: str) -> None:
+        """Print that a cell goes on elsewhere, which is no failure."""
+        self._forget_rounds(id)
+        self._print(f"{self._cells[id][0]}: {why}; it goes on elsewhere")
+
     def end(self, id: str, *, failure: str | None = None) -> None:
         """Print that a cell has finished, or why it has not."""
         name, rounds = self._cells[id]

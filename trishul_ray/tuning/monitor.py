@@ -10,6 +10,7 @@ from typing import Any
 from ray import cloudpickle, tune
 from ray.tune.experiment import Trial
 
+from trishul_ray.federation.on_ray.nodes import launch_failures
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.tracking.progress import HEADLINES
 from trishul_ray.tracking.sweep_progress import SweepProgress
@@ -37,8 +38,8 @@ class TuneOptions:
     Attributes:
         retries: How often a cell that failed is tried again.
         stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
-        concurrency: Number of cells at a time; None is what the cluster holds. Cells beyond that
-            wait for nodes that an autoscaler adds.
+        concurrency: Number of cells at a time; None is what the cluster holds, with the nodes that
+            its autoscaler may add. Cells beyond that wait.
     """
 
     retries: int = 2
@@ -70,6 +71,7 @@ class Monitor(tune.Callback):
         self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
         self._finished: set[str] = set()
         self._attempts: dict[str, int] = {}
+        self.interruptions = 0  # of cells, failures and moves
         self._waits_since: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +98,10 @@ class Monitor(tune.Callback):
     def on_trial_recover(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
-        """Show why a cell is tried again."""
+        """Show why a cell is tried again, or goes on elsewhere."""
+        if self._was_preempted(trial):
+            self._progress.move(self._id(trial), self._reason(trial))
+            return
         attempt = self._count(trial)
         self._progress.retry(
             self._id(trial), self._reason(trial), attempt + 1, self.options.retries + 1
@@ -106,7 +111,7 @@ class Monitor(tune.Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
         """Note why a cell failed for good."""
-        if self._count(trial) > self.options.retries:
+        if not self._was_preempted(trial) and self._count(trial) > self.options.retries:
             self._fail(trial, self._reason(trial))
 
     def on_trial_complete(
@@ -134,7 +139,8 @@ class Monitor(tune.Callback):
             self._waits_since = now
         elif now - self._waits_since > WAITING_NOTICE_SECONDS:
             self._waits_since = math.inf
-            self._progress.note("no cell is running: waiting for resources on the cluster")
+            why = "; ".join(["waiting for resources on the cluster", *launch_failures()])
+            self._progress.note(f"no cell is running: {why}")
 
     def unfinished(self, ids: Sequence[str]) -> list[str]:
         """Return the cells that Tune has given up although they may be tried again."""
@@ -163,9 +169,20 @@ class Monitor(tune.Callback):
         return self._run(trial).experiment.id
 
     def _reason(self, trial: Trial) -> str:
-        ended = self.watchdog.reasons.pop(trial.trial_id, None)
-        if ended is not None or trial.pickled_error_file is None:
-            return ended or "it failed without a reason"
-        # Written by this process a moment ago.
-        error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        error = self._error(trial)
+        names = (trial.trial_id, getattr(error, "actor_id", None))
+        ended = [self.watchdog.reasons.pop(name) for name in names if name in self.watchdog.reasons]
+        if ended or error is None:
+            return ended[0] if ended else "it failed without a reason"
         return cause_of(error)
+
+    def _was_preempted(self, trial: Trial) -> bool:
+        self.interruptions += 1
+        return bool(getattr(self._error(trial), "preempted", False))
+
+    def _error(self, trial: Trial) -> Exception | None:
+        if trial.pickled_error_file is None:
+            return None
+        # Written by this process a moment ago.
+        error: Exception = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        return error

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray import tune
+from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
+from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.results import flat_metrics
@@ -89,6 +91,16 @@ class _Notes(RunProgress):
         return lambda text, share: None
 
 
+class NodeDrainsError(RayActorError):
+    """Ends a trial whose node is being drained.
+
+    ``preempted``: as after a preemption, Tune counts no failure and starts the trial elsewhere.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(error_msg=message, preempted=True)
+
+
 class CellTrial(tune.Trainable):
     """Runs one cell of a sweep after the other, with the same coordinator and client actors.
 
@@ -121,8 +133,12 @@ class CellTrial(tune.Trainable):
         """Run one round and return its metrics.
 
         Raises:
+            NodeDrainsError: No round was begun, because a node of this trial is being drained.
             RunError: The run failed; the message is one line.
         """
+        if not self._results and draining_nodes_of_trial():
+            self.cleanup()
+            raise NodeDrainsError("its node is being drained")
         try:
             while not self._results:
                 self._advance()

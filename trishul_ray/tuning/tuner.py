@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
+from trishul_ray.federation.on_ray.nodes import possible_nodes, working_nodes
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.models.backbone import Backbone
@@ -69,7 +70,7 @@ def run_cells(
         RunError: Ray Tune failed.
     """
     experiments = {id: run.experiment for id, run in runs.items()}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = possible_nodes()
     groups = group_cells(experiments, nodes, options.concurrency)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
@@ -80,12 +81,14 @@ def run_cells(
     for group in groups:
         left = [id for id in group.ids if id not in failures]
         monitor = Monitor(_Listed(runs), options, progress, search)
-        # Tune counts the death of an actor between two cells twice, and gives up a cell too early.
-        for _ in range(options.retries + 1):
-            if left:
-                scheduler = _scheduler(early_stopping, search, [experiments[id] for id in left])
-                _fit(group, _Listed(runs), {"cell": tune.grid_search(left)}, scheduler, monitor)
-                left = monitor.unfinished(left)
+        before = -1
+        # Tune counts the death of an actor between two cells twice, and gives up a cell too early;
+        # after a preemption, too.
+        while left and monitor.interruptions > before:
+            before = monitor.interruptions
+            scheduler = _scheduler(early_stopping, search, [experiments[id] for id in left])
+            _fit(group, _Listed(runs), {"cell": tune.grid_search(left)}, scheduler, monitor)
+            left = monitor.unfinished(left)
         failures |= monitor.failures
     return failures
 
@@ -118,7 +121,7 @@ def run_search(
         RunError: Ray Tune failed.
     """
     searcher = _optuna(search)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = possible_nodes()
     names = [str(number) for number in range(search.samples)]
     (group,) = group_cells(dict.fromkeys(names, experiment), nodes, options.concurrency)
     prepare_inputs({experiment.id: experiment}, progress)
@@ -134,7 +137,7 @@ def check_stores(places: Iterable[str]) -> None:
     Raises:
         InputError: One does not.
     """
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    nodes = list(working_nodes())
     for store in (Store.open(place) for place in places):
         if len(nodes) == 1 or not store.is_local:
             continue

@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray._private import worker
+from ray._private.state import state
 from ray.tune.experiment import Trial
 
 from trishul_ray.tracking.progress import format_duration
@@ -15,6 +17,10 @@ from trishul_ray.tracking.progress import format_duration
 LONGEST_ROUNDS = 5.0
 #: Seconds after which a trial that was ended but is still there is ended again.
 AGAIN_SECONDS = 60.0
+#: Name of the class that ``tune.with_resources`` makes of a trial's.
+TRAINABLE = "ResourceTrainable"
+#: Seconds between two looks at the trials whose constructor is running.
+LOOK_SECONDS = 5.0
 
 
 @dataclass
@@ -33,7 +39,8 @@ class Watchdog(tune.Callback):
 
     The limit is the larger one of ``limit`` and :data:`LONGEST_ROUNDS` times the trial's longest
     round, so that long rounds are no stall. Tune sees the death of an actor and runs the trial
-    again, which continues from its checkpoint.
+    again, which continues from its checkpoint. A trial that waits for resources has no actor; one
+    whose constructor hangs has an actor that Tune does not show, but Ray's list of actors does.
 
     Args:
         limit: Seconds without a report.
@@ -43,7 +50,9 @@ class Watchdog(tune.Callback):
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self._clock = limit, clock
         self._watched: dict[str, _Watch] = {}
-        self.reasons: dict[str, str] = {}  # why a trial was ended, by trial id
+        self._starting: dict[str, float] = {}  # since when, by actor id
+        self._looked = -LOOK_SECONDS
+        self.reasons: dict[str, str] = {}  # why a trial was ended, by trial id or actor id
 
     def on_trial_start(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
@@ -73,11 +82,42 @@ class Watchdog(tune.Callback):
                 self._watched[trial.trial_id] = _Watch(actor, now)
             elif self._is_stalled(watch, now):
                 watch.ended = now
-                silent = format_duration(now - watch.reported)
-                self.reasons[trial.trial_id] = f"no progress for {silent}: ended by the watchdog"
+                self.reasons[trial.trial_id] = _reason(now - watch.reported)
                 ray.kill(actor)  # its node ends also a process that is stopped
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._end_stalled_starts(now)
+
+    def _end_stalled_starts(self, now: float) -> None:
+        self._starting = {actor: self._starting.get(actor, now) for actor in starting_trials()}
+        for actor, since in self._starting.items():
+            if now - since > self.limit:
+                self.reasons[actor] = f"not started, {_reason(now - since)}"
+                self._starting[actor] = now  # to end it again, if it is still there
+                end_actor(actor)
 
     def _is_stalled(self, watch: _Watch, now: float) -> bool:
         limit = max(self.limit, LONGEST_ROUNDS * watch.longest)
         again = watch.ended is None or now - watch.ended > AGAIN_SECONDS
         return now - watch.reported > limit and again
+
+
+def starting_trials() -> list[str]:
+    """Return the ids of this job's trial actors whose constructor has not returned."""
+    job = worker.global_worker.current_job_id
+    return [
+        id
+        for phase in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
+        for id, actor in state.actor_table(None, job, phase).items()
+        if actor["ActorClassName"].rpartition(".")[2] == TRAINABLE
+    ]
+
+
+def end_actor(id: str) -> None:
+    """End an actor of this process by its id."""
+    core: Any = worker.global_worker.core_worker  # type: ignore[attr-defined]  # set by Ray
+    core.kill_actor(ray.ActorID.from_hex(id), True)
+
+
+def _reason(seconds: float) -> str:
+    return f"no progress for {format_duration(seconds)}: ended by the watchdog"

@@ -1,0 +1,150 @@
+"""Several real Ray nodes on this machine, each with its own address, home and processes."""
+
+import json
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+from fake_metadata import FakeMetadata
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+
+#: Ray notices within seconds that a node is gone.
+QUICK = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_worker_niceness": "0",
+    "RAY_AUTH_MODE": "disabled",
+}
+#: A head whose autoscaler, version 2, starts workers on this machine.
+AUTOSCALER = {
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+}
+RAY = Path(sys.executable).with_name("ray")
+#: Seconds for a node to start on a loaded machine.
+LONG_WAIT = 120
+
+
+class RayNode:
+    """A node: its address, its home folder, and the command that runs it."""
+
+    def __init__(self, address, home, command, metadata=None, watcher=None):
+        self.address, self.home, self.command = address, home, command
+        self.metadata, self.watcher = metadata, watcher
+
+    def processes(self, name=""):
+        """Its live processes whose command line has ``name``, without watchers."""
+        found = []
+        for process in self.command.processes():
+            words = " ".join(process.cmdline())
+            if name in words:
+                found.append(process)
+        return found
+
+    def kill(self):
+        """Take the machine away: kill all its processes at once."""
+        commands = [self.command, *([self.watcher] if self.watcher else [])]
+        for command in commands:
+            command.sweep()
+
+
+class RayNodes:
+    """A cluster of nodes with the addresses 127.0.0.2, 127.0.0.3...; the first one is the head.
+
+    Args:
+        start: The fixture that starts commands.
+        folder: A folder of this test.
+    """
+
+    def __init__(self, start, folder):
+        self._start, self._folder = start, folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.temporary = Path("/tmp") / f"trishul-{self.port}"  # sockets need a short path
+        self.nodes = []
+        self._count = 1
+
+    @property
+    def environment(self):
+        """What a command needs to join."""
+        return {"RAY_ADDRESS": f"127.0.0.2:{self.port}", "RAY_AUTH_MODE": "disabled"}
+
+    def add(self, cpus=1, watched=False, autoscaling=None):
+        """Start a node, the head first; with a spot watcher on it, or with Ray's autoscaler."""
+        environment = dict(QUICK)
+        self._count += 1
+        address = f"127.0.0.{self._count}"
+        home = self._folder / f"node-{self._count}"
+        home.mkdir()
+        if self._count == 2:
+            role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+            role += [f"--temp-dir={self.temporary}", "--disable-usage-stats"]
+        else:
+            role = [f"--address=127.0.0.2:{self.port}"]
+        if autoscaling is not None:
+            file = home / "ray_bootstrap_config.yaml"  # where `ray up` puts it
+            file.write_text(json.dumps(autoscaling))
+            role.append(f"--autoscaling-config={file}")
+            environment |= AUTOSCALER
+        sizes = [f"--num-cpus={cpus}", f"--object-store-memory={100 * 2**20}"]
+        ports = ["--min-worker-port=0", "--max-worker-port=0"]
+        with (home / "ray.log").open("w") as log:
+            command = self._start(
+                RAY, "start", *role, f"--node-ip-address={address}", *sizes, *ports, "--block",
+                cwd=home, options={"stdout": log, "stderr": log}, HOME=str(home),
+                **environment,
+            )  # fmt: skip
+        node = RayNode(address, home, command)
+        self._wait_for(node)
+        if watched:
+            node.metadata = FakeMetadata(address, f"i-{self._count:017x}").__enter__()
+            node.watcher = self._start(
+                sys.executable, "-m", "trishul_ray.cluster.spot_watcher",
+                "--address", f"127.0.0.2:{self.port}", "--metadata", node.metadata.url,
+                "--interval", "0.5", cwd=home, HOME=str(home), RAY_AUTH_MODE="disabled",
+            )  # fmt: skip
+        self.nodes.append(node)
+        return node
+
+    def alive(self):
+        """Return the addresses of the nodes that are alive."""
+        return {node.node_manager_address for node in self._alive()}
+
+    def _alive(self):
+        from ray._raylet import GcsClient
+
+        nodes = GcsClient(address=f"127.0.0.2:{self.port}").get_all_node_info(timeout=5).values()
+        return [node for node in nodes if node.state == 0]
+
+    def workers(self):
+        """Return the ids of the nodes that are alive, without the head."""
+        return {node.node_id.hex() for node in self._alive() if not node.is_head_node}
+
+    def _wait_for(self, node):
+        end = time.monotonic() + LONG_WAIT
+        while True:
+            said = (node.home / "ray.log").read_text()
+            assert node.command.process.poll() is None, said
+            try:
+                if node.address in self.alive():
+                    return
+            except Exception as error:  # the head is starting
+                said = str(error)
+            assert time.monotonic() < end, said
+            time.sleep(0.5)
+
+    def close(self):
+        """Take all machines away."""
+        for node in reversed(self.nodes):
+            node.kill()
+            if node.metadata is not None:
+                node.metadata.__exit__()
+        shutil.rmtree(self.temporary, ignore_errors=True)
