@@ -1,0 +1,107 @@
+"""A night of spot machines, its time compressed: every preemption costs at most a round."""
+
+import json
+import random
+import threading
+import time
+
+import pytest
+from ray_nodes import LONG_WAIT, RayNodes
+
+from trishul_ray.loading import load_experiment
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+#: Eight hours, in each of which a machine is taken away with this probability.
+HOURS, SHARE, MACHINES = 8, 0.3, 2
+#: Real seconds of an hour, and of the two minutes of notice, which a start-up limits.
+HOUR, NOTICE = 15.0, 6.0
+CELLS, ROUNDS = 5, 10
+
+
+class Night(threading.Thread):
+    """Takes machines away as drawn, each one replaced at once, until the night is over."""
+
+    def __init__(self, cluster):
+        super().__init__(daemon=True)
+        self.cluster, self.draw = cluster, random.Random(3)
+        self.taken, self.error, self.over = [], None, threading.Event()
+
+    def run(self):
+        try:
+            for _ in range(HOURS):
+                began = time.monotonic()
+                for place in range(MACHINES):
+                    if self.draw.random() < SHARE and not self.over.is_set():
+                        self.take(place)
+                self.over.wait(max(0.0, HOUR - (time.monotonic() - began)))
+        except Exception as error:
+            self.error = error
+
+    def take(self, place):
+        node = self.cluster.nodes[1 + place]
+        node.metadata.interrupt(NOTICE)
+        time.sleep(NOTICE)
+        self.taken.append(node.address)
+        node.kill()
+        self.cluster.nodes[1 + place] = self.cluster.add(watched=True)
+        self.cluster.nodes.pop()
+
+
+class Saved(threading.Thread):
+    """Collects the checkpoints that appear: one that is written twice is of a repeated round."""
+
+    def __init__(self, runs):
+        super().__init__(daemon=True)
+        self.runs, self.names = runs, {}
+        self.start()
+
+    def run(self):
+        while True:
+            for file in self.runs.glob("*/checkpoints/round-*"):
+                round_ = int(file.name.split("-")[1])
+                self.names.setdefault((file.parts[-3], round_), set()).add(file.name)
+            time.sleep(0.2)
+
+    def repeated(self):
+        """The rounds that were trained again after they had been saved; the last is saved twice."""
+        return [key for key, names in self.names.items() if len(names) > 1 and key[1] < ROUNDS]
+
+
+@pytest.fixture
+def cluster(start, tmp_path):
+    nodes = RayNodes(start, tmp_path)
+    nodes.add(cpus=0)
+    for _ in range(MACHINES):
+        nodes.add(watched=True)
+    yield nodes
+    nodes.close()
+
+
+def test_a_night_of_preemptions(cluster, trishul, small_words, tmp_path, inline_result):
+    long = [f"federation.rounds={ROUNDS}", "federation.local_steps=30"]
+    words = [*small_words, *long, "evaluation.diagnostics_every=0", "storage.runs=runs"]
+    axis = ["--axis", f"seed=0..{CELLS - 1}"]
+    runs = tmp_path / "runs"
+    sweep = trishul(
+        "sweep", *axis, *words, "resources.backend=inline", "--retries=0", **cluster.environment
+    )
+    sweep.wait_for("preparing", LONG_WAIT)
+    night, checkpoints = Night(cluster), Saved(runs)
+    night.start()
+    code, out, errors = sweep.end(900)
+    night.over.set()
+    night.join(LONG_WAIT)
+    # With --retries=0 a single failure that is counted would end a cell.
+    assert code == 0, out + errors
+    assert night.error is None and len(night.taken) >= 3
+    for seed in range(CELLS):
+        experiment = load_experiment(None, [*words, f"seed={seed}"])
+        result = json.loads((runs / experiment.id / "result.json").read_text())
+        assert result["state_sha256"] == inline_result(experiment).digest
+    assert "attempt" not in errors and "it goes on elsewhere" in errors
+    # A preemption costs the round that was in progress at most: none that was saved is repeated.
+    assert len(checkpoints.names) == CELLS * ROUNDS and checkpoints.repeated() == []
+    assert sweep.left_behind() == []
+    for node in cluster.nodes:
+        assert node.processes("CellTrial") + node.processes("Trainable") == []
