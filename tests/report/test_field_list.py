@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trishul_ray.config import FederationConfig
+from trishul_ray.config import FederationConfig, task_kinds
 from trishul_ray.loading import field_names, load_experiment
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.field_list import allowed, field_list
@@ -18,6 +18,7 @@ def test_every_field_is_listed_with_its_value_and_meaning(method):
     assert "<class" not in text and "typing" not in text
     # The name of a method means itself.
     assert [name for name, _, _, meaning in entries if not meaning] == ["method.name"]
+    assert f"task.kind=auto  ({' | '.join(task_kinds())})" in text
     assert "seed=0  (integer >= 0, < 9223372036854775808)" in text
     assert "tracking.mlflow=true  (true or false; not in the id)" in text
     assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 90

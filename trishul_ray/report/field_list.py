@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trishul_ray.config import task_kinds
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import method_names
 
@@ -22,9 +23,10 @@ def field_list(experiment: Experiment, width: int = 100) -> str:
 
     Fields of the method are those of the experiment's method.
     """
+    registered = {"method.name": method_names(), "task.kind": task_kinds()}
     blocks = []
     for name, field, value in _fields(experiment):
-        notes = [" | ".join(method_names()) if name == "method.name" else allowed(field)]
+        notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
         if (field.json_schema_extra or {}).get("identity") is False:  # type: ignore[union-attr]
             notes.append("not in the id")
         shown = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
