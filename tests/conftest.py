@@ -13,8 +13,13 @@ from pathlib import Path
 # they look for in vain is not looked for again and again.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import psutil
 import pytest
+
+# A loaded machine is no failure; timing belongs into benchmarks.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 #: A run of seconds: random weights, so that nothing needs pretraining.
 SMALL = [

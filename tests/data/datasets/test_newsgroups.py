@@ -78,5 +78,5 @@ def test_an_unknown_group_a_huge_post_and_a_cut_file_are_named(tmp_path):
         archive.read((file,), lambda *_: None)
     write(file, POSTS)
     file.write_bytes(file.read_bytes()[:300])
-    with pytest.raises(CorruptFileError, match="20news-bydate.tar.gz: an incomplete download"):
+    with pytest.raises(CorruptFileError, match=r"20news-bydate.tar.gz: an incomplete download"):
         archive.read((file,), lambda *_: None)
