@@ -78,7 +78,7 @@ class Results:
             temporary.replace(file)
 
     def page(self) -> str:
-        """The page for people."""
+        """Return the results as Markdown."""
         machine, software = self.content["hardware"], self.content["versions"]
         where = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['cpus']} CPUs"
         numbers = ", ".join(f"{name} {software[name]}" for name in ("torch", "transformers"))

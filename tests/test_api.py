@@ -246,7 +246,7 @@ def test_any_module_is_a_model(tiny, tmp_path):
         adapted = PeftModel.from_pretrained(Net(), result.adapter_path).eval()
         torch.testing.assert_close(adapted(pixels), logits, atol=1e-5, rtol=1e-5)
     assert result.predict(images) == [str(k) for k in logits.argmax(1).tolist()]
-    # Another process knows nothing of the module, and is told to pass it.
+    # Another process does not have the module: the error asks for it.
     script = (
         "import trishul_ray\n"
         f"result = trishul_ray.load({result.id!r}, runs={str(tmp_path / 'runs')!r})\n"

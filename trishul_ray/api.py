@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.federation.determinism import set_environment
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run(
         except RunError:
             raise
         except OSError as error:
-            raise RunError(f"{error.strerror or error}: {error.filename or 'storage'}") from error
+            raise RunError(describe_os_error(error)) from error
     return Result(experiment, finished.home, finished.summary, repeated=finished.repeated)
 
 

@@ -36,3 +36,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` with the nearest of the known names; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return the reason of a failed system call and its file, in one line."""
+    return f"{error.strerror or error}: {error.filename or 'storage'}"

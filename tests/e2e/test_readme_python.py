@@ -1,4 +1,4 @@
-"""The Python code of the README, as it stands there: a run, its predictions, its adapter."""
+"""The Python code of the README, unchanged: a run, its predictions, its adapter."""
 
 import os
 import re

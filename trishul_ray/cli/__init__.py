@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 import typer
 
 from trishul_ray.cli import cluster, data, machine, run, tables
-from trishul_ray.cli.output import describe_os_error
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.federation.determinism import set_environment
 
 __all__ = ["app", "main"]

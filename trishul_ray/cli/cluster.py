@@ -298,17 +298,14 @@ def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: fl
     alive = [node for node in workers if node.alive]
     gpus = sum(node.gpus for node in alive)
     parts = [f"{len(alive)} workers" + (f" with {gpus:g} GPUs" if gpus else "")]
-    hours = sum(node.hours * (node.gpus or not _any_gpu(workers)) for node in workers)
-    unit = "GPU-hours" if _any_gpu(workers) else "worker-hours"
+    with_gpus = any(node.gpus for node in workers)
+    hours = sum(node.hours * (node.gpus or not with_gpus) for node in workers)
+    unit = "GPU-hours" if with_gpus else "worker-hours"
     parts.append(f"{hours:.2f} {unit} since the cluster started")
     if price is not None:
         head = sum(node.hours for node in nodes if node.head)
         parts.append(f"{hours * price + head * head_price:,.2f} spent")
     return ", ".join(parts)
-
-
-def _any_gpu(nodes: "Sequence[Node]") -> bool:
-    return any(node.gpus for node in nodes)
 
 
 def _end(job: "Job") -> None:
@@ -322,10 +319,7 @@ def _end(job: "Job") -> None:
     if job.status == "SUCCEEDED":
         return
     if job.status == "STOPPED":
-        print_line(
-            f"{job.id}: was stopped. Finished cells and rounds are kept; to continue: {_typed()}",
-            err,
-        )
+        print_line(f"{job.id}: was stopped. {_KEPT}: {_typed()}", err)
         raise typer.Exit(130)
     if job.exit_code == 2:
         raise InputError(f"{job.id}: its input is wrong; see above")

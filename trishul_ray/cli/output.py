@@ -21,11 +21,6 @@ def print_field(label: str, text: object) -> None:
     print_line(f"{label:<9} {text}")
 
 
-def describe_os_error(error: OSError) -> str:
-    """Return the reason of a failed system call and its file, in one line."""
-    return f"{error.strerror or error}: {error.filename or 'storage'}"
-
-
 def as_typed(command: str) -> str:
     """Return a command ``trishul ...`` as it works when it is pasted where this one was typed.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import as_typed, describe_os_error, err, out, print_field, print_line
-from trishul_ray.errors import FailsAgainError, RunError
+from trishul_ray.cli.output import as_typed, err, out, print_field, print_line
+from trishul_ray.errors import FailsAgainError, RunError, describe_os_error
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment

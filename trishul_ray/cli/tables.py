@@ -1,4 +1,4 @@
-"""Commands on many runs: the paper's tables, and sweeps of one's own."""
+"""Commands on many runs: the paper's tables, and your own sweeps."""
 
 import shlex
 import sys

@@ -26,6 +26,12 @@ _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
 _META = "__meta__"
 
 
+def round_of(name: str) -> int | None:
+    """Return the round of a checkpoint's file name; None for another file."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 @dataclass
 class Checkpoint:
     """The state of a run after a round.

@@ -1,13 +1,12 @@
 """How far the cells of a job are, read from the store of results."""
 
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.checkpoint import round_of, run_folder
 from trishul_ray.report.outcomes import Status
 from trishul_ray.tuning.state import CellState, examine
 
@@ -15,8 +14,6 @@ from trishul_ray.tuning.state import CellState, examine
 QUIET_SECONDS = 600.0
 #: A cell is running if its last file is at most this many rounds old.
 QUIET_ROUNDS = 5.0
-
-_CHECKPOINT = re.compile(r"round-(\d{6})-[0-9a-f]{64}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,9 @@ def _rounds(experiment: Experiment, state: CellState, now: float) -> tuple[int, 
     home = run_folder(experiment)
     times = home.modified()
     saved = {
-        int(match[1]): when
+        number: when
         for name, when in home.child("checkpoints").modified().items()
-        if (match := _CHECKPOINT.fullmatch(name))
+        if (number := round_of(name)) is not None
     }
     last = max([*times.values(), *saved.values()], default=0.0)
     rounds = sorted(saved)

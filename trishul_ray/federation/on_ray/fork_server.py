@@ -47,7 +47,7 @@ PRELOADED = (
     "trishul_ray.federation.local",
     "transformers.modeling_utils",
 )
-#: Seconds in which a fork server ends once it is told to.
+#: Seconds in which a fork server must end when it is closed.
 END_SECONDS = 10.0
 
 
