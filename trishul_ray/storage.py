@@ -72,6 +72,11 @@ class Store:
         """Return the folder ``name`` inside this one."""
         return Store(self.filesystem, f"{self.root}/{name}", self.place(name), self.retry_seconds)
 
+    def parent(self) -> "Store":
+        """Return the folder that this one is in; it has no address of its own."""
+        root = self.root.rpartition("/")[0]
+        return Store(self.filesystem, root, root, self.retry_seconds)
+
     def place(self, name: str) -> str:
         """Return the address of the file or folder ``name`` inside this one, for messages."""
         return place(self.uri, name)

@@ -13,7 +13,7 @@ from tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment
-from trishul_ray.runs.results import read_result
+from trishul_ray.runs.results import read_metrics, read_result
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count
 
@@ -121,6 +121,47 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
         assert {i.dataset.name for i in each.inputs.dataset_inputs} >= {
             "digits train", "digits test",
         }  # fmt: skip
+
+
+def numbers(finished):
+    rows = read_metrics(finished.home)
+    return [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("shorter", "more", "expected"),
+    [
+        (2, [], [2, 3, 3]),
+        (2, ["optimizer.schedule=cosine"], [0, 1, 2, 3, 3]),
+        (1, ["evaluation.every=2"], [0, 1, 2, 3, 3]),  # measured because it was the last
+    ],
+)
+def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expected):
+    run_experiment(tiny(*more, f"federation.rounds={shorter}"), quiet())
+    longer = [*more, "federation.rounds=3"]
+    console = Console(file=io.StringIO(), width=300)
+    reports, extended = drain(run_steps(tiny(*longer), RunProgress(3, console), extras=False))
+    assert [report.round for report in reports] == expected
+    assert ("extending run" in console.file.getvalue()) == (expected[0] > 0)
+    whole = drain(run_steps(tiny(*longer, runs="twin"), quiet(), extras=False))[1]
+    assert extended.summary["state_sha256"] == whole.summary["state_sha256"]
+    assert extended.summary["attempt"] == json.loads(extended.home.read("attempt.json"))["attempt"]
+    assert numbers(extended) == numbers(whole)
+
+
+def test_a_new_run_is_compared_with_the_most_similar_related_one(tiny, vit_folder):
+    def differs(*overrides):
+        console = Console(file=io.StringIO(), width=400)
+        finished = run_experiment(tiny(*overrides), RunProgress(2, console))
+        said = [line for line in console.file.getvalue().splitlines() if "a new run" in line]
+        return finished.summary["id"], said
+
+    first, said = differs()
+    assert said == []
+    differs("seed=1", "federation.local_steps=1")
+    (line,) = differs("seed=2")[1]
+    assert f"differs from {first} in seed: 0 -> 2" in line
+    assert differs(f"model={vit_folder()}")[1] == []  # another backbone
 
 
 def test_a_store_that_fails_does_not_hide_a_finished_result(tiny, tmp_path):

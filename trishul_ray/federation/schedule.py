@@ -10,6 +10,12 @@ import math
 from trishul_ray.config import OptimizerConfig
 
 
+def depends_on_rounds(settings: OptimizerConfig) -> bool:
+    """Return whether the rates of a round depend on the number of rounds of the run."""
+    changes = settings.schedule != "constant" or settings.warmup > 0
+    return changes and settings.schedule_over == "run"
+
+
 def learning_rates(
     settings: OptimizerConfig, round_number: int, rounds: int, steps: int
 ) -> tuple[float, ...]:
