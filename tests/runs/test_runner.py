@@ -103,6 +103,10 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
         history = client.get_metric_history(run.info.run_id, "accuracy")
         assert sorted(point.step for point in history) == [0, 1, 2]
         assert run.data.params["federation.rounds"] == "2"
+        assert run.data.params["task.kind"] == "auto" and "task.template" not in run.data.params
+        assert run.info.run_name == "trishul λ=0.01 α=0.3 rank=4 seed=0 quickstart"
+        assert run.data.tags["mlflow.note.content"].startswith("trishul (λ=0.01) on digits")
+        assert run.data.metrics.keys() >= {"accuracy", "traffic/uploaded_bytes", "svt/zeroed"}
         assert "result.json" in {file.path for file in client.list_artifacts(run.info.run_id)}
     client = MlflowClient(elsewhere[0][0])
     group = client.get_experiment_by_name("trishul")
@@ -114,6 +118,7 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
         summary = first.summary
         assert each.data.metrics["total/uploaded_bytes"] == summary["uploaded_bytes"]
         assert each.data.metrics["total/wall_seconds"] == summary["wall_seconds"]
+        assert each.data.metrics.keys() >= run.data.metrics.keys()
         assert each.data.metrics["best/accuracy"] == summary["best"]["accuracy"]
         assert each.data.metrics["untouched/accuracy"] == summary["untouched"]["accuracy"]
         assert each.data.tags["hardware.processor"] == summary["hardware"]["processor"]

@@ -59,6 +59,7 @@ from trishul_ray.runs.results import (
     write_tables,
 )
 from trishul_ray.runs.tracked import (
+    grouped_metrics,
     log_data,
     log_reused,
     log_totals,
@@ -66,6 +67,7 @@ from trishul_ray.runs.tracked import (
     open_tracker,
 )
 from trishul_ray.storage import Store, reason
+from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow_run import Tracker
 from trishul_ray.tracking.progress import RunProgress
 
@@ -305,7 +307,8 @@ def _run(
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            tracker = open_tracker(experiment, attempt, coverage.to_json(), options.tags)
+            unread = unread_fields(experiment, prepared.dataset.info, Backbone.of(experiment))
+            tracker = open_tracker(experiment, attempt, coverage.to_json(), options.tags, unread)
             log_data(tracker, coverage.to_json(), prepared.sources)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
@@ -339,7 +342,7 @@ def _run(
             summary["export"] = None if export is None else asdict(export)
             summary["files"] = _files_in(folder)
             summary["sha256"] = table_hashes(folder)
-            summary["logged_to"] = tracker.place
+            summary["logged_to"], summary["unread_fields"] = tracker.place, sorted(unread)
             content = result_json(summary)
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", content)
@@ -390,7 +393,7 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
         progress.note(event)
     for record in report.records:
         # A resume logs earlier rounds again: the tracker ignores those it already has.
-        tracker.log_round(record["round"], flat_metrics(record))
+        tracker.log_round(record["round"], grouped_metrics(flat_metrics(record)))
     progress.count_earlier(report.records[:-shown])
     for record in report.records[-shown:]:
         progress.advance(record["round"], record)

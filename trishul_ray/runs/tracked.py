@@ -7,13 +7,15 @@ once, from its files, with the tag ``trishul.reused``.
 
 import hashlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
+from trishul_ray.report.tables import describe
 from trishul_ray.runs.results import flat_config, flatten, read_metrics, versions
+from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.store import tracking_uri, ui_command
@@ -28,7 +30,11 @@ def mlflow_command(experiment: Experiment) -> str | None:
 
 
 def open_tracker(
-    experiment: Experiment, attempt: str, data: Mapping[str, Any], tags: Mapping[str, str]
+    experiment: Experiment,
+    attempt: str,
+    data: Mapping[str, Any],
+    tags: Mapping[str, str],
+    unread: Collection[str] = (),
 ) -> Tracker:
     """Find or create the MLflow run of an attempt.
 
@@ -37,12 +43,15 @@ def open_tracker(
         attempt: Identifies the run.
         data: The rows that it uses, as ``Coverage.to_json``.
         tags: Further tags.
+        unread: Fields that are no parameters of this run, because nothing reads them.
     """
     options = experiment.tracking
     if not options.mlflow:
         return Tracker()
+    name = run_name(experiment)
     own_tags = {
         "trishul.id": experiment.id,
+        "mlflow.note.content": f"{describe(experiment)}, {name}; {data['sentence']}",
         "trishul.data": data["sentence"],
         "trishul.part": str(data["part"]),
     }
@@ -51,11 +60,44 @@ def open_tracker(
         _uri(experiment),
         options.experiment,
         attempt,
-        f"{experiment.name}-{experiment.method.name}-{experiment.id}",
-        flat_config(experiment) | flatten(rows),
+        name,
+        {k: v for k, v in flat_config(experiment).items() if k not in unread} | flatten(rows),
         tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},
         parent_run=options.parent_run,
     )
+
+
+def run_name(experiment: Experiment) -> str:
+    """Return a name that tells runs apart: method, λ, α or partition, budget, seed, and label."""
+    parts = [experiment.method.name]
+    if (lam := getattr(experiment.method, "lam", None)) is not None:
+        parts.append(f"λ={lam:g}")
+    split = experiment.partition
+    parts.append(f"α={split.alpha:g}" if split.kind == "dirichlet" else split.kind)
+    if "budget" in experiment.identity():
+        parts.append(f"rank={experiment.lora_rank}")
+    return " ".join([*parts, f"seed={experiment.seed}", experiment.name])
+
+
+def grouped_metrics(record: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a round by the names that MLflow shows in groups, ``group/name``.
+
+    Scores and losses are in no group: ``accuracy``, ``loss``, ``train_loss``.
+    """
+    return {_grouped(name): value for name, value in record.items() if name != "round"}
+
+
+def _grouped(name: str) -> str:
+    if name in ("seconds", "client_seconds"):
+        return {"seconds": "seconds/round", "client_seconds": "seconds/client"}[name]
+    if name.startswith(("uploaded_", "downloaded_")) or name == "refused_uploads":
+        return f"traffic/{name}"
+    if name in DIAGNOSTICS:
+        return f"cores/{name}"
+    for prefix in ("svt", "delta"):  # the prox; the clients' changes of their cores
+        if name.startswith(f"{prefix}_"):
+            return f"{prefix}/{name.removeprefix(f'{prefix}_')}"
+    return name
 
 
 def log_data(tracker: Tracker, data: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -129,12 +171,15 @@ def log_reused(
             return []
         records = read_metrics(home)
         tracker = open_tracker(
-            experiment, attempt, summary["data"], {**tags, REUSED_TAG: str(True)}
+            experiment,
+            attempt,
+            summary["data"],
+            {**tags, REUSED_TAG: str(True)},
+            summary.get("unread_fields", ()),
         )
         log_data(tracker, summary["data"], summary["sources"])
         for record in records:
-            metrics = {name: value for name, value in record.items() if name != "round"}
-            tracker.log_round(int(record["round"]), metrics)
+            tracker.log_round(int(record["round"]), grouped_metrics(record))
         log_totals(tracker, summary)
         with tempfile.TemporaryDirectory() as scratch:
             for name in (*summary.get("files", ()), "result.json"):

@@ -26,6 +26,13 @@ _DEFAULT_TASK_KIND: dict[ModelKind, str] = {
     "seq2seq-lm": "text2text",
     "causal-lm": "verbalizer",
 }
+#: Fields of the section ``task`` that nothing reads, by kind of task and of rows.
+_UNREAD: dict[tuple[str, Kind], tuple[str, ...]] = {
+    ("classification", "image"): ("max_length", "target_length", "template", "verbalizers"),
+    ("classification", "text"): ("target_length", "template", "verbalizers"),
+    ("verbalizer", "text"): ("target_length",),
+    ("text2text", "qa"): ("verbalizers",),
+}
 #: Model types whose positions begin after the id of the padding token.
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
@@ -41,6 +48,18 @@ def build_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) 
     if info.kind != "image":
         _check_length(experiment, backbone)
     return task.build(experiment, info, backbone)
+
+
+def unread_fields(
+    experiment: "Experiment", info: DatasetInfo, backbone: Backbone
+) -> frozenset[str]:
+    """Return the fields of the section ``task`` that the task of an experiment does not read.
+
+    A kind of task that is not among the package's own may read all of them.
+    """
+    kind = experiment.task.kind
+    chosen = _DEFAULT_TASK_KIND[backbone.family] if kind == "auto" else kind
+    return frozenset(f"task.{name}" for name in _UNREAD.get((chosen, info.kind), ()))
 
 
 def _choose_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> type[Task]:

@@ -15,7 +15,7 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.runs.results import read_metrics
-from trishul_ray.runs.tracked import log_reused
+from trishul_ray.runs.tracked import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
 from trishul_ray.tracking.store import tracking_uri
@@ -264,7 +264,9 @@ class _Work:
 
     def _rounds(self, id: str) -> list[dict[str, float]] | None:
         home = run_folder(self.experiment(id))
-        return read_metrics(home) if home.exists("result.json") else None
+        if not home.exists("result.json"):
+            return None
+        return [{"round": row["round"]} | grouped_metrics(row) for row in read_metrics(home)]
 
 
 def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:

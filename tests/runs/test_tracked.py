@@ -1,0 +1,58 @@
+"""Names, groups and parameters of runs in MLflow."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trishul_ray.loading import load_experiment
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.runs.tracked import grouped_metrics, run_name
+from trishul_ray.tasks.build import unread_fields
+
+
+def test_names_tell_runs_apart():
+    changes = [
+        [],
+        ["method.lam=0.1"],
+        ["partition.alpha=0.1"],
+        ["partition.kind=iid"],
+        ["budget=8"],
+        ["seed=1"],
+        ["method=ravan"],
+        ["name=mine"],
+    ]
+    names = [run_name(load_experiment(None, words)) for words in changes]
+    assert names[0] == "trishul λ=0.01 α=0.3 rank=4 seed=0 quickstart"
+    assert len(set(names)) == len(names)
+    full = run_name(load_experiment(None, ["method=fullft"]))
+    assert full == "fullft α=0.3 seed=0 quickstart"  # which has no budget
+
+
+def test_metrics_are_in_groups():
+    record = {
+        "round": 3.0, "accuracy": 1.0, "train_loss": 2.0, "seconds": 3.0, "client_seconds": 4.0,
+        "uploaded_bytes": 5.0, "refused_uploads": 6.0, "svt_zeroed": 7.0, "zeroed": 8.0,
+        "delta_zeroed": 9.0,
+    }  # fmt: skip
+    assert grouped_metrics(record) == {
+        "accuracy": 1.0, "train_loss": 2.0, "seconds/round": 3.0, "seconds/client": 4.0,
+        "traffic/uploaded_bytes": 5.0, "traffic/refused_uploads": 6.0, "svt/zeroed": 7.0,
+        "cores/zeroed": 8.0, "delta/zeroed": 9.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "model", "unread"),
+    [
+        ("image", "vit-digits", {"max_length", "target_length", "template", "verbalizers"}),
+        ("text", "bert-tiny", {"target_length", "template", "verbalizers"}),
+        ("text", "llama-tiny", {"target_length"}),
+        ("text", "t5-tiny", set()),
+        ("qa", "t5-tiny", {"verbalizers"}),
+    ],
+)
+def test_fields_that_a_task_does_not_read(rows, model, unread):
+    experiment = load_experiment(None, [f"model={model}"])
+    info = SimpleNamespace(kind=rows, name="mine")
+    found = unread_fields(experiment, info, Backbone.of(experiment))
+    assert found == {f"task.{name}" for name in unread}
