@@ -86,17 +86,21 @@ def test_a_worker_ends_with_the_process_that_asked_for_it(fork_server, tmp_path,
 
 
 def test_a_worker_without_a_server_ends_with_its_raylet(tmp_path):
+    """The raylet is not the parent of the process that it starts."""
     script = tmp_path / "waits.py"
     script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
     with ForkServer() as server:
-        words = shlex.join([*shlex.split(server.py_executable), str(script)])
-    raylet = subprocess.Popen(["bash", "-c", f"{words} & wait"], stdout=subprocess.PIPE)
-    worker = psutil.Process(int(raylet.stdout.readline()))
-    assert worker.ppid() == raylet.pid
+        words = [*shlex.split(server.py_executable), str(script)]
+    raylet = subprocess.Popen(["sleep", "120"])
+    environment = os.environ | {"RAY_RAYLET_PID": str(raylet.pid)}
+    started = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE)
+    worker = psutil.Process(int(started.stdout.readline()))
+    assert worker.ppid() == started.pid
     raylet.kill()
+    raylet.wait()
     _, alive = psutil.wait_procs([worker], timeout=20)
     assert not alive
-    raylet.communicate()
+    started.communicate(timeout=20)
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -2,9 +2,9 @@
 
     python -I -S fork_worker.py SOCKET PYTHON SCRIPT [ARGUMENT ...]
 
-Waits until the worker ends. If the parent of this process, the raylet, ends before, so does the
-worker. Without an answer from the server, this process becomes ``PYTHON SCRIPT ...``, which the
-kernel ends with the raylet: Ray itself looks for the raylet only once the worker has connected.
+Waits until the worker ends. If the raylet ends before, so does the worker: Ray itself notices that
+only once a worker has connected, or after half a minute. Without an answer from the server, which
+ends with the driver, the worker is a child of this process.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -40,14 +41,28 @@ def main() -> None:
         forked = False
     # The raylet may have ended before this process could ask for its parent.
     raylet = int(os.environ.get("RAY_RAYLET_PID", parent))
-    if not forked:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent and is_alive(raylet):
-            os.execv(python, [python, *arguments])
-        return
+    child = None if forked else start_child(python, arguments)
     while os.getppid() == parent and is_alive(raylet):
-        if select.select([connection], [], [], 1.0)[0]:
+        if child is None and select.select([connection], [], [], 1.0)[0]:
             break
+        if child is not None:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                sys.exit(os.waitstatus_to_exitcode(status))
+            time.sleep(0.2)
+
+
+def start_child(python: str, arguments: list[str]) -> int:
+    """Start a worker that the kernel ends with this process, and return its process id."""
+    this = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # Ray ends the process group of a worker together with the worker
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == this:
+            os.execv(python, [python, *arguments])
+        os._exit(1)
+    return child
 
 
 def is_alive(pid: int) -> bool:
