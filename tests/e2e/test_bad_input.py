@@ -76,7 +76,7 @@ COMMAND_LINES = [
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
     (
         ["pretrain", "vit-huge"],
-        "'vit-huge' is not a built-in backbone; built-in are vit-digits, bert-tiny",
+        "'vit-huge' is not a built-in backbone; built-in are vit-digits, vit-tiny, bert-tiny",
     ),
     (["datasets", "mnist"], "unknown dataset 'mnist'"),
     (["datasets", "digit"], "did you mean 'digits'?"),

@@ -146,7 +146,7 @@ def stop(
     address: Address = None,
     every: Annotated[bool, typer.Option("--all", help="All jobs that run or wait.")] = False,
 ) -> None:
-    """End jobs on a cluster; finished cells and rounds are kept.
+    """End jobs on a cluster and wait until they have ended; finished cells and rounds are kept.
 
     - `trishul stop --cluster cluster/aws.yaml --all`
 
@@ -156,12 +156,17 @@ def stop(
         raise InputError("give either the id of a job, or --all")
     with _connect(cluster, address) as there:
         found = there.jobs() if job is None else [there.job(job)]
+        active = [each for each in found if each.active]
         for each in found:
-            if each.active:
+            if each in active:
                 there.stop(each.id)
                 print_line(f"{each.id}: ends. {_KEPT}: trishul submit -- {shlex.join(each.words)}")
             elif not every:
                 print_line(f"{each.id}: had ended before ({each.status.lower()})")
+        # The same command would show the output of a job that is still ending.
+        for each in active:
+            if there.wait_for_end(each.id).active:
+                print_line(f"{each.id}: has not ended yet; see trishul status", err)
 
 
 @contextmanager

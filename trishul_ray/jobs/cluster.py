@@ -43,6 +43,9 @@ RECONNECT_SECONDS = 60.0
 _WORDS, _RUNS = "trishul.command", "trishul.runs"  # keys of a job's metadata
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
+#: Seconds in which a job that is asked to end should have saved its state and ended.
+STOP_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Job:
@@ -211,6 +214,13 @@ class Cluster:
         """Ask a job to end."""
         with self._errors():
             self._client.stop_job(id)
+
+    def wait_for_end(self, id: str) -> Job:
+        """Wait until a job has ended, for at most :data:`STOP_SECONDS`, and return it."""
+        end = time.monotonic() + STOP_SECONDS
+        while (job := self.job(id)).active and time.monotonic() < end:
+            time.sleep(0.5)
+        return job
 
     def nodes(self) -> list[Node]:
         """Return all machines since the cluster started."""
