@@ -86,7 +86,7 @@ def test_a_night_of_preemptions(cluster, trishul, small_words, tmp_path, inline_
     sweep = trishul(
         "sweep", *axis, *words, "resources.backend=inline", "--retries=0", **cluster.environment
     )
-    sweep.wait_for("preparing", LONG_WAIT)
+    sweep.wait_for("starting Ray", LONG_WAIT)
     night, checkpoints = Night(cluster), Saved(runs)
     night.start()
     code, out, errors = sweep.end(900)

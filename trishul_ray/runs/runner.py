@@ -439,7 +439,8 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
 def _note_differences(experiment: Experiment, home: Store, progress: RunProgress) -> None:
     """Name the fields in which a new run differs from the most similar finished one, if related.
 
-    Related are runs of the same dataset, backbone and name; the newest are looked at.
+    Related are runs of the same name on the dataset and backbone of the same names or paths, whose
+    content may have changed; the newest are looked at.
     """
     if home.exists("config.yaml") or not home.is_local:
         return
@@ -451,10 +452,11 @@ def _note_differences(experiment: Experiment, home: Store, progress: RunProgress
         summary = _read_result(Store.open(str(path.parent)), progress)
         if summary is None or summary["name"] != experiment.name:
             continue
+        if _subject(summary["config"]) != _subject(experiment.to_dict()):
+            continue
         before = flatten(summary["identity"])
         changed = [k for k in sorted(before | now) if before.get(k) != now.get(k)]
-        related = not {"data.name", "data.path", "model.name"} & set(changed)
-        if related and (similar is None or len(changed) < len(similar[0])):
+        if similar is None or len(changed) < len(similar[0]):
             similar = changed, before, summary["id"]
     if similar is None:
         return
@@ -462,6 +464,11 @@ def _note_differences(experiment: Experiment, home: Store, progress: RunProgress
     fields = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in changed[:5])
     more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
     progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}{more}")
+
+
+def _subject(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the dataset and the backbone that a configuration names."""
+    return config["data"]["name"], config["data"].get("path"), config["model"]["name"]
 
 
 def _extend_shorter(
