@@ -26,6 +26,9 @@ LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.a
 MANY_ROUNDS = 1000
 #: Seconds for a command to start or to end on a loaded machine.
 LONG_WAIT = 200
+#: Seconds for which two agents of Ray may outlive a driver that was killed while they were starting;
+#: see docs/how-a-run-recovers.md.
+AGENTS_WAIT = 150
 #: What Ray's own processes print.
 RAYS_OWN = re.compile(r"raylet|gcs_|core_worker|\(pid=|WARNING|INFO|Traceback")
 
@@ -39,6 +42,7 @@ def result_of(tmp_path, experiment):
     return json.loads((tmp_path / "runs" / experiment.id / "result.json").read_text())
 
 
+@pytest.mark.timeout(900)
 def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     trishul, words, tmp_path, inline_result
 ):
@@ -51,7 +55,7 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     first.wait_for("starting clients")
     time.sleep(random.Random().uniform(0, 2))
     first.process.kill()
-    assert first.left_behind() == []
+    assert first.left_behind(AGENTS_WAIT) == []
     # At a random round.
     number = random.Random().randint(1, ROUNDS - 1)
     print(f"killed after round {number}")
@@ -59,7 +63,7 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     second.wait_for(f"round {number}/{ROUNDS}")
     time.sleep(random.Random().uniform(0, 0.5))
     second.process.kill()
-    assert second.left_behind() == []
+    assert second.left_behind(AGENTS_WAIT) == []
     third = trishul("run", *words)
     code, out, errors = third.end()
     assert code == 0, errors
