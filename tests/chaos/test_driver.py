@@ -26,8 +26,8 @@ LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.a
 MANY_ROUNDS = 1000
 #: Seconds for a command to start or to end on a loaded machine.
 LONG_WAIT = 200
-#: Seconds for which two agents of Ray may outlive a driver that was killed while they were starting;
-#: see docs/how-a-run-recovers.md.
+#: Seconds for which two agents of Ray may outlive a driver that was killed while they started; see
+#: docs/how-a-run-recovers.md.
 AGENTS_WAIT = 150
 #: What Ray's own processes print.
 RAYS_OWN = re.compile(r"raylet|gcs_|core_worker|\(pid=|WARNING|INFO|Traceback")
