@@ -1,4 +1,4 @@
-"""A mirror that points into itself is told so at once, with the folder to use."""
+"""For a mirror that points into itself, the error names the folder to use at once."""
 
 import pytest
 

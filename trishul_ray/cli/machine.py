@@ -74,4 +74,6 @@ def ui(
     chosen = free_port(FIRST_PORT if port is None else port)
     if port is not None and chosen != port:
         raise InputError(f"--port {port} is in use")
-    serve(store, chosen, lambda address: print_line(f"MLflow    {address}{page}  (Ctrl-C ends it)"))
+    serve(
+        store, chosen, lambda address: print_field("MLflow", f"{address}{page}  (Ctrl-C ends it)")
+    )
