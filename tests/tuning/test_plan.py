@@ -158,4 +158,8 @@ def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
     assert float(row["cost"]) == pytest.approx(2.5 * float(row["hours"]), rel=0.02)
     assert "360 distinct runs; hours on one H100: 0 runs measured, 360 from the cost model" in out
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "mine.yaml").write_text("base: {dataset: digits}\naxes: {seed: [0, 1]}\n")
+    code, out, err = called("plan", "mine.yaml")
+    assert code == 0 and "CPU-hours" in out and "one machine like this one" in out, out + err
     assert called("plan", "visoin")[0] == 2 and called("plan", "vision", "--device", "x")[0] == 2

@@ -157,7 +157,8 @@ def plan(
         report = progress.task_progress("reading results")
         states = examine(experiments, report)
         measured = other_results(experiments, report)
-    made = make_plan(sweeps, states, device or usual_device(profile), measured)
+    device = device or usual_device({sweep.profile for sweep in sweeps})
+    made = make_plan(sweeps, states, device, measured)
     # A pipe has 80 columns, which would cut the headings.
     out.print(plan_table(made, devices=devices, price=price), width=max(out.width, 100))
     for note in plan_notes(made, states, devices):
@@ -287,11 +288,11 @@ def _describe_failures(result: "Reproduced") -> str:
     more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
     return (
         f"{len(result.failures)} of {total} cells have no result: {'; '.join(shown)}{more}. "
-        f"{_how_to_continue()}"
+        f"{_how_to_continue('try them again')}"
     )
 
 
-def _how_to_continue() -> str:
+def _how_to_continue(goal: str = "continue") -> str:
     # Repeat the words that were typed, so that the command can be copied.
     command = as_typed(shlex.join(["trishul", *sys.argv[1:]]))
-    return f"Finished cells and rounds are kept; to continue: {command}"
+    return f"Finished cells and rounds are kept; to {goal}: {command}"

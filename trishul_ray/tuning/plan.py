@@ -8,7 +8,7 @@ it holds.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,8 +288,8 @@ def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> lis
     return notes
 
 
-def usual_device(profile: str) -> str:
-    """Return the GPU of this machine, if its peak is known, or what a profile is made for."""
+def usual_device(profiles: Collection[str]) -> str:
+    """Return the GPU of this machine, if its peak is known, or what profiles are made for."""
     if torch.cuda.is_available() and (known := _known_gpu(torch.cuda.get_device_name())):
         return known
-    return "h100" if profile == "paper" else "cpu"
+    return "h100" if "paper" in profiles else "cpu"

@@ -17,7 +17,7 @@ from ray import tune
 from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import FailsAgainError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
@@ -145,6 +145,8 @@ class CellTrial(tune.Trainable):
         except InputError as error:
             # Not raised: Tune would try again, with the same input.
             self._add({FAILURE: _one_line(error), DONE: True})
+        except FailsAgainError as error:
+            self._add({FAILURE: f"{_one_line(error)} (it would fail again)", DONE: True})
         except (RunError, OSError) as error:
             raise RunError(_one_line(error)) from None
         return self._results.popleft()
