@@ -1,6 +1,8 @@
 # Two commands do everything on a fresh machine:
 #   make demo    set up, run one federated run on embedded data, say where to look
-#   make test    set up, run the tests (make test-kernels: those that compute, on other kernels)
+#   make test    set up, run the tests
+#   make test-slow     those that start clusters, kill processes, or take long
+#   make test-kernels  those that compute, on other kernels
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
@@ -18,11 +20,12 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels check format clean
+.PHONY: help setup demo test test-slow test-kernels check format clean
 
 help:
 	@echo "make demo    set up, then one federated run on embedded data"
 	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
+	@echo "make test-slow     the tests that start clusters, kill processes, or take long"
 	@echo "make test-kernels  the tests of what computes, with the kernels of an old processor"
 	@echo "make check   set up, then lint, format and types"
 	@echo "make format  rewrite the code in the house format"
@@ -48,17 +51,22 @@ $(STAMP): pyproject.toml constraints.txt
 # has a thread in each worker: two that use both cores would wait for each other.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+QUICK := not slow and not chaos and not gpu
+
 demo: setup
 	$(BIN)/trishul run --central $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" $(ARGS)
+
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "(slow or chaos) and not gpu" $(ARGS)
 
 # Other kernels sum in another order: what passes on both rests on no processor's last bits.
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
 test-kernels: setup
-	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not chaos and not gpu" \
+	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" \
 	  $(addprefix tests/,spectral adapters methods models tasks) $(ARGS)
 
 check: setup

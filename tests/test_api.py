@@ -95,6 +95,7 @@ def test_the_history_is_a_table_by_round(tiny):
     assert result.id in repr(result) and "after round 3" in repr(result)
 
 
+@pytest.mark.slow
 def test_the_model_predicts_as_the_exported_adapter_does(tiny):
     result = tiny(
         method={"name": "trishul", "lam": 0.0}, model={"init": "pretrained"}, local_steps=9
@@ -169,6 +170,7 @@ def test_a_configuration_may_be_a_file_or_a_dictionary(tiny, tmp_path):
     assert tiny(config=content, federation=federation).repeated
 
 
+@pytest.mark.slow
 def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     import datasets
 

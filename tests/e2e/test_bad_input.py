@@ -175,6 +175,7 @@ def test_a_truncated_model_file_is_named(trishul, tmp_path):
     assert str(folder) in one_line(error)
 
 
+@pytest.mark.slow
 def test_truncated_checkpoints_are_named_and_the_run_goes_on(trishul, tmp_path):
     code, error = trishul("run", *TINY)
     assert code == 0, error

@@ -190,6 +190,7 @@ print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/w
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="no /proc on this system")
 def test_two_processes_map_the_same_file(tmp_path):
     config = ModelConfig(name="bert-tiny", init="random")

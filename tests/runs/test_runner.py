@@ -58,6 +58,7 @@ def test_steps_are_the_rounds_and_end_with_the_result(tiny):
     assert reports == [] and again.repeated
 
 
+@pytest.mark.slow
 def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(tiny, monkeypatch):
     from mlflow.tracking import MlflowClient
 
@@ -83,6 +84,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
     assert not home.exists("failure.json")
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
     from mlflow.tracking import MlflowClient
 
@@ -154,6 +156,7 @@ def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expec
     assert numbers(extended) == numbers(whole)
 
 
+@pytest.mark.slow
 def test_a_new_run_is_compared_with_the_most_similar_related_one(tiny, vit_folder):
     def differs(*overrides):
         console = Console(file=io.StringIO(), width=400)

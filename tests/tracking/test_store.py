@@ -67,6 +67,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100_000, 400_000, 600_000])
 def test_a_store_whose_creation_was_killed_is_created_again(tmp_path, size):
     uri = f"sqlite:///{tmp_path}/mlflow.db"

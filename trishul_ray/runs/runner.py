@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,15 @@ from trishul_ray.federation.prepare import (
     local_sources,
     prepare_run,
 )
-from trishul_ray.federation.schedule import depends_on_rounds
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.runs.duration import DurationNote
+from trishul_ray.runs.related import extend_shorter, note_differences
 from trishul_ray.runs.results import (
     TABLES,
     flat_metrics,
-    flatten,
     read_result,
     result_json,
     seconds_until,
@@ -76,8 +75,6 @@ FAILURE = "failure.json"
 
 #: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
 LOCK_SECONDS = 5.0
-#: How many finished runs a new one is compared with.
-_COMPARED_RUNS = 50
 #: What a run does: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
@@ -178,7 +175,7 @@ def run_steps(
         if fresh:
             home.remove_all()
         if extras:  # a sweep's runs differ by design
-            _note_differences(experiment, home, progress)
+            note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
         try:
             try:
@@ -188,7 +185,7 @@ def run_steps(
                 message = f"storage.runs={shown!r}: {error}; choose another folder"
                 raise InputError(message) from error
             if not fresh:
-                _extend_shorter(experiment, prepared, home, attempt, progress)
+                extend_shorter(experiment, prepared, home, attempt, progress)
             options = _Options(workers, extras, tags or {})
             return (yield from _run(experiment, prepared, home, attempt, progress, options))
         except (InputError, StorageError) as error:
@@ -434,73 +431,6 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
         yield
     finally:
         lock.release()
-
-
-def _note_differences(experiment: Experiment, home: Store, progress: RunProgress) -> None:
-    """Name the fields in which a new run differs from the most similar finished one, if related.
-
-    Related are runs of the same name on the dataset and backbone of the same names or paths, whose
-    content may have changed; the newest are looked at.
-    """
-    if home.exists("config.yaml") or not home.is_local:
-        return
-    now = flatten(experiment.identity())
-    files = Path(home.root).parent.glob("*/result.json")
-    newest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[:_COMPARED_RUNS]
-    similar: tuple[list[str], dict[str, Any], str] | None = None
-    for path in newest:
-        summary = _read_result(Store.open(str(path.parent)), progress)
-        if summary is None or summary["name"] != experiment.name:
-            continue
-        if _subject(summary["config"]) != _subject(experiment.to_dict()):
-            continue
-        before = flatten(summary["identity"])
-        changed = [k for k in sorted(before | now) if before.get(k) != now.get(k)]
-        if similar is None or len(changed) < len(similar[0]):
-            similar = changed, before, summary["id"]
-    if similar is None:
-        return
-    changed, before, id = similar
-    fields = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in changed[:5])
-    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-    progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}{more}")
-
-
-def _subject(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the dataset and the backbone that a configuration names."""
-    return config["data"]["name"], config["data"].get("path"), config["model"]["name"]
-
-
-def _extend_shorter(
-    experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
-) -> None:
-    """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
-
-    Its rounds are the same where nothing but the end depends on that number: not with a schedule
-    over the run, nor where the last round was measured because it was the last.
-    """
-    own = open_checkpoints(experiment)
-    if depends_on_rounds(experiment.optimizer) or own.store.names():
-        return
-    there = set(home.parent().names())
-    measured = experiment.evaluation
-    for rounds in range(experiment.federation.rounds - 1, 0, -1):
-        federation = experiment.federation.model_copy(update={"rounds": rounds})
-        shorter = experiment.model_copy(update={"federation": federation})
-        if shorter.id not in there:
-            continue
-        try:
-            checkpoint = open_checkpoints(shorter).newest()
-        except FileNotFoundError:  # it is being run, and has a newer one by now
-            continue
-        if checkpoint is None or changed_sources(checkpoint.sources, prepared.sources):
-            continue
-        intervals = (measured.every, measured.diagnostics_every or 1)
-        if checkpoint.round == rounds and any(rounds % each for each in intervals):
-            continue
-        own.save(replace(checkpoint, experiment_id=experiment.id, attempt=attempt))
-        progress.note(f"extending run {shorter.id}, which has {checkpoint.round} of these rounds")
-        return
 
 
 def central_twin(experiment: Experiment) -> Experiment:

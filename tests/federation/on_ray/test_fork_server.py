@@ -49,6 +49,7 @@ def worker(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_streams(
     fork_server, worker, tmp_path
 ):

@@ -16,6 +16,7 @@ def worker():
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_ends(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
