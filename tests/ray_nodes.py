@@ -125,8 +125,9 @@ class RayNodes:
         return [node for node in nodes if node.state == 0]
 
     def workers(self):
-        """Return the ids of the nodes that are alive, without the head."""
-        return {node.node_id.hex() for node in self._alive() if not node.is_head_node}
+        """Return the types of the nodes that are alive, without the head, by id."""
+        nodes = [node for node in self._alive() if not node.is_head_node]
+        return {node.node_id.hex(): node.node_type_name for node in nodes}
 
     def _wait_for(self, node):
         end = time.monotonic() + LONG_WAIT

@@ -363,6 +363,26 @@ def test_kubernetes_accepts_the_document(document):
     assert (gpu["groupName"], gpu["minReplicas"]) == ("gpu", 0)
 
 
+def test_a_driver_on_kubernetes_knows_what_the_groups_may_grow_to():
+    """It is told, since Ray knows of pods only once they are there."""
+    of_kind = {}
+    for parameter in kubernetes_documents():
+        (document,) = parameter.values
+        of_kind[document["kind"]] = document
+    told = yaml.safe_load(of_kind["ConfigMap"]["data"]["ray_bootstrap_config.yaml"])
+    job = of_kind["RayJob"]["spec"]["rayClusterSpec"]
+    for cluster in (of_kind["RayCluster"]["spec"], job):
+        groups = {}
+        for group in cluster["workerGroupSpecs"]:
+            (container,) = group["template"]["spec"]["containers"]
+            asked = container["resources"]["requests"]
+            amounts = {"CPU": asked["cpu"], "GPU": asked.get("nvidia.com/gpu", 0)}
+            resources = {name: int(amount) for name, amount in amounts.items() if amount}
+            groups[group["groupName"]] = {"max_workers": group["maxReplicas"]}
+            groups[group["groupName"]] |= {"resources": resources}
+        assert told == {"available_node_types": groups}
+
+
 def test_a_job_on_kubernetes_leaves_nothing_behind():
     spec = load("rayjob.yaml")["spec"]
     assert spec["shutdownAfterJobFinishes"] is True

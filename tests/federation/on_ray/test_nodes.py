@@ -18,15 +18,13 @@ CLUSTER = {
 
 
 @pytest.fixture
-def possible(monkeypatch, tmp_path):
+def possible(monkeypatch):
     """``possible(working, cluster)`` -> the nodes that are possible, as CPUs and GPUs."""
 
     def ask(working, cluster=None):
-        monkeypatch.setenv("HOME", str(tmp_path))
+        text = None if cluster is None else yaml.safe_dump(cluster, sort_keys=False)
         monkeypatch.setattr(nodes, "working_nodes", lambda: dict(enumerate(working)))
-        if cluster is not None:
-            text = yaml.safe_dump(cluster, sort_keys=False)
-            (tmp_path / "ray_bootstrap_config.yaml").write_text(text)
+        monkeypatch.setattr(nodes, "_cluster_file", lambda: text)
         found = nodes.possible_nodes()
         return [(node.get("CPU", 0), node.get("GPU", 0)) for node in found]
 

@@ -167,7 +167,9 @@ def open_driver(
                 yield inline
                 return
             slices = slices_for_run(experiment, workers.slices)
-            cores = ray.cluster_resources().get("CPU", 0.0)
+            # What an autoscaler will add for this run counts, too.
+            held = slices.actors * slices.cpus
+            cores = max(ray.cluster_resources().get("CPU", 0.0), held)
             if warning := oversubscription_warning(slices.actors, threads, cores):
                 notify(warning)
             yield RayDriver(experiment, prepared, attempt, workers, slices, notify)

@@ -6,10 +6,17 @@ from typing import Any
 
 import ray
 import yaml
+from ray._private import worker
 from ray._private.state import state
 
-#: Where `ray up` puts a cluster's configuration on its head node.
+from trishul_ray.errors import RunError
+
+#: Where `ray up` puts a cluster's configuration on its head node, and cluster/kuberay.yaml, too.
 CLUSTER_FILE = "~/ray_bootstrap_config.yaml"
+#: A resource that only the head node has.
+HEAD = "node:__internal_head__"
+#: Seconds in which the head node must answer.
+HEAD_SECONDS = 120.0
 
 
 def draining_nodes() -> set[str]:
@@ -38,16 +45,39 @@ def working_nodes() -> dict[str, dict[str, float]]:
 def possible_nodes() -> list[Mapping[str, float]]:
     """Return the resources of the nodes that take work, and of those that may be added.
 
-    The latter are known on the head node of a cluster that `ray up` has started. Elsewhere these
-    are the working nodes.
+    The latter are known on the head node of a cluster with an autoscaler. They count from the
+    beginning: a job starts while there is none of them.
+
+    Raises:
+        RunError: The head node does not answer.
     """
     now: list[Mapping[str, float]] = list(working_nodes().values())
-    try:
-        cluster = yaml.safe_load(Path(CLUSTER_FILE).expanduser().read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    text = _cluster_file()
+    if text is None:
         return now
-    heads = [node for node in now if "node:__internal_head__" in node]
-    return max(now, [*heads, *_largest_cluster(cluster)], key=_gpus_and_cpus)
+    heads = [node for node in now if HEAD in node]
+    return max(now, [*heads, *_largest_cluster(yaml.safe_load(text))], key=_gpus_and_cpus)
+
+
+def _cluster_file() -> str | None:
+    """Return the text of :data:`CLUSTER_FILE`, from whichever node; None if there is none."""
+    node: Any = worker._global_node
+    if node and node.is_head():  # a Ray that this process has started, which has no autoscaler
+        return None
+    try:
+        text: str | None = ray.get(_read_cluster_file.remote(), timeout=HEAD_SECONDS)
+    except ray.exceptions.RayError as error:
+        why = str(error).strip().splitlines()[0]
+        raise RunError(f"the head node of the cluster does not answer: {why}") from error
+    return text
+
+
+@ray.remote(num_cpus=0, resources={HEAD: 0.001})
+def _read_cluster_file() -> str | None:
+    try:
+        return Path(CLUSTER_FILE).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
 def launch_failures() -> list[str]:
