@@ -208,7 +208,7 @@ QUICK = [
     (["run", "--help"], "Run one federated experiment"),
     (["methods"], "ravan"),
     (["datasets"], "cifar100"),
-    (["datasets", "digit"], "unknown dataset"),
+    (["datasets", "digit"], "did you mean 'digits'?"),
     (["run", "--show"], "federation:"),
     (["run", "fedration.clients=3"], "unknown field"),
     (["run", "partition.alpha=-1"], "greater than 0"),

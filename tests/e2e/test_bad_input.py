@@ -78,7 +78,7 @@ COMMAND_LINES = [
         ["pretrain", "vit-huge"],
         "'vit-huge' is not a built-in backbone; built-in are vit-digits, vit-tiny, bert-tiny",
     ),
-    (["datasets", "mnist"], "unknown dataset 'mnist'"),
+    (["datasets", "mnist"], "data.name='mnist' is unknown"),
     (["datasets", "digit"], "did you mean 'digits'?"),
     (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
 ]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trishul_ray.cli.output import err, out, print_field, print_line
-from trishul_ray.errors import InputError, did_you_mean
+from trishul_ray.errors import InputError
 
 
 def pretrain(
@@ -79,16 +79,14 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
-    from trishul_ray.data.prepare import dataset_names
+    from trishul_ray.data.prepare import find_source
     from trishul_ray.report.tables import datasets_table, describe_partition, partition_table
 
     if not arguments:
         out.print(datasets_table())
         return
     name, *overrides = arguments
-    if name not in dataset_names():
-        hint = did_you_mean(name, dataset_names())
-        raise InputError(f"unknown dataset {name!r}; known: {', '.join(dataset_names())}{hint}")
+    find_source(name)  # an unknown name is refused first
     if partition is not None:
         overrides += _partition_overrides(partition)
     from trishul_ray.loading import load_experiment

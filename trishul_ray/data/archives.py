@@ -16,6 +16,11 @@ from trishul_ray.errors import CorruptFileError, InputError
 DAMAGED_FILE_ERRORS = (tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, EOFError)
 
 
+def incomplete_download(file: Path, where: str) -> CorruptFileError:
+    """Return the error for a file that was cut off; ``where`` says where, with its size."""
+    return CorruptFileError(f"{file}: an incomplete download: {where}; download it again")
+
+
 def find_files(folder: Path, names: tuple[str, ...]) -> tuple[Path, ...] | None:
     """Return the paths of ``names`` in ``folder``, or None if the folder has none of them.
 
@@ -65,9 +70,7 @@ def tar_members(
                 yield name, stream.read(), min(1.0, raw.tell() / size)
     except DAMAGED_FILE_ERRORS as error:
         if isinstance(error, EOFError) or "unexpected end of data" in str(error):
-            raise CorruptFileError(
-                f"{file}: an incomplete download: it ends after {size:,} bytes; download it again"
-            ) from error
+            raise incomplete_download(file, f"it ends after {size:,} bytes") from error
         raise CorruptFileError(f"{file}: not a readable tar.gz file ({error})") from error
 
 
@@ -90,9 +93,7 @@ def zip_member(file: Path, name: str, limit: int) -> Iterator[IO[bytes]]:
     # RuntimeError: encrypted; NotImplementedError: an unsupported compression.
     except (*DAMAGED_FILE_ERRORS, RuntimeError, NotImplementedError) as error:
         if (cut := _where_cut(file)) is not None:
-            raise CorruptFileError(
-                f"{file}: an incomplete download: {cut}; download it again"
-            ) from error
+            raise incomplete_download(file, cut) from error
         raise CorruptFileError(f"{file}: not a readable zip file ({error})") from error
 
 

@@ -7,7 +7,6 @@ renamed. The first process to lock the folder prepares the files; the others wai
 
 import hashlib
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +28,7 @@ from trishul_ray.data.prepared import (
     Split,
     write_split,
 )
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import stamp
 
 if TYPE_CHECKING:
@@ -139,8 +138,7 @@ def find_source(data: "DataConfig | str") -> Source:
         return CUSTOM[name](data.path, data.columns, data.test_share, data.skip_broken)
     if name not in _SOURCES:
         known = dataset_names()
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, known)
         raise InputError(f"data.name={name!r} is unknown; known: {', '.join(known)}{hint}")
     if not isinstance(data, str) and (data.path is not None or data.columns or data.skip_broken):
         field = "path" if data.path is not None else "columns" if data.columns else "skip_broken"

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from trishul_ray.data.archives import incomplete_download
 from trishul_ray.data.prepared import Column
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import digest
@@ -135,10 +136,9 @@ def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
     if kind == "parquet" and _is_cut(file):
-        return CorruptFileError(
-            f"{file}: an incomplete download: it ends after {file.stat().st_size:,} bytes, "
-            "without the table's description; download it again"
-        )
+        size = file.stat().st_size
+        where = f"it ends after {size:,} bytes, without the table's description"
+        return incomplete_download(file, where)
     return CorruptFileError(f"{file}: not a readable {kind} file ({str(error).splitlines()[0]})")
 
 
