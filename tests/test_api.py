@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel
+from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 from transformers import AutoModelForImageClassification
@@ -145,7 +146,7 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
         ({"method": "fedit", "lam": 0.1}, "unknown field 'lam': it is a field of method=trishul"),
         ({"progress": "loud"}, "progress='loud': must be 'off', 'plain', 'rich'"),
         ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
-        ({"dataset": "digit"}, "'digit' is unknown; .* did you mean digits"),
+        ({"dataset": "digit"}, "'digit' is unknown; .* did you mean 'digits'"),
         ({"dataset": [1, 2]}, "rows of type list: pass a Hugging Face Dataset"),
         ({"dataset": {"test": [{"text": "a"}]}}, "a train split is needed"),
         ({"config": "no.yaml"}, "no.yaml does not exist"),
@@ -182,6 +183,13 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     assert result.config["data"]["name"] == "rows"
     assert result.summary["data"]["train"]["used"] == 48  # the rest are test rows
     assert set(result.predict(images[:4])) <= set(names)
+    file = tmp_path / "one.png"
+    Image.fromarray(images[0]).save(file)
+    mixed = [images[0], file, str(file), Image.open(file), file.read_bytes()]
+    assert set(result.predict(mixed)) == set(result.predict(images[:1]))
+    with pytest.raises(trishul_ray.InputError) as caught:
+        result.predict([images[0], tmp_path / "no.png", b"JFIF?"])
+    assert str(caught.value) == f"2 images cannot be read: {tmp_path}/no.png, predict, row 2"
     options = {"columns": {"image": "pixels"}, "budget": 4}
     options |= {"model": {"name": "vit-digits", "init": "random"}}
     assert tiny({"pixels": images, "label": names}, **options).id == result.id

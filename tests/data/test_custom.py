@@ -176,6 +176,19 @@ def test_all_broken_images_are_named_at_once_or_skipped(tmp_path):
         prepare_own("digits", None, tmp_path, skip_broken=True)
 
 
+def test_photos_in_heic_are_named_and_the_files_of_macos_are_passed_over(tmp_path):
+    root = tmp_path / "photos"
+    for name, color in COLORS.items():
+        for number in range(4):
+            paint(root / name / f"{number}.png", color)
+    good = prepare_own("images", root, tmp_path)
+    (root / "red/._1.png").write_bytes(b"Mac OS X")
+    assert prepare_own("images", root, tmp_path).fingerprint == good.fingerprint
+    (root / "red/IMG_2.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    with pytest.raises(CorruptFileError, match=r"IMG_2.HEIC: .*; convert HEIC to JPEG, remove it"):
+        prepare_own("images", root, tmp_path)
+
+
 def test_rows_of_broken_images_are_skipped_in_a_table(tmp_path):
     for name, color in COLORS.items():
         paint(tmp_path / f"img/{name}.png", color)
@@ -229,7 +242,7 @@ def test_what_is_wrong_with_a_folder_of_images_is_named(tmp_path):
     with pytest.raises(InputError, match=r"data.path='.*photos' does not exist"):
         prepare_own("images", root, tmp_path)
     root.mkdir()
-    with pytest.raises(InputError, match=r"photos holds no class folders with images"):
+    with pytest.raises(InputError, match=r"photos' holds .*; it must hold <class>/\*.jpg, or"):
         prepare_own("images", root, tmp_path)
     paint(root / "a/1.png", COLORS["red"])
     with pytest.raises(InputError, match=r"1 rows cannot be split"):

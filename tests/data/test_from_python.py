@@ -1,5 +1,7 @@
 """Rows passed from Python: one dataset, whatever form they come in."""
 
+import io
+
 import datasets
 import numpy as np
 import pandas as pd
@@ -91,3 +93,15 @@ def test_what_is_no_table_is_refused(rows, message):
 def test_an_image_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"image '.*none\.png' cannot be read: No such file"):
         store_rows({"image": [str(tmp_path / "none.png")], "label": ["a"]}, tmp_path, {})
+
+
+@pytest.mark.parametrize("suffix", ["PNG", "TIFF"])
+def test_a_photo_is_encoded_as_it_is_seen(suffix):
+    """A phone says in EXIF how the sensor's pixels are turned, which a PNG file would lose."""
+    seen = np.array([[10, 20, 30], [40, 50, 60]], np.uint8)
+    sink = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.ascontiguousarray(np.rot90(seen))).save(sink, suffix, exif=exif)
+    with Image.open(sink) as photo, Image.open(io.BytesIO(encode_image(photo))) as stored:
+        assert np.asarray(stored).tolist() == seen.tolist()

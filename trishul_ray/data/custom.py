@@ -21,7 +21,12 @@ from trishul_ray.data.column_mapping import (
     make_info,
 )
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.images import PREPARATION_VERSION, NamedImage, decode_and_resize
+from trishul_ray.data.images import (
+    HEIC_SUFFIXES,
+    PREPARATION_VERSION,
+    NamedImage,
+    decode_and_resize,
+)
 from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
 from trishul_ray.data.public import Columns, Splits
 from trishul_ray.data.tables import (
@@ -40,7 +45,7 @@ from trishul_ray.files import digest
 ROWS = "rows"
 
 #: Suffixes of the files that are read as images in a class folder.
-IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 #: Folders of test rows beside ``train``; the first that exists is read.
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -152,14 +157,22 @@ def _class_files(root: Path) -> list[tuple[Path, str]]:
     """Return pairs of file and class of the class folders in ``root``, sorted."""
     pairs = []
     for folder in _subfolders(root):
-        found = (f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())
-        files = sorted(found)
+        files = sorted(f for f in folder.iterdir() if _is_photo(f) and f.is_file())
         if not files:
             raise InputError(f"class folder {folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
         pairs += [(file, folder.name) for file in files]
     if not pairs:
-        raise InputError(f"{root} holds no class folders with images")
+        raise InputError(
+            f"data.path={str(root)!r} holds no class folders with images; it must hold "
+            "<class>/*.jpg, or train/<class>/*.jpg and test/<class>/*.jpg"
+        )
     return pairs
+
+
+def _is_photo(file: Path) -> bool:
+    # macOS puts a file ._NAME, which is no image, beside each NAME on a foreign disk. Photos in
+    # HEIC are not passed over: as Pillow cannot read them, they are named.
+    return file.name[0] != "." and file.suffix.lower() in (*IMAGE_SUFFIXES, *HEIC_SUFFIXES)
 
 
 def _subfolders(root: Path) -> list[Path]:

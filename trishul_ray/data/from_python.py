@@ -26,6 +26,7 @@ from PIL import Image
 
 from trishul_ray.data.custom import ROWS
 from trishul_ray.data.hub import class_names
+from trishul_ray.data.images import turn_upright
 from trishul_ray.data.tables import is_text
 from trishul_ray.errors import InputError
 
@@ -151,7 +152,7 @@ def encode_image(value: Any) -> bytes:
             )
         value = Image.fromarray(value.reshape(value.shape[:2]) if gray else value)
     sink = io.BytesIO()
-    value.save(sink, "PNG")
+    turn_upright(value).save(sink, "PNG")  # a PNG file would lose the orientation
     return sink.getvalue()
 
 

@@ -40,6 +40,9 @@ MAX_SIDE = 256
 #: Raise it when :func:`resize_images` changes what it returns: own images are prepared anew.
 PREPARATION_VERSION = 2
 
+#: Suffixes of photos as phones take them, in a format that Pillow cannot read.
+HEIC_SUFFIXES = (".heic", ".heif")
+
 #: Broken images to name in one message.
 MAX_NAMED = 100
 
@@ -214,7 +217,7 @@ def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> 
     broken: dict[str, str] = {}
     pixels = _resize(images, shape, lambda done: None, broken)
     if broken:
-        raise _broken_images(broken)
+        raise _broken_images(broken, advice="")
     return pixels
 
 
@@ -232,8 +235,7 @@ def _resize(
     for number, (encoded, where) in enumerate(images):
         try:
             with _open_image(encoded, where) as image:
-                image.load()
-                upright = _turn_upright(image).convert(mode)
+                upright = turn_upright(image).convert(mode)
                 if upright.size != (width, height):
                     bilinear = Image.Resampling.BILINEAR
                     upright = ImageOps.fit(upright, (width, height), bilinear)
@@ -247,8 +249,9 @@ def _resize(
     return pixels[:row]
 
 
-def _turn_upright(image: Image.Image) -> Image.Image:
-    """Return a decoded image as its EXIF orientation says that it is seen."""
+def turn_upright(image: Image.Image) -> Image.Image:
+    """Return an image as its EXIF orientation says that it is seen."""
+    image.load()  # Pillow turns a TIFF file when it decodes it
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except _UNREADABLE:
@@ -257,17 +260,19 @@ def _turn_upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def _broken_images(broken: Mapping[str, str]) -> CorruptFileError:
+def _broken_images(
+    broken: Mapping[str, str], advice: str = "remove them, or set data.skip_broken=true"
+) -> CorruptFileError:
     """Return the error that names all images in ``broken``, which has their faults by name."""
-    if len(broken) == 1:
-        (fault,) = broken.values()
-        return CorruptFileError(f"{fault}; remove it, or set data.skip_broken=true")
+    if any(name.lower().endswith(HEIC_SUFFIXES) for name in broken):
+        advice = ", ".join(filter(None, ("convert HEIC to JPEG", advice)))
     names = ", ".join(list(broken)[:MAX_NAMED])
     more = f" and {len(broken) - MAX_NAMED} more" if len(broken) > MAX_NAMED else ""
-    return CorruptFileError(
-        f"{len(broken)} images cannot be read: {names}{more}; remove them, or set "
-        "data.skip_broken=true"
-    )
+    found = f"{len(broken)} images cannot be read: {names}{more}"
+    if len(broken) == 1:
+        (found,) = broken.values()
+        advice = advice.replace("them", "it")
+    return CorruptFileError("; ".join(filter(None, (found, advice))))
 
 
 @contextmanager

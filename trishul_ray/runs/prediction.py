@@ -6,7 +6,7 @@ Shapes: N rows, K classes.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from trishul_ray.data.from_python import encode_image, is_image, to_table
-from trishul_ray.data.images import resize_images
+from trishul_ray.data.images import NamedImage, resize_images
 from trishul_ray.data.prepared import Column, DatasetInfo, Split, write_split
 from trishul_ray.data.tables import get_column, read_texts
 from trishul_ray.errors import InputError
@@ -104,7 +104,9 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         if not rows:
             raise InputError("predict: there are no rows")
         if not isinstance(rows[0], Mapping):
-            rows = {wanted[0]: [str(v) if isinstance(v, Path) else v for v in rows]}
+            if info.kind == "image":
+                return {"pixels": _read_images(rows, info)}
+            rows = {wanted[0]: rows}
     if isinstance(rows, Mapping):
         rows = {name: list(values) for name, values in rows.items()}
     table = to_table(rows)
@@ -118,17 +120,23 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         )
     if info.kind == "image":
         values = get_column(table, found["image"], "predict").to_pylist()
-        return {"pixels": resize_images([_encoded_image(v) for v in values], info.image_shape)}
+        return {"pixels": _read_images(values, info)}
     return {c: read_texts(table, name, "predict") for c, name in found.items()}
 
 
-def _encoded_image(value: Any) -> tuple[bytes | Path, str]:
+def _read_images(values: Sequence[Any], info: DatasetInfo) -> np.ndarray:
+    """Return images of any form as the dataset has them, uint8 [N, C, H, W]."""
+    images = [_encoded_image(value, f"predict, row {row}") for row, value in enumerate(values)]
+    return resize_images(images, info.image_shape)
+
+
+def _encoded_image(value: Any, where: str) -> NamedImage:
     """Return an image as bytes or as the path of its file, and its name in messages."""
     if isinstance(value, Mapping):
         value = value["bytes"]
-    if isinstance(value, str):
-        return Path(value).expanduser(), value
-    return (encode_image(value) if is_image(value) else value), "predict"
+    if isinstance(value, str | Path):
+        return Path(value).expanduser(), str(value)
+    return (encode_image(value) if is_image(value) else value), where
 
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
