@@ -8,7 +8,7 @@ from rich.console import Console
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.report.tables import datasets_table, methods_table, models_table
+from trishul_ray.report.tables import client_sentence, datasets_table, methods_table, models_table
 
 
 def rows_of(table):
@@ -50,3 +50,12 @@ def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
     printed = narrow.file.getvalue()
     assert all(len(line) <= 80 for line in printed.splitlines())
     assert all(f" {name} " in printed for name in rows)
+
+
+def test_clients_are_named_in_a_line_the_worst_first():
+    scores = {"Bern": 0.5, "Genf": 0.25}
+    summary = {"headline": "accuracy", "per_client": scores}
+    assert client_sentence(summary) == "mean accuracy of 2: 37.50%; Genf 25.00%, Bern 50.00%"
+    summary["per_client"] = {str(n): n / 10 for n in range(10)}
+    assert client_sentence(summary).endswith("6 60.00%, 7 70.00%, and 2 better ones")
+    assert client_sentence({"headline": "accuracy"}) == ""

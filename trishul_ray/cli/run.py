@@ -71,7 +71,7 @@ def run(
         from trishul_ray.federation.on_ray.fork_server import fork_early
 
         fork_early()  # before anything imports Ray
-    from trishul_ray.report.tables import data_sentence, summary_table
+    from trishul_ray.report.tables import client_sentence, data_sentence, summary_table
     from trishul_ray.runs.runner import central_twin
 
     experiments = [("federated", experiment)]
@@ -81,6 +81,8 @@ def run(
     out.print(summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
     print_field("data", data_sentence(first.summary))
+    if clients := client_sentence(first.summary):
+        print_field("clients", clients)
     exported = first.summary.get("export") or {"note": "PEFT or merged"}
     for label, name, note in (
         ("result", "result.json", ""),
@@ -137,7 +139,9 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
         except (RunError, OSError) as error:
             cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
             again = isinstance(error, FailsAgainError)
-            raise RunError(f"{cause}. {_how_to_continue(experiment, fails_again=again)}") from error
+            raise RunError(
+                f"{cause.rstrip('.')}. {_how_to_continue(experiment, fails_again=again)}"
+            ) from error
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed
                 print_line(f"stopped. {_how_to_continue(experiment)}", err)

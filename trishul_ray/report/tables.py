@@ -16,6 +16,9 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.tracking.progress import format_count, format_duration
 
+#: Clients that :func:`client_sentence` names.
+MAX_NAMED = 8
+
 #: With more clients, :func:`partition_table` summarizes the rest in one row.
 MAX_ROWS = 30
 
@@ -99,6 +102,18 @@ def data_sentence(summary: dict[str, Any]) -> str:
     if data is None:
         return f"{summary['config']['data']['name']}: the number of rows was not recorded"
     return str(data["sentence"])
+
+
+def client_sentence(summary: dict[str, Any]) -> str:
+    """Return the scores of the clients of a result in one line, the worst first; empty if none."""
+    scores: dict[str, float] = summary.get("per_client") or {}
+    if not scores:
+        return ""
+    ordered = sorted(scores.items(), key=lambda item: item[1])
+    named = ", ".join(f"{name} {score:.2%}" for name, score in ordered[:MAX_NAMED])
+    more = f", and {len(ordered) - MAX_NAMED} better ones" if len(ordered) > MAX_NAMED else ""
+    mean = sum(scores.values()) / len(scores)
+    return f"mean {summary['headline']} of {len(scores)}: {mean:.2%}; {named}{more}"
 
 
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:

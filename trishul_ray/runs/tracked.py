@@ -6,6 +6,7 @@ once, from its files, with the tag ``trishul.reused``.
 """
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,6 +23,12 @@ from trishul_ray.tracking.store import tracking_uri, ui_command
 
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
+
+#: Runs of more clients have their mean and worst decile in MLflow, and no metric for each.
+MAX_CLIENTS = 100
+
+#: A character that MLflow takes in no metric's name, or that would make another group.
+_NO_METRIC_NAME = re.compile(r"[^\w.\- :]")
 
 
 def mlflow_command(experiment: Experiment) -> str | None:
@@ -128,6 +135,7 @@ def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
         f"untouched/{headline}": summary["untouched"][headline],
         **{f"total/{name}": summary[name] for name in traffic},
         "total/wall_seconds": summary["wall_seconds"],
+        **_by_client(summary.get("per_client") or {}),
     }
     tags = {
         "hardware.processor": hardware.get("processor", "unknown"),
@@ -139,6 +147,13 @@ def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
     if (backbone := summary["sources"].get("backbone")) is not None:
         name = summary["config"]["model"]["name"]
         tracker.log_data(name, _digest(backbone), f"model:{name}", "backbone", {"hash": backbone})
+
+
+def _by_client(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the scores of named clients as metrics, unless there are too many to read."""
+    if len(scores) > MAX_CLIENTS:
+        return {}
+    return {f"client/{_NO_METRIC_NAME.sub('_', name)}": value for name, value in scores.items()}
 
 
 def log_reused(
