@@ -1,23 +1,27 @@
-"""PyTorch, imported at its first use.
+"""PyTorch and parts of Arrow, imported at their first use.
 
 A configuration consists of the classes of the methods, which compute with tensors. Modules that
-are imported to read one write ``from trishul_ray.lazy import torch`` instead of ``import torch``,
-so that a mistyped field is answered at once: importing torch takes seconds.
+are imported to read one, or to list datasets, write ``from trishul_ray.lazy import torch`` instead
+of ``import torch``, so that a mistyped field is answered at once: importing torch takes seconds.
+``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``.
 """
 
+import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["torch"]
+__all__ = ["pc", "pq", "torch"]
 
 if TYPE_CHECKING:
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
     import torch
 else:
 
-    class _Torch(ModuleType):
+    class _Lazy(ModuleType):
         def __getattr__(self, name: str) -> Any:
-            import torch
+            return getattr(importlib.import_module(self.__name__), name)
 
-            return getattr(torch, name)
-
-    torch = _Torch("torch")
+    torch = _Lazy("torch")
+    pc = _Lazy("pyarrow.compute")
+    pq = _Lazy("pyarrow.parquet")

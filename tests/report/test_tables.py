@@ -1,55 +1,6 @@
-"""The tables of methods, datasets and backbones."""
+"""Lines on results for the terminal."""
 
-import io
-
-import pytest
-from rich.console import Console
-
-from trishul_ray.data.prepare import dataset_names
-from trishul_ray.methods.base import method_names
-from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.report.tables import client_sentence, datasets_table, methods_table, models_table
-
-
-def rows_of(table):
-    """The cells of each row, as plain text."""
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return {row[0].split("\n")[0]: row for row in zip(*columns, strict=True)}
-
-
-def test_every_method_and_dataset_is_listed():
-    assert set(rows_of(methods_table())) == set(method_names())
-    assert set(rows_of(datasets_table())) == set(dataset_names())
-
-
-@pytest.mark.parametrize(
-    ("name", "short", "parameters", "adapted"),
-    [
-        # 85.8 M: transformers' own count of the ViT without pooler, and 1,538 of a head for two.
-        ("google/vit-base-patch16-224-in21k", "vit-b16", "85.8 M",
-         "12 x q_proj 768x768\n12 x v_proj 768x768"),
-        ("google-t5/t5-base", "t5-base", "223 M", "24 x q 768x768\n24 x v 768x768"),
-        ("meta-llama/Llama-3.2-1B", "llama-3.2-1b", "1.24 G",
-         "16 x q_proj 2048x2048\n16 x v_proj 512x2048"),
-    ],
-)  # fmt: skip
-def test_the_papers_backbones(name, short, parameters, adapted):
-    row = rows_of(models_table())[name]
-    assert row == (f"{name}\n{short}", parameters, adapted, "mirror or hub")
-
-
-def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path))
-    rows = rows_of(models_table())
-    assert {*BUILTINS, "all-MiniLM-L6-v2"} <= set(rows)
-    assert all("`trishul pretrain`" in rows[name][-1] for name in BUILTINS)
-    assert not list(tmp_path.iterdir())  # nothing is loaded, nothing written
-    narrow = Console(width=80, file=io.StringIO())
-    narrow.print(models_table())
-    printed = narrow.file.getvalue()
-    assert all(len(line) <= 80 for line in printed.splitlines())
-    assert all(f" {name} " in printed for name in rows)
+from trishul_ray.report.tables import client_sentence
 
 
 def test_clients_are_named_in_a_line_the_worst_first():

@@ -43,7 +43,7 @@ def pretrain(
 
 def methods() -> None:
     """List the methods: what they do, what they send, where they are published."""
-    from trishul_ray.report.tables import methods_table
+    from trishul_ray.report.catalogue import methods_table
 
     out.print(methods_table())
 
@@ -53,7 +53,7 @@ def models() -> None:
 
     Name any other model by its hub name, its name in a mirror, or its folder: `model=owner/name`.
     """
-    from trishul_ray.report.tables import models_table
+    from trishul_ray.report.catalogue import models_table
 
     out.print(models_table())
 
@@ -79,12 +79,13 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
-    from trishul_ray.data.prepare import find_source
-    from trishul_ray.report.tables import datasets_table, describe_partition, partition_table
-
     if not arguments:
+        from trishul_ray.report.catalogue import datasets_table
+
         out.print(datasets_table())
         return
+    from trishul_ray.data.prepare import find_source
+
     name, *overrides = arguments
     find_source(name)  # an unknown name is refused first
     if partition is not None:
@@ -95,6 +96,7 @@ def datasets(
     whole = ["federation.clients_per_round=1", *overrides]
     experiment = load_experiment(None, [f"dataset={name}", *whole])
     from trishul_ray.federation.prepare import coverage_of, prepare_rows
+    from trishul_ray.report.tables import describe_partition, partition_table
     from trishul_ray.runs.artifacts import client_labels
     from trishul_ray.tracking.progress import RunProgress
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
-import pyarrow.parquet as pq
 
 from trishul_ray.data.archives import incomplete_download
 from trishul_ray.data.prepared import Column
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import digest
+from trishul_ray.lazy import pc, pq
 from trishul_ray.rng import numpy_rng
 
 #: File name suffixes that :func:`read_table` can read.
