@@ -16,9 +16,12 @@ import pytest
 
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import redact
+from trishul_ray.runs.results import read_metrics
+from trishul_ray.runs.tracked import grouped_metrics
+from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[2] / "cluster" / "mlflow" / "start.sh"
 PASSWORD = "a-password-that-was-made-up"
@@ -116,27 +119,52 @@ def test_forty_trials_log_at_once_and_lose_nothing(server):
         assert points == [(step, number + step / 10) for step in range(5)]
 
 
-def test_a_server_that_is_gone_for_a_while_costs_no_metric(server):
-    first = opened(server, "goes-on")
-    first.log_round(0, {"accuracy": 0.1})
-    parent = first.run_id
+def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
+    server, trishul, small_words, tmp_path
+):
+    words = [*small_words, "tracking.mlflow=true", f"tracking.uri={server.address}"]
+    words += ["federation.rounds=4", "federation.local_steps=20", "resources.backend=inline"]
+    runs, others = tmp_path / "runs", opened(server, "another-sweep").run_id
+    sweep = trishul("sweep", "--axis", "seed=0..1", *words, f"storage.runs={runs}")
+
+    def wait_for(files, number):
+        deadline = time.monotonic() + 240
+        while len(list(runs.glob(files))) < number:
+            assert sweep.process.poll() is None and time.monotonic() < deadline, sweep.end()
+            time.sleep(0.1)
+
+    wait_for("*/checkpoints/round-00000[1-3]-*", 1)
     server.end()
-    first.log_round(1, {"accuracy": 0.2})  # kept
-    with ThreadPoolExecutor(2) as pool:
-        # A trial that starts and one that ends while there is no server wait for it.
-        late = pool.submit(opened, server, "begins-late", parent_run=parent)
-        ended = pool.submit(first.finish)
-        time.sleep(5)
-        assert not late.done() and not ended.done()
+    gone = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        # A trial that begins while there is no server waits for it, and so does one that ends.
+        late = pool.submit(opened, server, "begins-late", parent_run=others)
+        wait_for("*/result.json", 1)
+        time.sleep(max(0.0, gone + 20 - time.monotonic()))
+        assert not late.done() and sweep.process.poll() is None
         server.start()
         server.wait()
-        assert ended.result(400) == []
-        second = late.result(400)
-    second.log_round(0, {"accuracy": 0.3})
-    assert second.finish() == []
-    history = first._client.get_metric_history(parent, "accuracy")
-    assert sorted((point.step, point.value) for point in history) == [(0, 0.1), (1, 0.2)]
-    assert first._client.get_run(parent).info.status == "FINISHED"
+        assert late.result(400).finish() == []
+    code, out, errors = sweep.end(400)
+    assert code == 0, out + errors
+    assert "refused" not in errors and "attempt 2" not in errors
+
+    client = late.result()._client
+    (experiment,) = client.search_experiments(filter_string="name = 'trishul'")
+    found = client.search_runs([experiment.experiment_id], "tags.`trishul.id` LIKE '%'")
+    finished = {file.parent.name for file in runs.glob("*/result.json")}
+    assert len(finished) == 2
+    assert {run.data.tags["trishul.id"] for run in found} == finished
+    for run in found:
+        home = Store.open(f"{runs}/{run.data.tags['trishul.id']}")
+        records = {record["round"]: grouped_metrics(record) for record in read_metrics(home)}
+        assert run.info.status == "FINISHED" and sorted(records) == list(range(5))
+        for name in records[4]:
+            history = client.get_metric_history(run.info.run_id, name)
+            logged = sorted((point.step, point.value) for point in history)
+            assert logged == [(step, each[name]) for step, each in records.items() if name in each]
+        assert {"best/accuracy", "total/wall_seconds"} <= set(run.data.metrics)
+        assert "result.json" in {file.path for file in client.list_artifacts(run.info.run_id)}
 
 
 def test_a_second_start_changes_nothing_and_no_secret_is_shown(server):

@@ -7,7 +7,7 @@ the request that creates it sets, so a driver that is killed at any moment conti
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
@@ -96,8 +96,9 @@ class Tracker:
 class MlflowRun(Tracker):
     """A run in an MLflow store. Create it with :meth:`open`.
 
-    A store that fails while the run goes on does not stop it: metrics are kept and sent again
-    later, at the latest by :meth:`finish`, which lists what the store did not accept.
+    A store that fails while the run goes on does not stop it: the metrics of rounds are kept and
+    sent again later, at the latest by :meth:`finish`; all else waits for a server that is gone.
+    :meth:`finish` lists what the store did not accept.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class MlflowRun(Tracker):
         self._logged: set[int] | None = None
         self._unsent: dict[int, dict[str, float]] = {}
         self._rejected: list[str] = []
+        self._patience = _patience(uri)
 
     @classmethod
     def open(
@@ -143,16 +145,11 @@ class MlflowRun(Tracker):
         if not attempt or not attempt.isascii() or "'" in attempt or "\\" in attempt:
             raise InputError(f"attempt={attempt!r}: use ASCII letters, digits, '-', '_', '.', ':'")
         # The run of a sweep has found the server before: it is gone for a while, not misspelt.
-        outage = OUTAGE_SECONDS if parent_run is not None and _is_server(uri) else 0.0
+        patience = _patience(uri) if parent_run is not None else 0.0
         all_tags = _public(tags or {}, _TAG_VALUE_LIMIT) | {ATTEMPT_TAG: attempt}
         if parent_run is not None:
             all_tags[PARENT_TAG] = parent_run
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_outage),
-            wait=tenacity.wait_exponential(multiplier=1, max=10),
-            stop=tenacity.stop_before_delay(outage),
-            reraise=True,
-        )
+        retrying = _retrying(patience)
         self = retrying(cls._find_or_create, uri, experiment_name, attempt, run_name, all_tags)
         retrying(self._log_params, _public(params, _PARAM_VALUE_LIMIT))
         return self
@@ -217,15 +214,11 @@ class MlflowRun(Tracker):
     ) -> None:
         """Log metrics of the whole run, at its last round, and tags."""
         from mlflow.entities import Metric, RunTag
-        from mlflow.exceptions import MlflowException
 
         now = int(time.time() * 1000)
         points = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         public = [RunTag(name, value) for name, value in _public(tags, _TAG_VALUE_LIMIT).items()]
-        try:
-            self._client.log_batch(self._run_id, metrics=points, tags=public)
-        except MlflowException:
-            self._rejected.append("totals")
+        self._do("totals", lambda: self._client.log_batch(self._run_id, points, tags=public))
 
     def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a round, now or, while the store fails, with a later round."""
@@ -250,7 +243,6 @@ class MlflowRun(Tracker):
     ) -> None:
         """Log a dataset input, which MLflow adds only once."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
-        from mlflow.exceptions import MlflowException
 
         dataset = Dataset(
             name=name,
@@ -259,38 +251,27 @@ class MlflowRun(Tracker):
             source=json.dumps({"source": redact(source)}),
             profile=json.dumps(dict(profile)),
         )
-        tags = [InputTag("mlflow.data.context", context)]
-        try:
-            self._client.log_inputs(self._run_id, datasets=[DatasetInput(dataset, tags)])
-        except MlflowException:
-            self._rejected.append(f"dataset {name}")
+        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])]
+        self._do(f"dataset {name}", lambda: self._client.log_inputs(self._run_id, datasets=inputs))
 
     def log_artifacts(self, folder: Path | str) -> None:
         """Log every file of a local folder; raise InputError if it is not a folder."""
-        from mlflow.exceptions import MlflowException
-
         if not Path(folder).is_dir():
             raise InputError(f"artifacts: {folder} is not a folder")
-        try:
-            self._client.log_artifacts(self._run_id, str(folder))
-        except (MlflowException, OSError):
-            self._rejected.append(f"folder {folder}")
+        self._do(f"folder {folder}", lambda: self._client.log_artifacts(self._run_id, str(folder)))
 
     def finish(self, status: Status = "FINISHED") -> list[str]:
         """End the run with ``status``; return what the store did not accept, e.g. ``round 3``."""
-        from mlflow.exceptions import MlflowException
-
         self._send()
-        deadline = time.monotonic() + (OUTAGE_SECONDS if _is_server(self._uri) else 0.0)
+        deadline = time.monotonic() + self._patience
         while self._unsent and time.monotonic() < deadline:
             time.sleep(5.0)
             self._send()
-        rejected = [f"round {step}" for step in sorted(self._unsent)] + self._rejected
-        try:
-            self._client.set_terminated(self._run_id, status=status)
-        except MlflowException:
-            rejected.append(f"status {status}")
-        return rejected
+        if self._unsent:
+            self._patience = 0.0
+        self._do(f"status {status}", lambda: self._client.set_terminated(self._run_id, status))
+        rejected, self._rejected = self._rejected, []
+        return [f"round {step}" for step in sorted(self._unsent)] + rejected
 
     def ui_command(self, run: str = "") -> str:
         """Return the command that shows the run with this id, or its address on a server."""
@@ -298,6 +279,20 @@ class MlflowRun(Tracker):
         if _is_server(self._uri):
             return f"{redact(self._uri).rstrip('/')}/{page}"
         return ui_command(self._uri, run)
+
+    def _do(self, what: str, action: Callable[[], object]) -> None:
+        """Do something with the store; note ``what`` if the store does not accept it.
+
+        A run waits for one outage of a server only, not again with every call.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            _retrying(self._patience)(action)
+        except (MlflowException, OSError) as error:
+            self._rejected.append(what)
+            if is_outage(error):
+                self._patience = 0.0
 
     def _send(self) -> None:
         from mlflow.entities import Metric
@@ -332,6 +327,21 @@ class MlflowRun(Tracker):
         if changed:
             text = json.dumps(changed, sort_keys=True)
             self._client.set_tag(self._run_id, "trishul.resumed_with", text[:_TAG_VALUE_LIMIT])
+
+
+def _patience(uri: str) -> float:
+    """Return for how many seconds a store may be gone."""
+    return OUTAGE_SECONDS if _is_server(uri) else 0.0
+
+
+def _retrying(patience: float) -> tenacity.Retrying:
+    """Return what calls a function again while a server is gone, for ``patience`` seconds."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_outage),
+        wait=tenacity.wait_exponential(multiplier=1, max=10),
+        stop=tenacity.stop_before_delay(patience),
+        reraise=True,
+    )
 
 
 def _is_server(uri: str) -> bool:

@@ -4,6 +4,7 @@ A cell's run is found by the tag ``sweep.<name>`` with the sweep's profile as va
 another sweep or a single run has logged keeps its parent, and gets that tag, too.
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -69,15 +70,12 @@ class SweepRun(MlflowRun):
 
     def close(self, counts: Mapping[str, int], status: Status) -> list[str]:
         """Log how many cells are in which state, and end the run; return what was not accepted."""
-        from mlflow.exceptions import MlflowException
+        from mlflow.entities import Metric
 
-        rejected: list[str] = []
-        try:
-            for name, count in counts.items():
-                self._client.log_metric(self._run_id, f"cells.{name}", count)
-        except MlflowException:
-            rejected.append("counts of cells")
-        return rejected + self.finish(status)
+        now = int(time.time() * 1000)
+        points = [Metric(f"cells.{name}", count, now, 0) for name, count in counts.items()]
+        self._do("counts of cells", lambda: self._client.log_batch(self._run_id, points))
+        return self.finish(status)
 
     def _children(self) -> "dict[str, Run]":
         """Return the runs of this sweep's cells, by the id of their experiment."""
