@@ -71,6 +71,7 @@ def test_field_names_are_dotted():
     [
         (["federation.cilents=3"], "did you mean 'federation.clients'?"),
         (["nonsense=3"], "unknown field 'nonsense'; `trishul run --fields` lists all fields"),
+        (["fedration.clients=3"], "did you mean 'federation.clients'?"),
         (["mehtod=fedit"], "unknown field 'mehtod'; did you mean 'method'?"),
         (["optimizer.learning_rate=1"], "did you mean 'optimizer.lr'?"),
         (["federation.num_rounds=1"], "did you mean 'federation.rounds'?"),

@@ -345,6 +345,8 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
                 model = _section_of(model, part) or model
     dotted = ".".join(path)
     if item["type"] == "extra_forbidden":
+        if isinstance(item["input"], Mapping) and item["input"]:
+            dotted += f".{next(iter(item['input']))}"  # a section: name the first field in it
         return describe_unknown_field(dotted, list(field_names(_method_of(fields))))
     if item["type"] == "value_error":
         text = str(item.get("ctx", {}).get("error", item["msg"]))

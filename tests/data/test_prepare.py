@@ -182,7 +182,7 @@ def test_a_truncated_parquet_file_is_reported(tmp_path):
 
 
 def test_missing_names_and_folders_are_reported(tmp_path):
-    with pytest.raises(InputError, match=r"data.name='cifar101' is unknown.*mean cifar10"):
+    with pytest.raises(InputError, match=r"data.name='cifar101' is unknown.*mean 'cifar10'"):
         prepare("cifar101", cache=tmp_path, hub=None)
     with pytest.raises(InputError, match=r"storage.hub or TRISHUL_HUB\) is not a folder"):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "nowhere")

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from trishul_ray.data.hub import check_depth
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import digest
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.network import hub_or_cache
@@ -119,8 +118,7 @@ def find_model(name: str, places: "Places") -> Path | str:
             raise InputError(f"model.name: folder {local} has no config.json")
         return local
     if not _HUB_NAME.fullmatch(name):
-        near = get_close_matches(name, [*BUILTINS, *PACKAGED, *KNOWN], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, [*BUILTINS, *PACKAGED, *KNOWN])
         raise InputError(
             f"model.name={name!r} is neither a built-in ({', '.join(BUILTINS)}) nor a folder nor "
             f"a hub name owner/model{hint}"
