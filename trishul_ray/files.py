@@ -1,7 +1,12 @@
-"""Tell whether a file's content has changed."""
+"""Tell whether a file's content has changed, and write a folder as a whole."""
 
 import hashlib
+import os
+import secrets
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,3 +40,26 @@ def _remembered_digest(path: Path, stamp: tuple[int, ...]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` on success and is removed on an error.
+
+    ``folder`` is new or empty; its parents are created. Whoever may read the folder may read its
+    files, too, although safetensors writes them for their owner alone.
+
+    Raises:
+        OSError: Something else is in the place of ``folder``, or the disk is full.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary.mkdir()  # unlike mkdtemp, with the permissions that the umask leaves
+    try:
+        yield temporary
+        readable = temporary.stat().st_mode & 0o444
+        for file in temporary.rglob("*"):
+            file.chmod(file.stat().st_mode | readable)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

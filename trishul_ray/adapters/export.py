@@ -7,8 +7,6 @@ are left out. Where a method has changed a frozen weight, change and update toge
 under a temporary name and renamed when it is complete.
 """
 
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from trishul_ray.adapters.linear import LOW_PRECISION
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_module, classifier_parameters
 from trishul_ray.errors import InputError
+from trishul_ray.files import complete_folder
 
 #: Largest relative error, in the Frobenius norm, of an update with a changed frozen weight. The
 #: method rounds such a change to float32 in every round, which is an error of this size.
@@ -119,7 +118,7 @@ def export_peft(
         revision=revision,
         inference_mode=True,
     )
-    with _temporary_folder(Path(directory)) as folder:
+    with _exported(Path(directory)) as folder:
         config.save_pretrained(str(folder))
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         if beside is not None:
@@ -176,7 +175,7 @@ def export_merged(
         InputError: the folder is not empty.
     """
     merged = merge_trained(adapted, trained)
-    with _temporary_folder(Path(directory)) as folder:
+    with _exported(Path(directory)) as folder:
         save_module(merged, folder)
         if beside is not None:
             beside(folder)
@@ -197,15 +196,9 @@ def _portable(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _temporary_folder(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to ``directory`` on success, remove it on an error."""
+def _exported(directory: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``directory``, which must be new or empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"export: {directory} exists and is not an empty folder")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.parent / f".{directory.name}.partial-{os.getpid()}"
-    temporary.mkdir()
-    try:
-        yield temporary
-        os.replace(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with complete_folder(directory) as folder:
+        yield folder

@@ -12,9 +12,7 @@ a hash of the values, so the same rows are the same dataset, whatever they were 
 import hashlib
 import io
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from trishul_ray.data.hub import class_names
 from trishul_ray.data.images import turn_upright
 from trishul_ray.data.tables import is_text
 from trishul_ray.errors import InputError
+from trishul_ray.files import complete_folder
 
 #: The splits of passed rows, and the names that may stand for the test split.
 _SPLITS = {"train": "train", "test": "test", "validation": "test"}
@@ -49,13 +48,10 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
     folder = cache / ROWS / content_of(tables).removeprefix("sha256:")
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder.parent))
-        for split, table in tables.items():
-            pq.write_table(table, temporary / f"{split}.parquet")
-        os.chmod(temporary, 0o755)
         try:
-            os.replace(temporary, folder)
+            with complete_folder(folder) as temporary:
+                for split, table in tables.items():
+                    pq.write_table(table, temporary / f"{split}.parquet")
         except OSError:
             if not folder.is_dir():  # another process may have been faster
                 raise

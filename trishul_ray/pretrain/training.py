@@ -6,8 +6,6 @@ digits that no client holds. Text models read the raw training texts of a datase
 """
 
 import json
-import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from torch import nn
 from trishul_ray.data.prepare import make_cache_folder, prepare
 from trishul_ray.data.prepared import ProgressCallback, Split
 from trishul_ray.errors import InputError, RunError
+from trishul_ray.files import complete_folder
 from trishul_ray.models.builtin import BUILTINS, Builtin, byte_tokenizer
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.pretrain.objectives import (
@@ -80,12 +79,10 @@ def train_backbone(
 def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path) -> None:
     """Write a trained built-in with its tokenizer or preprocessor, which ``model=FOLDER`` can use.
 
-    The statistics of the split it was trained on normalize images. The files are written to a
-    temporary folder, which is then renamed.
+    The statistics of the split it was trained on normalize images. The folder appears when it
+    is complete.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with complete_folder(folder) as temporary:
         with quiet_transformers():
             model.save_pretrained(temporary)  # type: ignore[operator]  # a transformers model
             if text_objective(builtin) is not None:
@@ -100,10 +97,6 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
             }  # fmt: skip
             text = json.dumps(processor, indent=2) + "\n"
             (temporary / "preprocessor_config.json").write_text(text, encoding="utf-8")
-        os.chmod(temporary, 0o755)  # mkdtemp makes it private, but others may read a shared cache
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def get_builtin(name: str, dataset: str | None = None) -> Builtin:
