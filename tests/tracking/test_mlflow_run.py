@@ -1,17 +1,20 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from mlflow.entities import Run, RunData, RunInfo
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from trishul_ray.errors import InputError
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.store import open_client, ui_command
+from trishul_ray.tracking.sweep_run import SweepRun
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,19 @@ def test_a_lost_store_does_not_stop_the_run_and_nothing_is_lost(uri, tmp_path):
     run.log_round(3, {"accuracy": 0.3})
     assert run.finish() == []
     assert history(uri, run.run_id, "accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+@pytest.mark.timeout(60)  # and not OUTAGE_SECONDS
+@pytest.mark.parametrize("kind", [MlflowRun, SweepRun])
+def test_a_stopped_run_does_not_wait_for_a_server(kind, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))  # nobody listens
+        uri = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        known = Run(RunInfo("f" * 32, "0", "me", "RUNNING", 0, None, "active"), RunData())
+        run = kind(MlflowClient(uri, uri), uri, "0", known)
+        rejected = run.close({"missing": 3}, "KILLED") if kind is SweepRun else run.finish("KILLED")
+    assert rejected[-1] == "status KILLED"
 
 
 def test_a_metric_name_mlflow_refuses_is_an_error(uri):

@@ -261,7 +261,12 @@ class MlflowRun(Tracker):
         self._do(f"folder {folder}", lambda: self._client.log_artifacts(self._run_id, str(folder)))
 
     def finish(self, status: Status = "FINISHED") -> list[str]:
-        """End the run with ``status``; return what the store did not accept, e.g. ``round 3``."""
+        """End the run with ``status``; return what the store did not accept, e.g. ``round 3``.
+
+        A run that was stopped (``KILLED``) does not wait for a server.
+        """
+        if status == "KILLED":
+            self._patience = 0.0
         self._send()
         deadline = time.monotonic() + self._patience
         while self._unsent and time.monotonic() < deadline:

@@ -72,6 +72,8 @@ class SweepRun(MlflowRun):
         """Log how many cells are in which state, and end the run; return what was not accepted."""
         from mlflow.entities import Metric
 
+        if status == "KILLED":
+            self._patience = 0.0
         now = int(time.time() * 1000)
         points = [Metric(f"cells.{name}", count, now, 0) for name, count in counts.items()]
         self._do("counts of cells", lambda: self._client.log_batch(self._run_id, points))
