@@ -41,6 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "trishul-ray needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo absent); name another: make setup PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "'$(PYTHON)' cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sqlite3' 2>/dev/null || { \
+	  echo "'$(PYTHON)' was built without SQLite, in which MLflow stores runs; name another: make setup PYTHON=python3.11" >&2; exit 1; }
 	@echo "Setting up $(VENV): PyTorch first, then the rest; some minutes, once."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
