@@ -168,6 +168,12 @@ def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str
     ]
     if not isinstance(bench.task, ImageClassification):
         lines += ["", "`task.json` says how a row becomes the model's input."]
+    elif not python:
+        lines += [
+            "",
+            "The run turned photos upright, which the processor does not: pass it "
+            "`PIL.ImageOps.exif_transpose(image)`.",
+        ]
     return "\n".join(lines) + "\n"
 
 
