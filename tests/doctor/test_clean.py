@@ -3,6 +3,8 @@
 import os
 import time
 
+from trishul_ray.data.from_python import KEPT_SECONDS, store_rows
+from trishul_ray.doctor.services import check_cache
 from trishul_ray.federation.on_ray.old_sessions import QUIET_SECONDS, mark_session
 
 
@@ -18,5 +20,39 @@ def test_leftovers_are_removed_and_named(called, monkeypatch, tmp_path):
         os.utime(path, (time.time() - 2 * QUIET_SECONDS,) * 2)
     code, out, _ = called("doctor", "--clean")
     assert code == 0
-    assert out.splitlines() == [f"removed {failed}", f"removed {session}", "2 folders removed"]
+    assert out.splitlines() == [f"removed {failed}", f"removed {session}", "2 removed"]
     assert not failed.exists() and not session.exists()
+
+
+def test_rows_and_weights_are_removed_a_month_after_their_last_use(called, monkeypatch, tmp_path):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    passed = [{"text": "a", "label": 0}]
+    old, used = store_rows(passed, cache, {}), store_rows(passed * 2, cache, {})
+    (cache / "weights").mkdir()
+    weights = [cache / "weights" / f"{name}.safetensors" for name in ("old", "used")]
+    for place in (old, used, *weights):
+        place.touch()
+        if place != weights[1]:
+            os.utime(place, (time.time() - 2 * KEPT_SECONDS,) * 2)
+    assert store_rows(passed * 2, cache, {}) == used  # which is a use
+    code, out, _ = called("doctor", "--clean")
+    assert code == 0 and out.splitlines() == [
+        f"removed {old}",
+        f"removed {weights[0]}",
+        "2 removed",
+    ]
+    assert used.is_dir() and weights[1].is_file()
+    # Without the command, they go when others come.
+    os.utime(used, (time.time() - 2 * KEPT_SECONDS,) * 2)
+    assert list(used.parent.iterdir()) == [used]
+    assert store_rows(passed, cache, {}) == old
+    assert list(used.parent.iterdir()) == [old]
+
+
+def test_the_parts_of_the_cache_have_their_sizes(tmp_path):
+    assert "MiB" not in check_cache(tmp_path / "none").detail
+    (tmp_path / "data" / "digits").mkdir(parents=True)
+    (tmp_path / "data" / "digits" / "train.arrow").write_bytes(bytes(3 * 2**20))
+    assert check_cache(tmp_path).detail.endswith("; data 3 MiB")

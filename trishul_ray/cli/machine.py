@@ -17,8 +17,9 @@ def doctor(
         bool,
         typer.Option(
             "--clean",
-            help="Instead, remove failed and outdated preparations of own data, and Ray's folders "
-            "of finished runs, unless they were used within the last hour.",
+            help="Instead, remove failed and outdated preparations of own data and Ray's folders "
+            "of finished runs, unless used within the last hour; and rows passed from Python and "
+            "weights prepared for mapping that were not used for a month.",
         ),
     ] = False,
     runs: Annotated[
@@ -33,7 +34,7 @@ def doctor(
         removed = remove(Places.at().cache)
         for folder in removed:
             print_line(f"removed {folder}")
-        print_line(f"{len(removed)} folders removed")
+        print_line(f"{len(removed)} removed")
         return
     from trishul_ray.doctor import diagnose
     from trishul_ray.doctor.check import exit_code, render

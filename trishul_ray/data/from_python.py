@@ -12,8 +12,12 @@ a hash of the values, so the same rows are the same dataset, whatever they were 
 import hashlib
 import io
 import json
+import os
+import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,10 @@ from trishul_ray.files import complete_folder
 _SPLITS = {"train": "train", "test": "test", "validation": "test"}
 
 
+#: Rows that nobody has passed for this long are removed; passing them again writes them again.
+KEPT_SECONDS = 30 * 24 * 3600.0
+
+
 def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     """Write rows into the cache, unless they are there, and return their folder.
 
@@ -47,7 +55,10 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     image = columns.get("image", "image")
     tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
     folder = cache / ROWS / content_of(tables).removeprefix("sha256:")
-    if not folder.is_dir():
+    if folder.is_dir():
+        os.utime(folder)
+    else:
+        remove_unused_rows(cache)
         try:
             with complete_folder(folder) as temporary:
                 for split, table in tables.items():
@@ -56,6 +67,18 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
             if not folder.is_dir():  # another process may have been faster
                 raise
     return folder
+
+
+def remove_unused_rows(cache: Path) -> list[Path]:
+    """Remove rows that nobody has passed for a month from a cache, and return their folders."""
+    oldest = time.time() - KEPT_SECONDS
+    old = []
+    for folder in (cache / ROWS).glob("*"):
+        with suppress(OSError):  # another process may be faster
+            if folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder)
+                old.append(folder)
+    return old
 
 
 def content_of(tables: Mapping[str, pa.Table]) -> str:

@@ -47,7 +47,7 @@ def diagnose(
     checks = [*local, ray_address, services.check_ray_token()]
     if start_ray:
         checks.append(services.check_ray_start())
-    cache_folder = services.check_folder("cache folder", str(places.cache))
+    cache_folder = services.check_cache(places.cache)
     return [
         *checks,
         runs_folder,

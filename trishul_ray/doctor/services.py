@@ -9,7 +9,8 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -122,6 +123,21 @@ def check_folder(name: str, place: str) -> Check:
     if free < 5 * GIB:
         return Check(name, "warn", detail, "low for datasets, backbones and checkpoints")
     return Check(name, "ok", detail)
+
+
+def check_cache(cache: Path) -> Check:
+    """Check the cache folder as :func:`check_folder` does, and tell how large its parts are."""
+    check = check_folder("cache folder", str(cache))
+    sizes = []
+    for part in sorted(cache.glob("*")):
+        with suppress(OSError):  # a run may remove a file
+            if part.is_dir():
+                sizes.append(f"{part.name} {_size(part) / 2**20:,.0f} MiB")
+    return replace(check, detail=f"{check.detail}; {', '.join(sizes)}") if sizes else check
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def check_mlflow_store(uri: str | None, runs: str) -> Check:

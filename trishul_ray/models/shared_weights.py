@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 #: Part of every file's key. Raise it when the content of the files changes.
 FORMAT_VERSION = 2
 
+#: Folder of the prepared weights in the cache.
+FOLDER = "weights"
+
 #: Tensors begin at multiples of this many bytes.
 ALIGNMENT = 64
 
@@ -86,7 +89,7 @@ def load_resident(
             else:
                 model, drawn = load_checkpoint(backbone, config, kind)
             cast(model, run_dtype(backbone.config))
-            _remove_unused(file.parent)
+            remove_unused_weights(backbone.places.cache)
             state = {name: tensor for name, tensor in _tensors(model) if name not in drawn}
             source = weights_source(backbone, getattr(config, "_commit_hash", None))
             metadata = {"drawn": json.dumps(drawn), "source": source}
@@ -125,7 +128,7 @@ def weights_file(
         config.to_json_string(),
     ]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return backbone.places.cache / "weights" / f"{digest}.safetensors"
+    return backbone.places.cache / FOLDER / f"{digest}.safetensors"
 
 
 def weights_source(backbone: "Backbone", commit: str | None) -> str:
@@ -256,9 +259,14 @@ def _replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     del old
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove weights that no process has opened for a month; open mappings stay valid."""
+def remove_unused_weights(cache: Path) -> list[Path]:
+    """Remove weights that no process has opened for a month; open mappings stay valid.
+
+    Returns:
+        The files that were removed.
+    """
     oldest = time.time() - KEPT_SECONDS
-    for file in folder.glob("*.safetensors"):
-        if file.stat().st_mtime < oldest:
-            file.unlink(missing_ok=True)
+    old = [f for f in (cache / FOLDER).glob("*.safetensors") if f.stat().st_mtime < oldest]
+    for file in old:
+        file.unlink(missing_ok=True)
+    return old
