@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import socket
 import sys
 import time
 from pathlib import Path
 
 from fake_metadata import FakeMetadata
+from ports import free_port
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 #: Ray notices within seconds that a node is gone.
@@ -65,9 +65,7 @@ class RayNodes:
 
     def __init__(self, start, folder):
         self._start, self._folder = start, folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.temporary = Path("/tmp") / f"trishul-{self.port}"  # sockets need a short path
         self.nodes = []
         self._count = 1

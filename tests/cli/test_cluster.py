@@ -1,9 +1,9 @@
 """`trishul submit`, `status` and `stop`: wrong input ends them before a cluster is asked."""
 
-import socket
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 TABLE = ["table", "vision", "--profile", "smoke"]
@@ -57,9 +57,7 @@ def test_a_file_that_hides_a_module_of_python_is_not_shipped(called, monkeypatch
 def test_a_cluster_that_does_not_answer_is_one_paragraph(called, monkeypatch, tmp_path, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     code, _, error = called(words[0], "--address", address, *words[1:])
     assert code == 1 and f"no cluster answers at {address}" in error
     assert "Traceback" not in error

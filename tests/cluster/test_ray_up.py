@@ -9,7 +9,6 @@ trains there finds none.
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import boto3
 import pytest
 import yaml
 from moto.server import ThreadedMotoServer
+from ports import free_port
 from tiny_run import TINY
 
 from trishul_ray.tuning.sweep import find_sweeps
@@ -31,12 +31,6 @@ ROOT = Path(__file__).parents[2]
 SHIMS = Path(__file__).parent / "shims"
 BIN = Path(sys.executable).parent
 BUCKET = "results-of-mine"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 
 from trishul_ray.loading import load_experiment
 
@@ -27,9 +28,7 @@ def cluster(start, tmp_path):
         if token is not None:
             (home / ".ray").mkdir()
             (home / ".ray" / "auth_token").write_text(token)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         # Ray's sockets need a short path.

@@ -1,12 +1,12 @@
 """An MLflow run over HTTP, as on a cluster: a tracking server that all nodes reach."""
 
-import socket
 import sys
 import time
 import urllib.request
 
 import pytest
 from mlflow.tracking import MlflowClient
+from ports import free_port
 
 from trishul_ray.tracking.mlflow_run import MlflowRun
 
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def server(start, tmp_path):
     """The address of a tracking server on localhost."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = (tmp_path / "server.log").open("w")
     command = start(
         sys.executable, "-m", "mlflow", "server",
