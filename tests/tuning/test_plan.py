@@ -1,10 +1,14 @@
 """What a plan counts: each run once, in the first sweep that has it."""
 
+import dataclasses
+import io
+
 import pytest
+from rich.console import Console
 
 from trishul_ray.errors import InputError
 from trishul_ray.tuning.cost import work_of
-from trishul_ray.tuning.plan import device_of, make_plan, plan_notes
+from trishul_ray.tuning.plan import device_of, make_plan, plan_notes, plan_table
 from trishul_ray.tuning.state import CellState
 from trishul_ray.tuning.sweep import distinct, load_sweep, sweep_from_axes
 
@@ -163,3 +167,11 @@ def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
     code, out, err = called("plan", "mine.yaml")
     assert code == 0 and "CPU-hours" in out and "one machine like this one" in out, out + err
     assert called("plan", "visoin")[0] == 2 and called("plan", "vision", "--device", "x")[0] == 2
+
+
+def test_names_of_sweeps_are_whole_in_a_narrow_terminal(sweeps):
+    plan = make_plan(sweeps, states_of(sweeps), "h100")
+    long = dataclasses.replace(plan.sweeps[0], name="heterogeneity")
+    shown = io.StringIO()
+    Console(file=shown, width=72).print(plan_table(dataclasses.replace(plan, sweeps=(long,))))
+    assert "heterogeneity" in shown.getvalue()

@@ -363,7 +363,7 @@ def test_axes_of_the_command_line():
         (["seed="], "--axis 'seed=': axis 'seed' is empty"),
         (["seed=1", "seed=2"], "--axis 'seed=2': axis 'seed' is given twice"),
         (["seed=1,1"], "--axis 'seed=1,1': axis 'seed': two cells with one name, '1'"),
-        (["sede=1"], "did you mean 'seed'?"),
+        (["sede=1"], "--axis 'sede=1': unknown field 'sede'; did you mean 'seed'?"),
         (["seed=1]"], "--axis 'seed=1]': not YAML"),
         (["seed=-1"], "--axis 'seed=-1': seed=-1: input should be greater than or equal to 0"),
     ],

@@ -238,7 +238,7 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
         price: Price of a device-hour.
     """
     table = Table(box=None, pad_edge=False)
-    table.add_column("sweep")
+    table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
     usual: tuple[Status, ...] = ("finished", "missing")
     statuses = [*usual, *(status for status in RARE if plan.total.states[status])]
     unit = "CPU-hours" if plan.device == "cpu" else "GPU-hours"

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
+from trishul_ray.loading import describe_unknown_field
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import paper_keys
 from trishul_ray.tuning.cells import (
@@ -35,6 +36,7 @@ from trishul_ray.tuning.cells import (
     Cell,
     Fields,
     expand,
+    known_fields,
     read_axis,
     read_fields,
     read_overrides,
@@ -133,6 +135,8 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
             raise InputError(f"{place}: must be of the form field=value,value or field=0..4")
         if name in read:
             raise InputError(f"{place}: axis {name!r} is given twice; remove one")
+        if name not in known_fields():
+            raise InputError(f"{place}: {describe_unknown_field(name, sorted(known_fields()))}")
         read[name] = read_axis(name, parse_located(f"[{raw}]", place, place))
     title = "Sweep over " + ", ".join(read) if read else "One run"
     draft = _Draft({}, read, {}, title)
