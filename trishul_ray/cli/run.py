@@ -139,9 +139,7 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
         except (RunError, OSError) as error:
             cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
             again = isinstance(error, FailsAgainError)
-            raise RunError(
-                f"{cause.rstrip('.')}. {_how_to_continue(experiment, fails_again=again)}"
-            ) from error
+            raise RunError(f"{cause}. {_how_to_continue(experiment, fails_again=again)}") from error
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed
                 print_line(f"stopped. {_how_to_continue(experiment)}", err)

@@ -81,7 +81,7 @@ def ray_session(
                     _start(cpus, forks)
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
-            raise RunError(f"cannot {action}: {_first_line(error)}") from error
+            raise RunError(f"cannot {action}: {_first_line(error).rstrip('.')}") from error
         yield ray.available_resources()
     finally:
         # Also after an interrupted start.
