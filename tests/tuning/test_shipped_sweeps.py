@@ -6,6 +6,7 @@ import re
 import pytest
 
 from trishul_ray.report.paper import paper_keys, paper_records, paper_value
+from trishul_ray.tuning.reproduce import cell_name
 from trishul_ray.tuning.sweep import distinct, find_sweeps
 
 #: Cells, and distinct runs, of each profile. The paper's protocol, with three seeds: 360 runs for
@@ -222,3 +223,9 @@ def test_small_is_small():
         assert made.model.name in ("all-MiniLM-L6-v2", "trishul/vit-s14-photos")
         assert made.data.name in ("20newsgroups", "cifar100", "glue/sst2", "glue/rte")
         assert made.budget == 8 and made.adapter.matching == "matched"
+
+
+def test_messages_name_what_stands_in_for_a_dataset():
+    (sweep,) = find_sweeps(["initialization"], "smoke", [])
+    names = {cell_name(sweep, cell) for cell in sweep.cells}
+    assert "initialization: Random Normal, digits (for CIFAR-100), seed=0" in names

@@ -287,10 +287,13 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
 
 
 def cell_name(sweep: Sweep, cell: Cell) -> str:
-    """Return how a cell is called in messages: ``vision: FedIT, lower, seed=0``."""
+    """Return how a cell is called in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
+    shown = {
+        axis: sweep.shown.get(axis, {}).get(label, label) for axis, label in cell.labels.items()
+    }
     labels = [
         f"{axis}={label}" if label.replace(".", "").isdigit() else label
-        for axis, label in cell.labels.items()
+        for axis, label in shown.items()
     ]
     return f"{sweep.name}: {', '.join(labels)}" if labels else sweep.name
 
