@@ -28,7 +28,7 @@ class Occupant:
         return os.getpid()
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.mark.parametrize("actors", [1, 2])
