@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.exceptions import RayError
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from ray.tune.search import Searcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -38,7 +39,7 @@ from trishul_ray.tuning.state import record_failure
 from trishul_ray.tuning.trial import HEADLINE, ROUND, CellRun, CellTrial, FindRun
 from trishul_ray.tuning.watchdog import Watchdog
 
-#: Seconds in which every node must answer.
+#: Seconds in which nodes answer; those that have gone do not.
 CHECK_SECONDS = 60.0
 
 _ENVIRONMENT = {
@@ -149,7 +150,8 @@ def check_stores(places: Iterable[str]) -> None:
                 .remote(f"{store.root}/{marker}")
                 for id in nodes
             ]  # fmt: skip
-            seen = ray.get(there, timeout=CHECK_SECONDS)
+            answered, _ = ray.wait(there, num_returns=len(there), timeout=CHECK_SECONDS)
+            seen = [_answer(each) for each in answered]
         finally:
             store.remove(marker)
         if not all(seen):
@@ -162,6 +164,13 @@ def check_stores(places: Iterable[str]) -> None:
 @ray.remote(num_cpus=0)
 def _exists(path: str) -> bool:
     return os.path.exists(path)
+
+
+def _answer(exists: "ray.ObjectRef[bool]") -> bool:
+    try:
+        return ray.get(exists)
+    except RayError:  # the node is gone: nothing will run on it
+        return True
 
 
 def prepare_inputs(
