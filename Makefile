@@ -11,9 +11,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Further arguments: make test ARGS="-k svt"
 ARGS ?=
-# Processes that run tests: make test WORKERS=0 for a debugger. Slow tests wait more than they compute.
+# Processes that run tests: make test WORKERS=0 for a debugger
 WORKERS ?= 2
-SLOW_WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,7 +51,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Each worker takes whole files, whose tests share a cluster; the long ones do not come last. Torch
 # has a thread in each worker: two that use both cores would wait for each other.
-PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 QUICK := not slow and not chaos and not gpu
 
@@ -60,16 +59,16 @@ demo: setup
 	$(BIN)/trishul run --central $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(WORKERS) -m "$(QUICK)" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" $(ARGS)
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(SLOW_WORKERS) -m "(slow or chaos) and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "(slow or chaos) and not gpu" $(ARGS)
 
 # Other kernels sum in another order: what passes on both rests on no processor's last bits.
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
 test-kernels: setup
-	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(WORKERS) -m "$(QUICK)" \
+	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" \
 	  $(addprefix tests/,spectral adapters methods models tasks) $(ARGS)
 
 check: setup

@@ -101,10 +101,10 @@ def test_a_wrong_password_is_refused(server, monkeypatch):
 
 
 def test_forty_trials_log_at_once_and_lose_nothing(server):
-    opened(server, "parent")
+    parent = opened(server, "parent").run_id
 
     def trial(number):
-        run = opened(server, f"trial-{number}", tags={"number": number})
+        run = opened(server, f"trial-{number}", tags={"number": number}, parent_run=parent)
         for step in range(5):
             run.log_round(step, {"accuracy": number + step / 10})
         return run, run.finish()
