@@ -244,8 +244,7 @@ def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
     experiment = load_experiment(None, words)
     first = trishul("run", *words, "resources.backend=ray")
     first.wait_for("round 2/4")
-    first.process.kill()
-    assert first.left_behind() == []
+    first.kill()
     home = run_folder(experiment)
     assert home.child("checkpoints").names() != []
     assert not home.exists("result.json")
