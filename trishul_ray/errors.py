@@ -38,6 +38,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def describe_os_error(error: OSError) -> str:
     """Return the reason of a failed system call and its file, in one line."""
     return f"{error.strerror or error}: {error.filename or 'storage'}"

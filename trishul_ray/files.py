@@ -1,14 +1,17 @@
-"""Tell whether a file's content has changed, and write a folder as a whole."""
+"""Tell whether a file has changed, write a folder as a whole, remove what nobody uses."""
 
 import hashlib
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+
+#: Seconds after its last use that a part of the cache is kept; it is made again when needed.
+KEPT_SECONDS = 30 * 24 * 3600.0
 
 #: A file may change again without a visible change of its times within this many seconds, because
 #: the clocks of file systems advance in steps.
@@ -46,8 +49,8 @@ def _digest(path: Path) -> str:
 def complete_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` on success and is removed on an error.
 
-    ``folder`` is new or empty; its parents are created. Whoever may read the folder may read its
-    files, too, although safetensors writes them for their owner alone.
+    ``folder`` must be new or empty; its parents are created. Its files get the folder's read
+    permissions, since safetensors writes files that only their owner can read.
 
     Raises:
         OSError: Something else is in the place of ``folder``, or the disk is full.
@@ -63,3 +66,21 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_unused(paths: Iterable[Path]) -> list[Path]:
+    """Remove the files and folders that were not used for :data:`KEPT_SECONDS`, and return them.
+
+    The modification time counts as the last use.
+    """
+    oldest = time.time() - KEPT_SECONDS
+    removed = []
+    for path in paths:
+        with suppress(OSError):  # another process may be faster
+            if path.stat().st_mtime < oldest:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+                removed.append(path)
+    return removed

@@ -364,7 +364,7 @@ def test_kubernetes_accepts_the_document(document):
 
 
 def test_a_driver_on_kubernetes_knows_what_the_groups_may_grow_to():
-    """It is told, since Ray knows of pods only once they are there."""
+    """Ray itself does not know of pods that have not started."""
     of_kind = {}
     for parameter in kubernetes_documents():
         (document,) = parameter.values

@@ -145,6 +145,14 @@ def test_square_images_are_as_before(tmp_path):
     )
 
 
+def paint_classes(root):
+    """Paint four images of each class, and return the folder."""
+    for name, color in COLORS.items():
+        for number in range(4):
+            paint(root / name / f"{number}.png", color)
+    return root
+
+
 def break_images(root):
     """Add to a folder of 4 + 4 good images one that is no image, and one that is cut off."""
     (root / "red/text.jpg").write_bytes(b"JFIF?")
@@ -155,10 +163,7 @@ def break_images(root):
 
 
 def test_all_broken_images_are_named_at_once_or_skipped(tmp_path):
-    root = tmp_path / "photos"
-    for name, color in COLORS.items():
-        for number in range(4):
-            paint(root / name / f"{number}.png", color)
+    root = paint_classes(tmp_path / "photos")
     good = prepare_own("images", root, tmp_path)
     break_images(root)
     with pytest.raises(CorruptFileError) as caught:
@@ -177,10 +182,7 @@ def test_all_broken_images_are_named_at_once_or_skipped(tmp_path):
 
 
 def test_photos_in_heic_are_named_and_the_files_of_macos_are_passed_over(tmp_path):
-    root = tmp_path / "photos"
-    for name, color in COLORS.items():
-        for number in range(4):
-            paint(root / name / f"{number}.png", color)
+    root = paint_classes(tmp_path / "photos")
     good = prepare_own("images", root, tmp_path)
     (root / "red/._1.png").write_bytes(b"Mac OS X")
     assert prepare_own("images", root, tmp_path).fingerprint == good.fingerprint

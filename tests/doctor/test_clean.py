@@ -3,9 +3,10 @@
 import os
 import time
 
-from trishul_ray.data.from_python import KEPT_SECONDS, store_rows
+from trishul_ray.data.from_python import store_rows
 from trishul_ray.doctor.services import check_cache
 from trishul_ray.federation.on_ray.old_sessions import QUIET_SECONDS, mark_session
+from trishul_ray.files import KEPT_SECONDS
 
 
 def test_leftovers_are_removed_and_named(called, monkeypatch, tmp_path):

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError
+from trishul_ray.files import KEPT_SECONDS
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
-from trishul_ray.models.shared_weights import ALIGNMENT, KEPT_SECONDS, weights_file, write_aligned
+from trishul_ray.models.shared_weights import ALIGNMENT, weights_file, write_aligned
 from trishul_ray.pretrain.objectives import new_backbone
 from trishul_ray.storage import Places
 

@@ -13,11 +13,8 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,11 @@ from trishul_ray.data.custom import ROWS
 from trishul_ray.data.hub import class_names
 from trishul_ray.data.images import turn_upright
 from trishul_ray.data.tables import is_text
-from trishul_ray.errors import InputError
-from trishul_ray.files import complete_folder
+from trishul_ray.errors import InputError, first_line
+from trishul_ray.files import complete_folder, remove_unused
 
 #: The splits of passed rows, and the names that may stand for the test split.
 _SPLITS = {"train": "train", "test": "test", "validation": "test"}
-
-
-#: Rows that nobody has passed for this long are removed; passing them again writes them again.
-KEPT_SECONDS = 30 * 24 * 3600.0
 
 
 def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
@@ -71,14 +64,7 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
 
 def remove_unused_rows(cache: Path) -> list[Path]:
     """Remove rows that nobody has passed for a month from a cache, and return their folders."""
-    oldest = time.time() - KEPT_SECONDS
-    old = []
-    for folder in (cache / ROWS).glob("*"):
-        with suppress(OSError):  # another process may be faster
-            if folder.stat().st_mtime < oldest:
-                shutil.rmtree(folder)
-                old.append(folder)
-    return old
+    return remove_unused((cache / ROWS).glob("*"))
 
 
 def content_of(tables: Mapping[str, pa.Table]) -> str:
@@ -138,7 +124,7 @@ def to_table(rows: Any) -> pa.Table:
     try:
         return pa.table({str(name): _array(values) for name, values in rows.items()})
     except (pa.ArrowException, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"these rows are no table: {reason}") from error
 
 

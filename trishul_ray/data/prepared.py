@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.lazy import torch
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
@@ -169,7 +169,7 @@ class Split:
                 raise CorruptFileError(f"prepared data {self.path}: expected one record batch")
             return reader.get_batch(0)
         except pa.ArrowException as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise CorruptFileError(f"prepared data {self.path} is unreadable: {reason}") from error
 
     @cached_property

@@ -19,7 +19,7 @@ import pyarrow.csv
 
 from trishul_ray.data.archives import incomplete_download
 from trishul_ray.data.prepared import Column
-from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
+from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, first_line
 from trishul_ray.files import digest
 from trishul_ray.lazy import pc, pq
 from trishul_ray.rng import numpy_rng
@@ -122,7 +122,7 @@ def _read_json_lines(file: Path, columns: Sequence[str] | None) -> pa.Table:
         try:
             arrays.append(pa.array([row.get(name) for row in rows]))
         except pa.ArrowException as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             message = f"{file}: column {name!r} has values of different types ({reason})"
             raise CorruptFileError(message) from error
     return pa.table(arrays, names=names)
@@ -138,7 +138,7 @@ def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
         size = file.stat().st_size
         where = f"it ends after {size:,} bytes, without the table's description"
         return incomplete_download(file, where)
-    return CorruptFileError(f"{file}: not a readable {kind} file ({str(error).splitlines()[0]})")
+    return CorruptFileError(f"{file}: not a readable {kind} file ({first_line(error)})")
 
 
 def read_files(

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.files import stamp
 from trishul_ray.network import hub_fault
 
@@ -286,7 +286,7 @@ class Backbone:
 
     def load_error(self, error: Exception) -> InputError:
         """Return the one-line error for files that did not load; it says where they were sought."""
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         if isinstance(self.location, Path):
             return CorruptFileError(
                 f"model.name={self.name!r}: cannot load {self.location}: {reason}"

@@ -13,7 +13,6 @@ allocates them. At another alignment a matrix product may round differently.
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from trishul_ray.data.prepare import make_cache_folder
-from trishul_ray.files import stamp
+from trishul_ray.files import remove_unused, stamp
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
 from trishul_ray.models.lookup import KNOWN, folder_source, source_files
@@ -44,9 +43,6 @@ FOLDER = "weights"
 
 #: Tensors begin at multiples of this many bytes.
 ALIGNMENT = 64
-
-#: Files that no process has opened for this long are removed.
-KEPT_SECONDS = 30 * 24 * 3600
 
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
@@ -265,8 +261,4 @@ def remove_unused_weights(cache: Path) -> list[Path]:
     Returns:
         The files that were removed.
     """
-    oldest = time.time() - KEPT_SECONDS
-    old = [f for f in (cache / FOLDER).glob("*.safetensors") if f.stat().st_mtime < oldest]
-    for file in old:
-        file.unlink(missing_ok=True)
-    return old
+    return remove_unused((cache / FOLDER).glob("*.safetensors"))

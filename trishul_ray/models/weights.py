@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from trishul_ray.adapters.targets import classifier_parameters
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers, reading_from
 from trishul_ray.rng import torch_rng
 
@@ -69,7 +69,7 @@ def build_module(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKin
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             model: nn.Module = _AUTO_CLASSES[kind].from_config(config, dtype=torch.float32)
     except ValueError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"model.name={backbone.name!r} cannot be built: {reason}") from error
     if backbone.config.image_size is not None:
         resize_positions(model, backbone.config.image_size)

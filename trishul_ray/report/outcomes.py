@@ -134,3 +134,8 @@ class SweepOutcome:
     tables: tuple[TableLayout, ...]
     figures: tuple[FigureLayout, ...]
     cells: tuple[CellOutcome, ...]
+
+
+def shown_label(shown: Mapping[str, Mapping[str, str]], axis: str, label: str) -> str:
+    """Return how a sweep displays a label, given its ``shown``."""
+    return shown.get(axis, {}).get(label, label)

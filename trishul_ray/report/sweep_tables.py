@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout, shown_label
 from trishul_ray.report.statistics import (
     ALPHA,
     MAX_SEEDS,
@@ -256,14 +256,9 @@ def is_loss(metric: str) -> bool:
 def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
     """Return the displayed labels of a cell in one line."""
     return ", ".join(
-        f"{SEED} {label}" if axis == SEED else shown(sweep, axis, label)
+        f"{SEED} {label}" if axis == SEED else shown_label(sweep.shown, axis, label)
         for axis, label in labels.items()
     )
-
-
-def shown(sweep: SweepOutcome, axis: str, label: str) -> str:
-    """Return how a label is displayed."""
-    return sweep.shown.get(axis, {}).get(label, label)
 
 
 def build_tables(sweeps: Sequence[SweepOutcome], paper: PaperValue) -> tuple[SweepTable, ...]:
@@ -355,15 +350,18 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
             found = [number(row, column) for column in columns]
             if layout.average:
                 found.append(average(row, found))
-            label = shown(sweep, layout.rows[-1], row[-1]) if row else layout.title
+            label = shown_label(sweep.shown, layout.rows[-1], row[-1]) if row else layout.title
             table_rows.append(TableRow(label, tuple(found)))
         label = ", ".join(
-            f"{axis}: {shown(sweep, axis, name)}"
+            f"{axis}: {shown_label(sweep.shown, axis, name)}"
             for axis, name in zip(layout.rows[:-1], head, strict=True)
         )
         groups.append(RowGroup(label, _mark_best(table_rows)))
     names = [
-        tuple(shown(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
+        tuple(
+            shown_label(sweep.shown, axis, label)
+            for axis, label in zip(layout.columns, column, strict=True)
+        )
         or ("",)
         for column in columns
     ]

@@ -430,7 +430,7 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
     try:
         yield
     finally:
-        if home.names() == []:  # the input was refused: leave nothing
+        if not home.names():  # the input was refused: leave nothing
             # A process that waits for the removed file notices, and opens a new one.
             Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()

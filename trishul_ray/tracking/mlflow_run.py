@@ -213,12 +213,7 @@ class MlflowRun(Tracker):
         self, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
     ) -> None:
         """Log metrics of the whole run, at its last round, and tags."""
-        from mlflow.entities import Metric, RunTag
-
-        now = int(time.time() * 1000)
-        points = [Metric(name, float(value), now, step) for name, value in metrics.items()]
-        public = [RunTag(name, value) for name, value in _public(tags, _TAG_VALUE_LIMIT).items()]
-        self._do("totals", lambda: self._client.log_batch(self._run_id, points, tags=public))
+        self._log_batch("totals", step, metrics, tags)
 
     def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a round, now or, while the store fails, with a later round."""
@@ -298,6 +293,16 @@ class MlflowRun(Tracker):
             self._rejected.append(what)
             if is_outage(error):
                 self._patience = 0.0
+
+    def _log_batch(
+        self, what: str, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
+    ) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        now = int(time.time() * 1000)
+        points = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        public = [RunTag(name, value) for name, value in _public(tags, _TAG_VALUE_LIMIT).items()]
+        self._do(what, lambda: self._client.log_batch(self._run_id, points, tags=public))
 
     def _send(self) -> None:
         from mlflow.entities import Metric

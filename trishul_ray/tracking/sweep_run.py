@@ -4,11 +4,11 @@ A cell's run is found by the tag ``sweep.<name>`` with the sweep's profile as va
 another sweep or a single run has logged keeps its parent, and gets that tag, too.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from trishul_ray.errors import first_line
 from trishul_ray.tracking.mlflow_run import MlflowRun, Status
 
 if TYPE_CHECKING:
@@ -65,18 +65,15 @@ class SweepRun(MlflowRun):
                     with suppress(MlflowException):  # it was logged to another store
                         self._add_tags(self._client.get_run(run_id), cells[id])
         except MlflowException as error:
-            rejected.append(str(error).splitlines()[0])
+            rejected.append(first_line(error))
         return rejected
 
     def close(self, counts: Mapping[str, int], status: Status) -> list[str]:
         """Log how many cells are in which state, and end the run; return what was not accepted."""
-        from mlflow.entities import Metric
-
         if status == "KILLED":
             self._patience = 0.0
-        now = int(time.time() * 1000)
-        points = [Metric(f"cells.{name}", count, now, 0) for name, count in counts.items()]
-        self._do("counts of cells", lambda: self._client.log_batch(self._run_id, points))
+        metrics = {f"cells.{name}": count for name, count in counts.items()}
+        self._log_batch("counts of cells", 0, metrics, {})
         return self.finish(status)
 
     def _children(self) -> "dict[str, Run]":

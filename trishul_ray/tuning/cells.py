@@ -197,8 +197,14 @@ def expand(
     return tuple(cells)
 
 
+def unknown_field(name: str) -> str | None:
+    """Return what is wrong with a name that is no field; None if it is one."""
+    known = _known_fields()
+    return None if name in known else describe_unknown_field(name, sorted(known))
+
+
 @cache
-def known_fields() -> frozenset[str]:
+def _known_fields() -> frozenset[str]:
     """Return the dotted names of all fields, of every method, and the short names."""
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
     return frozenset(names) | SHORT_FIELDS.keys()
@@ -206,8 +212,7 @@ def known_fields() -> frozenset[str]:
 
 def _axis_value(axis: str, label: str, node: Node) -> AxisValue:
     if not isinstance(node.value, dict):
-        if axis not in known_fields():
-            hint = describe_unknown_field(axis, sorted(known_fields()))
+        if hint := unknown_field(axis):
             node.fail(
                 f"axis {axis!r}: label {label!r} needs fields, as in `{label}: {{field: value}}`; "
                 f"only an axis that is named after a field can have plain values ({hint})"

@@ -13,7 +13,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
-from trishul_ray.report.outcomes import SweepOutcome
+from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import read_metrics
 from trishul_ray.runs.tracked import grouped_metrics, log_reused
 from trishul_ray.storage import Store
@@ -288,9 +288,7 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
 
 def cell_name(sweep: Sweep, cell: Cell) -> str:
     """Return how a cell is called in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
-    shown = {
-        axis: sweep.shown.get(axis, {}).get(label, label) for axis, label in cell.labels.items()
-    }
+    shown = {axis: shown_label(sweep.shown, axis, label) for axis, label in cell.labels.items()}
     labels = [
         f"{axis}={label}" if label.replace(".", "").isdigit() else label
         for axis, label in shown.items()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trishul_ray.errors import InputError
-from trishul_ray.loading import describe_unknown_field
-from trishul_ray.tuning.cells import Cell, known_fields, vary
+from trishul_ray.tuning.cells import Cell, unknown_field, vary
 from trishul_ray.tuning.located_yaml import Node
 
 SearchKind = Literal["grid", "random", "optuna"]
@@ -98,8 +97,8 @@ def read_search(node: Node, cells: Sequence[Cell], of_axes: Collection[str]) -> 
     kind = _one_of(keys, "kind", get_args(SearchKind), "grid")
     space: dict[str, Choice | Interval] = {}
     for name, value in keys["space"].mapping("space").items() if "space" in keys else ():
-        if name not in known_fields():
-            value.fail(f"search: {describe_unknown_field(name, sorted(known_fields()))}")
+        if wrong := unknown_field(name):
+            value.fail(f"search: {wrong}")
         if name in of_axes:
             value.fail(f"search: an axis sets {name}, too; remove one of the two")
         space[name] = _read_domain(name, value)

@@ -28,7 +28,6 @@ from pathlib import Path
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.loading import describe_unknown_field
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import paper_keys
 from trishul_ray.tuning.cells import (
@@ -36,10 +35,10 @@ from trishul_ray.tuning.cells import (
     Cell,
     Fields,
     expand,
-    known_fields,
     read_axis,
     read_fields,
     read_overrides,
+    unknown_field,
 )
 from trishul_ray.tuning.layouts import (
     default_table,
@@ -135,8 +134,8 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
             raise InputError(f"{place}: must be of the form field=value,value or field=0..4")
         if name in read:
             raise InputError(f"{place}: axis {name!r} is given twice; remove one")
-        if name not in known_fields():
-            raise InputError(f"{place}: {describe_unknown_field(name, sorted(known_fields()))}")
+        if wrong := unknown_field(name):
+            raise InputError(f"{place}: {wrong}")
         read[name] = read_axis(name, parse_located(f"[{raw}]", place, place))
     title = "Sweep over " + ", ".join(read) if read else "One run"
     draft = _Draft({}, read, {}, title)

@@ -22,7 +22,7 @@ from trishul_ray.data.archives import find_files
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepared import ProgressCallback
 from trishul_ray.data.public import ClassNames, Columns, ImageRows, PublicDataset, Splits
-from trishul_ray.errors import CorruptFileError
+from trishul_ray.errors import CorruptFileError, first_line
 
 _FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
 
@@ -64,7 +64,7 @@ def _read_columns(file: Path) -> Columns:
     try:
         content = loadmat(file, variable_names=("X", "y"))
     except (MatReadError, OSError, TypeError, ValueError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise CorruptFileError(f"{file}: not a readable .mat file ({reason})") from error
     pixels, labels = content.get("X"), content.get("y")
     if pixels is None or pixels.dtype != np.uint8 or pixels.shape[:-1] != (32, 32, 3):

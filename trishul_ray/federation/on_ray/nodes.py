@@ -9,7 +9,7 @@ import yaml
 from ray._private import worker
 from ray._private.state import state
 
-from trishul_ray.errors import RunError
+from trishul_ray.errors import RunError, first_line
 
 #: Where `ray up` puts a cluster's configuration on its head node, and cluster/kuberay.yaml, too.
 CLUSTER_FILE = "~/ray_bootstrap_config.yaml"
@@ -67,8 +67,9 @@ def _cluster_file() -> str | None:
     try:
         text: str | None = ray.get(_read_cluster_file.remote(), timeout=HEAD_SECONDS)
     except ray.exceptions.RayError as error:
-        why = str(error).strip().splitlines()[0]
-        raise RunError(f"the head node of the cluster does not answer: {why}") from error
+        raise RunError(
+            f"the head node of the cluster does not answer: {first_line(error)}"
+        ) from error
     return text
 
 

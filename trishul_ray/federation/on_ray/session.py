@@ -20,7 +20,7 @@ from ray._private import ray_constants, utils, worker
 from ray._private.accelerators import get_all_accelerator_managers
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trishul_ray.errors import RunError
+from trishul_ray.errors import RunError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
@@ -81,7 +81,7 @@ def ray_session(
                     _start(cpus, forks)
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
-            raise RunError(f"cannot {action}: {_first_line(error).rstrip('.')}") from error
+            raise RunError(f"cannot {action}: {first_line(error).rstrip('.')}") from error
         yield ray.available_resources()
     finally:
         # Also after an interrupted start.
@@ -203,11 +203,6 @@ def _check_answers(address: str) -> None:
 def _process_token() -> str:
     # The same for all clusters that this process starts: Ray reads it once.
     return secrets.token_hex(32)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:

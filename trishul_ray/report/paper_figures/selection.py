@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
+from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome, shown_label
 
 #: The axis that runs are averaged over without saying so in each label.
 SEED = "seed"
@@ -107,7 +107,7 @@ class Selection:
 
     def shown(self, axis: str, label: str) -> str:
         """Return how a label is displayed."""
-        return self.sweep.shown.get(axis, {}).get(label, label)
+        return shown_label(self.sweep.shown, axis, label)
 
     @cached_property
     def varying(self) -> tuple[str, ...]:
