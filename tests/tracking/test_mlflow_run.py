@@ -147,7 +147,13 @@ def test_a_stopped_run_does_not_wait_for_a_server(kind, monkeypatch):
         uri = f"http://127.0.0.1:{gone.getsockname()[1]}"
         known = Run(RunInfo("f" * 32, "0", "me", "RUNNING", 0, None, "active"), RunData())
         run = kind(MlflowClient(uri, uri), uri, "0", known)
-        rejected = run.close({"missing": 3}, "KILLED") if kind is SweepRun else run.finish("KILLED")
+        rejected = []
+        if isinstance(run, SweepRun):
+            run.stop_waiting()
+            rejected += run.settle({}, {}, [], lambda id: None)
+            assert rejected != []
+            run.close({"missing": 3}, "KILLED")
+        rejected += run.finish("KILLED")
     assert rejected[-1] == "status KILLED"
 
 

@@ -1,6 +1,7 @@
 """The MLflow run of a sweep: found again, and the runs of its cells in line with their results."""
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from trishul_ray.tracking.mlflow_run import MlflowRun
@@ -67,6 +68,48 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
     assert runs["single"].data.tags.items() >= tags.items()
     assert "mlflow.parentRunId" not in runs["single"].data.tags
     assert "table" not in runs["done"].data.tags  # its tags were set when it began
+
+
+class FailsOnce:
+    """A client whose methods each fail once, as they do while a server is gone."""
+
+    def __init__(self, client):
+        self._client = client
+        self.failed = set()
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            if name not in self.failed:
+                self.failed.add(name)
+                raise MlflowException("no answer")
+            return getattr(self._client, name)(*args, **kwargs)
+
+        return call
+
+
+def test_a_sweep_ends_while_its_server_is_gone_for_a_moment(uri, monkeypatch):
+    monkeypatch.setattr("trishul_ray.tracking.mlflow_run._patience", lambda uri: 60.0)
+    parent = open_parent(uri, "outage")
+    cell = open_cell(uri, "killed-in-outage", "outage", parent.run_id)
+    single = open_cell(uri, "single-in-outage", None)
+    single.finish("FINISHED")
+    parent._client = client = FailsOnce(parent._client)
+    tags = {"sweep.outage": "smoke"}
+    rejected = parent.settle(
+        {"killed-in-outage": tags, "single-in-outage": tags},
+        {"killed-in-outage": None, "single-in-outage": single.run_id},
+        [],
+        lambda id: [{"round": 0, "accuracy": 0.1}],
+    )
+    assert rejected + parent.close({"finished": 2}, "FINISHED") == []
+    assert client.failed >= {"search_runs", "get_run", "set_tag", "log_batch", "set_terminated"}
+
+    store = MlflowClient(uri)
+    runs = [store.get_run(run.run_id) for run in (parent, cell, single)]
+    assert [run.info.status for run in runs] == ["FINISHED"] * 3
+    assert runs[0].data.metrics == {"cells.finished": 2}
+    assert [p.value for p in store.get_metric_history(cell.run_id, "accuracy")] == [0.1]
+    assert runs[2].data.tags.items() >= tags.items()
 
 
 def test_a_repeated_sweep_has_the_same_run(uri):

@@ -261,17 +261,21 @@ class MlflowRun(Tracker):
         A run that was stopped (``KILLED``) does not wait for a server.
         """
         if status == "KILLED":
-            self._patience = 0.0
+            self.stop_waiting()
         self._send()
         deadline = time.monotonic() + self._patience
         while self._unsent and time.monotonic() < deadline:
             time.sleep(5.0)
             self._send()
         if self._unsent:
-            self._patience = 0.0
+            self.stop_waiting()
         self._do(f"status {status}", lambda: self._client.set_terminated(self._run_id, status))
         rejected, self._rejected = self._rejected, []
         return [f"round {step}" for step in sorted(self._unsent)] + rejected
+
+    def stop_waiting(self) -> None:
+        """From now on, give up at once what a server that is gone does not accept."""
+        self._patience = 0.0
 
     def ui_command(self, run: str = "") -> str:
         """Return the command that shows the run with this id, or its address on a server."""
@@ -281,18 +285,24 @@ class MlflowRun(Tracker):
         return ui_command(self._uri, run)
 
     def _do(self, what: str, action: Callable[[], object]) -> None:
-        """Do something with the store; note ``what`` if the store does not accept it.
-
-        A run waits for one outage of a server only, not again with every call.
-        """
+        """Do something with the store; note ``what`` if the store does not accept it."""
         from mlflow.exceptions import MlflowException
 
         try:
-            _retrying(self._patience)(action)
-        except (MlflowException, OSError) as error:
+            self._wait(action)
+        except (MlflowException, OSError):
             self._rejected.append(what)
+
+    def _wait(self, action: Callable[[], T]) -> T:
+        """Return what a call returns; a server that is gone is waited for, once in a run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return _retrying(self._patience)(action)
+        except MlflowException as error:
             if is_outage(error):
-                self._patience = 0.0
+                self.stop_waiting()
+            raise
 
     def _log_batch(
         self, what: str, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]

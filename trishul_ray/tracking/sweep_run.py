@@ -6,6 +6,7 @@ another sweep or a single run has logged keeps its parent, and gets that tag, to
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trishul_ray.errors import first_line
@@ -49,29 +50,30 @@ class SweepRun(MlflowRun):
 
         rejected: list[str] = []
         try:
-            children = self._children()
-            for id, child in children.items():
-                if child.info.status != "RUNNING":
-                    continue
-                run = MlflowRun(self._client, self._uri, self._experiment_id, child)
-                rounds = records(id) if id in cells else None
-                for each in rounds or ():
-                    metrics = {name: value for name, value in each.items() if name != "round"}
-                    run.log_round(int(each["round"]), metrics)
-                ended: Status = "FAILED" if id in failed else "KILLED"
-                rejected += run.finish("FINISHED" if rounds is not None else ended)
-            for id, run_id in finished.items():
-                if id not in children and run_id is not None:
-                    with suppress(MlflowException):  # it was logged to another store
-                        self._add_tags(self._client.get_run(run_id), cells[id])
+            children = self._wait(self._children)
         except MlflowException as error:
-            rejected.append(first_line(error))
+            return [first_line(error)]
+        for id, child in children.items():
+            if child.info.status != "RUNNING":
+                continue
+            run = MlflowRun(self._client, self._uri, self._experiment_id, child)
+            run._patience = self._patience
+            rounds = records(id) if id in cells else None
+            for each in rounds or ():
+                metrics = {name: value for name, value in each.items() if name != "round"}
+                run.log_round(int(each["round"]), metrics)
+            ended: Status = "FAILED" if id in failed else "KILLED"
+            missing = run.finish("FINISHED" if rounds is not None else ended)
+            rejected += [f"{what} of {child.info.run_name}" for what in missing]
+            self._patience = run._patience  # one outage is waited for once
+        for id, run_id in finished.items():
+            if id not in children and run_id is not None:
+                with suppress(MlflowException):  # it was logged to another store
+                    self._wait(partial(self._add_tags, run_id, cells[id]))
         return rejected
 
     def close(self, counts: Mapping[str, int], status: Status) -> list[str]:
         """Log how many cells are in which state, and end the run; return what was not accepted."""
-        if status == "KILLED":
-            self._patience = 0.0
         metrics = {f"cells.{name}": count for name, count in counts.items()}
         self._log_batch("counts of cells", 0, metrics, {})
         return self.finish(status)
@@ -91,7 +93,8 @@ class SweepRun(MlflowRun):
             if not token:
                 return found
 
-    def _add_tags(self, run: "Run", tags: Mapping[str, str]) -> None:
+    def _add_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        run = self._client.get_run(run_id)
         for key, value in tags.items():
             if key not in run.data.tags:
                 self._client.set_tag(run.info.run_id, key, value)

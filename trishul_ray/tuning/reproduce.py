@@ -236,6 +236,8 @@ class _Work:
         for part in self.parts:
             if part.parent is None:
                 continue
+            if status == "KILLED":
+                part.parent.stop_waiting()
             finished = {
                 id: state.summary.get("mlflow_run_id")
                 for id, state in self.states.items()
