@@ -217,7 +217,7 @@ def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> 
     broken: dict[str, str] = {}
     pixels = _resize(images, shape, lambda done: None, broken)
     if broken:
-        raise _broken_images(broken, advice="")
+        raise _broken_images(broken, skippable=False)
     return pixels
 
 
@@ -260,19 +260,21 @@ def turn_upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def _broken_images(
-    broken: Mapping[str, str], advice: str = "remove them, or set data.skip_broken=true"
-) -> CorruptFileError:
+def _broken_images(broken: Mapping[str, str], skippable: bool = True) -> CorruptFileError:
     """Return the error that names all images in ``broken``, which has their faults by name."""
+    advice = []
     if any(name.lower().endswith(HEIC_SUFFIXES) for name in broken):
-        advice = ", ".join(filter(None, ("convert HEIC to JPEG", advice)))
-    names = ", ".join(list(broken)[:MAX_NAMED])
-    more = f" and {len(broken) - MAX_NAMED} more" if len(broken) > MAX_NAMED else ""
-    found = f"{len(broken)} images cannot be read: {names}{more}"
+        advice.append("convert HEIC to JPEG")
     if len(broken) == 1:
         (found,) = broken.values()
-        advice = advice.replace("them", "it")
-    return CorruptFileError("; ".join(filter(None, (found, advice))))
+    else:
+        names = ", ".join(list(broken)[:MAX_NAMED])
+        more = f" and {len(broken) - MAX_NAMED} more" if len(broken) > MAX_NAMED else ""
+        found = f"{len(broken)} images cannot be read: {names}{more}"
+    if skippable:
+        one_or_all = "it" if len(broken) == 1 else "them"
+        advice += [f"remove {one_or_all}", "or set data.skip_broken=true"]
+    return CorruptFileError("; ".join(filter(None, (found, ", ".join(advice)))))
 
 
 @contextmanager
