@@ -225,6 +225,30 @@ MISTAKES = [
     ("axes: {seed: [0]}\nexcept:\n  - seed: [0,\n     1]\n", 4, ["no label '1'; known: 0"]),
     ("axes: {seed: [0]}\nexcept: [{seed: 0}]\n", 1, ["no cell is left; shorten `except`"]),
     ("axes: {seed: [0]}\nexcept: {seed: 0}\n", 2, ["except must be a list, not key: value pairs"]),
+    # Fields of chosen cells.
+    (
+        "axes: {seed: [0]}\nadjust:\n  - where: {sede: 0}\n    fields: {budget: 8}\n",
+        3,
+        ["where: unknown axis 'sede'", "did you mean 'seed'?"],
+    ),
+    ("axes: {seed: [0]}\nadjust:\n  - {where: {seed: 0}}\n", 3, ["fields is missing"]),
+    (
+        "axes: {seed: [0]}\nadjust:\n  - where: {seed: 0}\n    fields:\n      budgt: 8\n",
+        5,
+        ["unknown field 'budgt'", "(cell seed=0)"],
+    ),
+    (
+        "axes: {seed: [0, 1]}\nexcept: [{seed: 1}]\n"
+        "adjust:\n  - {where: {seed: 1}, fields: {budget: 8}}\n",
+        4,
+        ["adjust: no cell has these labels"],
+    ),
+    (
+        "axes: {seed: [0]}\nadjust: [{where: {}, fields: {optimizer.lr: 1}}]\n"
+        "search: {kind: random, space: {optimizer.lr: [1, 2]}}\n",
+        3,
+        ["search: an axis or `adjust` sets optimizer.lr, too"],
+    ),
     # Tables and figures.
     ("axes: {seed: [0]}\ntables:\n  - {rows: [seed]}\n", 3, ["a table needs a name"]),
     ("tables:\n  - {name: a, rwos: []}\n", 2, ["unknown key 'rwos'", "did you mean 'rows'?"]),
@@ -289,7 +313,7 @@ MISTAKES = [
     (
         "axes: {seed: [1]}\nsearch:\n  kind: random\n  space:\n    seed: {choice: [1]}\n",
         5,
-        ["an axis sets seed, too; remove one of the two"],
+        ["an axis or `adjust` sets seed, too; remove one of the two"],
     ),
     ("early_stopping: {kind: asha, grase: 2}\n", 1, ["did you mean 'grace'?"]),
     ("early_stopping: {reduction: 1}\n", 1, ["reduction='1': must be a whole number from 2"]),
@@ -429,6 +453,37 @@ def test_sweeps_are_found_by_name(write, monkeypatch, tmp_path):
         find_sweeps(["visoin"], "paper")
     with pytest.raises(InputError, match=r"profile 'big' has no sweeps in .* profiles: paper, sm"):
         find_sweeps(["all"], "big")
+
+
+def test_fields_of_chosen_cells(write):
+    write(
+        "axes: {method: [fedit, fedex, trishul], seed: 0..1}\n"
+        "adjust:\n"
+        "  - {where: {method: [fedit, fedex]}, fields: {optimizer.lr: 0.1, budget: 8}}\n"
+        "  - {where: {method: fedex, seed: 1}, fields: {optimizer: {lr: 0.2}, seed: 5}}\n",
+        "base.yaml",
+    )
+    extended = load_sweep(write("extends: base.yaml\nbase: {optimizer.lr: 0.3}\n"))
+    made = {
+        (c.labels["method"], c.labels["seed"]): (
+            c.experiment.optimizer.lr,
+            c.experiment.budget,
+            c.experiment.seed,
+        )
+        for c in extended.cells
+    }
+    lower = 4
+    assert made == {
+        ("fedit", "0"): (0.1, 8, 0),
+        ("fedit", "1"): (0.1, 8, 1),
+        ("fedex", "0"): (0.1, 8, 0),
+        ("fedex", "1"): (0.2, 8, 5),  # the later one wins, over the axis, too
+        ("trishul", "0"): (0.3, lower, 0),
+        ("trishul", "1"): (0.3, lower, 1),
+    }
+    # A child's section replaces its parent's, as `except` does.
+    without = load_sweep(write("extends: base.yaml\nadjust: []\n"))
+    assert {cell.experiment.budget for cell in without.cells} == {lower}
 
 
 LABELS = st.text("abcxyz", min_size=1, max_size=3)

@@ -80,6 +80,21 @@ class Axis:
         return {value.label: value.shown for value in self.values if value.shown}
 
 
+@dataclass(frozen=True)
+class Adjustment:
+    """Fields of chosen cells.
+
+    Attributes:
+        place: Where it stands, for errors.
+        labels: The chosen labels by axis; an axis that is not named chooses nothing.
+        fields: What it sets; wins over the axes and over earlier adjustments.
+    """
+
+    place: str
+    labels: Mapping[str, tuple[str, ...]]
+    fields: Fields
+
+
 def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
     """Return ``cell`` with other fields, as a search samples them.
 
@@ -157,6 +172,7 @@ def expand(
     overrides: Fields,
     axes: Sequence[Axis],
     excluded: Sequence[Mapping[str, tuple[str, ...]]],
+    adjustments: Sequence[Adjustment],
     place: str,
 ) -> tuple[Cell, ...]:
     """Return the cells of all combinations but the excluded ones; the last axis varies fastest.
@@ -166,10 +182,12 @@ def expand(
         overrides: fields of all cells that win over ``base``.
         axes: what varies; their values win over both.
         excluded: combinations to leave out: labels by axis.
+        adjustments: fields of chosen cells; later ones win, and all win over the axes.
         place: where the axes stand, for errors.
 
     Raises:
-        InputError: a combination is no valid experiment, or there is none.
+        InputError: a combination is no valid experiment, there is none, or an adjustment chooses
+            none.
     """
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_CELLS:
@@ -180,16 +198,23 @@ def expand(
         )
     common = {**base, **overrides}
     without_effect = set(overrides)
+    unused = list(adjustments)
     cells = []
     for values in itertools.product(*(axis.values for axis in axes)):
         labels = {axis.name: value.label for axis, value in zip(axes, values, strict=True)}
-        if any(all(labels[name] in some for name, some in each.items()) for each in excluded):
+        if any(_chosen(labels, each) for each in excluded):
             continue
         own, metric = _combine(axes, values, labels)
+        for each in adjustments:
+            if _chosen(labels, each.labels):
+                own |= each.fields
+                unused = [other for other in unused if other is not each]
         without_effect &= own.keys()
         cells.append(_make_cell({**common, **own}, labels, metric, place))
     if not cells:
         raise InputError(f"{place}: no cell is left; shorten `except`")
+    for each in unused:
+        raise InputError(f"{each.place}: adjust: no cell has these labels; change or remove them")
     for name in without_effect:
         overrides[name].fail(
             f"it has no effect, because an axis sets {name} in every cell; change the axis instead"
@@ -208,6 +233,10 @@ def _known_fields() -> frozenset[str]:
     """Return the dotted names of all fields, of every method, and the short names."""
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
     return frozenset(names) | SHORT_FIELDS.keys()
+
+
+def _chosen(labels: Mapping[str, str], choice: Mapping[str, tuple[str, ...]]) -> bool:
+    return all(labels[axis] in some for axis, some in choice.items())
 
 
 def _axis_value(axis: str, label: str, node: Node) -> AxisValue:

@@ -81,13 +81,13 @@ class EarlyStopping:
     reduction: int = 3
 
 
-def read_search(node: Node, cells: Sequence[Cell], of_axes: Collection[str]) -> Search:
+def read_search(node: Node, cells: Sequence[Cell], varied: Collection[str]) -> Search:
     """Read the section ``search``.
 
     Args:
         node: the section.
         cells: the cells whose fields are varied; the ends of every range must be valid in each.
-        of_axes: dotted names of the fields that axes set.
+        varied: dotted names of the fields that axes and adjustments set.
 
     Raises:
         InputError: an unknown key, field or kind, an empty or invalid range, or a space that is not
@@ -99,8 +99,8 @@ def read_search(node: Node, cells: Sequence[Cell], of_axes: Collection[str]) -> 
     for name, value in keys["space"].mapping("space").items() if "space" in keys else ():
         if wrong := unknown_field(name):
             value.fail(f"search: {wrong}")
-        if name in of_axes:
-            value.fail(f"search: an axis sets {name}, too; remove one of the two")
+        if name in varied:
+            value.fail(f"search: an axis or `adjust` sets {name}, too; remove one of the two")
         space[name] = _read_domain(name, value)
         for cell, corner in itertools.product(cells, space[name].corners):
             try:

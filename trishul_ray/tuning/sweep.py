@@ -12,6 +12,8 @@ One YAML file, such as ``sweeps/smoke/vision.yaml``::
       seed: 0..4
     except:                          # combinations that are left out
       - {method: ravan, data: easy}
+    adjust:                          # fields of chosen combinations, which win over the axes
+      - {where: {method: ravan, data: hard}, fields: {optimizer.lr: 1e-3}}
     tables:
       - {name: mine, title: My table, rows: [method], columns: [data]}
 
@@ -31,6 +33,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import paper_keys
 from trishul_ray.tuning.cells import (
+    Adjustment,
     Axis,
     Cell,
     Fields,
@@ -53,8 +56,8 @@ from trishul_ray.tuning.search import EarlyStopping, Search, read_early_stopping
 #: What the numbers of a sweep may be compared with.
 PROFILES = ("paper", "small", "smoke", "custom")
 _SECTIONS = (
-    *("extends", "name", "title", "profile", "base", "axes", "except", "tables", "figures"),
-    *("search", "early_stopping"),
+    *("extends", "name", "title", "profile", "base", "axes", "except", "adjust", "tables"),
+    *("figures", "search", "early_stopping"),
 )
 #: Sections that are not taken from the files that a file extends.
 _OWN = ("extends", "name", "profile", "base", "axes")
@@ -263,6 +266,15 @@ def _extended(
         yield found
 
 
+def _read_adjustment(item: Node, axes: Mapping[str, tuple[str, ...]]) -> Adjustment:
+    keys = item.mapping("adjust", ("where", "fields"))
+    for key in ("where", "fields"):
+        if key not in keys:
+            item.fail(f"adjust: give `where`, labels by axis, and `fields`; {key} is missing")
+    labels = read_labels(keys["where"], "where", axes)
+    return Adjustment(item.place, labels, read_fields(keys["fields"].mapping("fields")))
+
+
 def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides: Fields) -> Sweep:
     sections = draft.sections
     axes = {axis.name: axis.labels for axis in draft.axes.values()}
@@ -270,7 +282,13 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         read_labels(item, "except", axes)
         for item in (sections["except"].items("except") if "except" in sections else ())
     ]
-    cells = expand(draft.base, overrides, tuple(draft.axes.values()), excluded, draft.place)
+    adjustments = [
+        _read_adjustment(item, axes)
+        for item in (sections["adjust"].items("adjust") if "adjust" in sections else ())
+    ]
+    cells = expand(
+        draft.base, overrides, tuple(draft.axes.values()), excluded, adjustments, draft.place
+    )
     title = sections["title"].scalar("title") if "title" in sections else draft.title or name
     if "tables" in sections:
         tables = read_tables(sections["tables"], axes, cells)
@@ -278,8 +296,9 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         tables = (default_table(name, title, tuple(axes)),) if axes else ()
     search = early_stopping = None
     if "search" in sections:
-        of_axes = {f for axis in draft.axes.values() for v in axis.values for f in v.fields}
-        search = read_search(sections["search"], cells, of_axes)
+        varied = {f for axis in draft.axes.values() for v in axis.values for f in v.fields}
+        varied |= {f for adjustment in adjustments for f in adjustment.fields}
+        search = read_search(sections["search"], cells, varied)
     if "early_stopping" in sections:
         early_stopping = read_early_stopping(sections["early_stopping"])
         if any(table.paper for table in tables):
