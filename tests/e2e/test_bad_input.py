@@ -95,8 +95,7 @@ def test_command_lines(trishul, words, message, tmp_path):
     code, error = trishul(*words)
     assert code == 2, error
     assert message in one_line(error)
-    assert not list(tmp_path.glob("runs/*/result.json"))
-    assert not list(tmp_path.glob("runs/*")), "not even a lock"
+    assert not (tmp_path / "runs").exists(), "not even a lock"
 
 
 def make_mirror(root, mode="RGB", size=(32, 32), label=3, column="fine_label"):

@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -414,6 +414,7 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
         return
     folder = Path(home.root).parent
     lock = FileLock(folder / f".{experiment.id}.lock")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_SECONDS)
@@ -433,6 +434,9 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
         if not home.names():  # the input was refused: leave nothing
             # A process that waits for the removed file notices, and opens a new one.
             Path(lock.lock_file).unlink(missing_ok=True)
+            if is_new:
+                with suppress(OSError):  # another run has begun there
+                    folder.rmdir()
         lock.release()
 
 
