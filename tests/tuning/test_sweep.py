@@ -359,7 +359,7 @@ def test_a_file_that_is_missing_or_no_text(write):
     ("override", "parts"),
     [
         ("seed", ["override 'seed' is not of the form key=value"]),
-        ("budget=9", ["override 'budget=9': it has no effect, because an axis sets budget"]),
+        ("budget=9", ["no effect, because axes or `adjust` set budget"]),
         ("sede=9", ["override 'sede=9': unknown field 'sede'; did you mean 'seed'?", "(cell "]),
         ("federation=9", ["override 'federation=9': federation is a section"]),
         ("dataset=[1", ["override 'dataset=[1'", "not YAML"]),

@@ -1,7 +1,8 @@
 """The axes of a sweep, and the cells that they form.
 
 A cell is one combination of axis labels. Its fields are those of the dataset's preset, then the
-sweep's base, the overrides of the command line, and the values of the axes; later ones win.
+sweep's base, the overrides of the command line, the values of the axes, and the adjustments of
+chosen cells; later ones win.
 """
 
 import itertools
@@ -217,7 +218,7 @@ def expand(
         raise InputError(f"{each.place}: adjust: no cell has these labels; change or remove them")
     for name in without_effect:
         overrides[name].fail(
-            f"it has no effect, because an axis sets {name} in every cell; change the axis instead"
+            f"it has no effect, because axes or `adjust` set {name} in every cell; change those"
         )
     return tuple(cells)
 
