@@ -97,7 +97,7 @@ def test_a_sweep_outlives_a_killed_node_and_a_drained_one(
             assert [int(number) >= before[cell.id] for number in kept] == [True], errors
     # The drained node ends by itself as soon as it is empty, and its watcher with it.
     wait_until(lambda: spot.address not in nodes.alive(), None)
-    assert spot.watcher.left_behind(30) == []
+    assert spot.watcher.left_behind(60) == []
     assert sweep.left_behind() == []
     assert_vacated(nodes)
     # Each node that trained prepared its data once.
