@@ -218,6 +218,13 @@ def test_a_row_without_the_difficult_column_is_not_the_best_for_it():
     assert best_row(values) == 2
 
 
+def test_a_row_without_the_difficult_seed_is_not_the_best_for_it():
+    values = np.array([[[90.0], [80.0]], [[89.5], [np.nan]]])
+    assert best_row(values) == 0
+    values[1, 0, 0] = 90.5
+    assert best_row(values) == 1
+
+
 def test_a_row_that_is_ahead_in_what_both_have_is_not_called_worse(monkeypatch):
     """Where runs are missing, it may still not be the best."""
     monkeypatch.setattr(statistics, "best_row", lambda _: 1)

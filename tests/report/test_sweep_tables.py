@@ -104,6 +104,22 @@ def test_the_average_is_taken_seed_by_seed():
     assert table.columns[-1] == ("average",)
 
 
+def test_a_mean_that_lacks_seeds_is_not_the_best():
+    axes = {"method": ("a", "b", "c"), "seed": ("0", "1")}
+    level = {"a": {"0": 90.0, "1": 80.0}, "b": {"0": 89.0, "1": 79.0}, "c": {"0": 89.5, "1": 79.5}}
+    (table,) = build(
+        invent_sweep(
+            "t", axes, ("method",), (), noise=0,
+            level=lambda x: level[x["method"]][x["seed"]],
+            status=lambda x: ("missing" if x["method"] + x["seed"] == "c1" else "finished", ""),
+        )
+    )  # fmt: skip
+    rows = list(table.rows)
+    assert rows[2].cells[0].estimate.mean == 89.5
+    assert [row.cells[0].best for row in rows] == [True, False, False]
+    assert [row.verdict.kind for row in rows] == ["best", "undecided", "undecided"]
+
+
 def test_the_papers_average():
     tasks = ("mnli_mismatched", "mnli_matched", "qnli", "qqp", "sst2", "rte")
     axes = {"method": ("RAVAN", "TRISHUL"), "task": tasks, "seed": ("0",)}

@@ -156,23 +156,22 @@ def compare_rows(groups: Sequence[Array], alpha: float = ALPHA) -> tuple[GroupCo
 
 
 def best_row(values: Array) -> int | None:
-    """Return the row with the best mean over columns; None if fewer than two have numbers.
+    """Return the row with the best mean; None if fewer than two have numbers.
 
-    Where columns are missing, rows are compared by their effects in an additive fit of rows and
-    columns: a row that lacks the difficult columns is not better for it.
+    Where runs are missing, rows are compared by their effects in an additive fit of rows and pairs
+    of seed and column: a row that lacks the difficult columns or seeds is not better for it.
 
     Args:
         values: [rows, seeds, columns].
     """
-    known = np.isfinite(values)
-    counts = known.sum(axis=1)  # [rows, columns]
-    rows, columns = np.nonzero(counts)
+    runs = values.reshape(len(values), -1)
+    rows, pairs = np.nonzero(np.isfinite(runs))
     if len(np.unique(rows)) < 2:
         return None
-    means = np.where(known, values, 0.0).sum(axis=1)[rows, columns] / counts[rows, columns]
-    design = np.hstack([np.eye(counts.shape[0])[rows], np.eye(counts.shape[1])[columns]])
-    effects = np.linalg.lstsq(design, means)[0][: counts.shape[0]]
-    return int(np.argmax(np.where(counts.any(axis=1), np.round(effects, _DECIMALS), -np.inf)))
+    design = np.hstack([np.eye(runs.shape[0])[rows], np.eye(runs.shape[1])[pairs]])
+    effects = np.linalg.lstsq(design, runs[rows, pairs])[0][: runs.shape[0]]
+    known = np.isin(np.arange(runs.shape[0]), rows)
+    return int(np.argmax(np.where(known, np.round(effects, _DECIMALS), -np.inf)))
 
 
 def complete_block(differences: Array) -> Array:

@@ -424,14 +424,19 @@ def _with_paper(
 
 
 def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
-    """Mark the best of each column, as displayed; where all numbers are equal, none is."""
+    """Mark the best of each column, as displayed; where all numbers are equal, none is.
+
+    A mean that lacks seeds which another has is not compared.
+    """
     marks = [[False] * len(row.cells) for row in rows]
     for c in range(len(rows[0].cells)):
-        known = {
-            r: float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
+        means = {
+            r: (cell.estimate, float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1))
             for r, cell in enumerate(row.cells[c] for row in rows)
             if cell.estimate is not None and not rows[r].is_reference
         }
+        most = max((estimate.count for estimate, _ in means.values()), default=0)
+        known = {r: value for r, (estimate, value) in means.items() if estimate.count == most}
         for r, value in known.items():
             marks[r][c] = value == max(known.values()) > min(known.values())
     return tuple(
