@@ -40,6 +40,11 @@ def test_markdown_has_the_same_number_of_cells_in_each_row(sweep):
     assert len(lines) == 2 + groups + len(list(table.rows))
 
 
+@pytest.mark.parametrize("write", [to_markdown, to_latex])
+def test_a_mean_that_lacks_seeds_says_how_many_it_has(write):
+    assert re.search(r"\d \([12] of 3 seeds\)", write(build(vision(status=half_missing))))
+
+
 def test_markdown_shows_means_the_best_and_the_paper():
     lines = to_markdown(build(sensitivity())).splitlines()
     ours = markdown_cells(next(line for line in lines if line.startswith("| 0.01")))

@@ -90,7 +90,7 @@ def _plain_cell(
     text = bold(mean) if cell.best else mean
     if cell.estimate.deviation is not None:
         text += f" {sign} {cell.format(cell.estimate.deviation)}"
-    return text + quote(f" ({seeds_text(cell)})") * cell.partial
+    return text + f" {quote(f'({seeds_text(cell)})')}" * cell.partial
 
 
 def seeds_text(cell: TableCell) -> str:
