@@ -150,7 +150,7 @@ def test_a_stopped_run_does_not_wait_for_a_server(kind, monkeypatch):
         rejected = []
         if isinstance(run, SweepRun):
             run.stop_waiting()
-            rejected += run.settle({}, {}, [], lambda id: None)
+            rejected += run.settle({}, {}, lambda id: False, lambda id: None)
             assert rejected != []
             run.close({"missing": 3}, "KILLED")
         rejected += run.finish("KILLED")

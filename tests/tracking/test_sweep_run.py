@@ -27,20 +27,26 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
     parent = open_parent(uri, "first")
     for id in ("done", "killed-at-the-end", "failed", "running"):
         open_cell(uri, id, "first", parent.run_id).log_round(0, {"accuracy": 0.1})
+    open_cell(uri, "interrupted", "first", parent.run_id).finish("FAILED")
     done = open_cell(uri, "done", "first")
     done.finish("FINISHED")
     single = open_cell(uri, "single", None)
     single.finish("FINISHED")
     rounds = [{"round": 0, "accuracy": 0.1}, {"round": 1, "accuracy": 0.2, "loss": 1.5}]
     tags = {"sweep.first": "smoke", "table": "t"}
-    cells = dict.fromkeys(("done", "killed-at-the-end", "failed", "running", "single"), tags)
+    cells = dict.fromkeys(
+        ("done", "killed-at-the-end", "failed", "running", "interrupted", "single"), tags
+    )
     finished = {"done": done.run_id, "killed-at-the-end": None, "single": single.run_id}
     finished["elsewhere"] = "0" * 32  # logged to another store
     cells["elsewhere"] = tags
 
     def settle():
         return parent.settle(
-            cells, finished, ["failed"], lambda id: rounds if id in finished else None
+            cells,
+            finished,
+            lambda id: id == "failed",
+            lambda id: rounds if id in finished else None,
         )
 
     assert settle() == []
@@ -58,6 +64,7 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
         "killed-at-the-end": "FINISHED",
         "failed": "FAILED",
         "running": "KILLED",
+        "interrupted": "KILLED",
         "single": "FINISHED",
     }
     completed = runs["killed-at-the-end"].info.run_id
@@ -98,7 +105,7 @@ def test_a_sweep_ends_while_its_server_is_gone_for_a_moment(uri, monkeypatch):
     rejected = parent.settle(
         {"killed-in-outage": tags, "single-in-outage": tags},
         {"killed-in-outage": None, "single-in-outage": single.run_id},
-        [],
+        lambda id: False,
         lambda id: [{"round": 0, "accuracy": 0.1}],
     )
     assert rejected + parent.close({"finished": 2}, "FINISHED") == []

@@ -4,7 +4,7 @@ A cell's run is found by the tag ``sweep.<name>`` with the sweep's profile as va
 another sweep or a single run has logged keeps its parent, and gets that tag, too.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,19 +28,20 @@ class SweepRun(MlflowRun):
         self,
         cells: Mapping[str, Mapping[str, str]],
         finished: Mapping[str, str | None],
-        failed: Collection[str],
+        failed: Callable[[str], bool],
         records: Callable[[str], Sequence[Mapping[str, float]] | None],
     ) -> list[str]:
         """Bring the runs of all cells into line with their results, once no cell is running.
 
         A run that is still open is completed if its cell has finished (its process was killed after
-        it had written the result), and otherwise ends as ``FAILED`` or ``KILLED``. Cells that were
-        logged by another sweep or a single run get the tags of this sweep.
+        it had written the result), and otherwise ends as ``FAILED`` or ``KILLED``; so does one that
+        ended as ``FAILED`` although its cell did not fail. Cells that were logged by another sweep
+        or a single run get the tags of this sweep.
 
         Args:
             cells: Tags of each cell, by id.
             finished: MLflow run id of each finished cell, as in its result, by id.
-            failed: Ids of cells that failed.
+            failed: Returns whether a cell has failed.
             records: Returns the rounds of a cell, or None if it has not finished.
 
         Returns:
@@ -54,7 +55,11 @@ class SweepRun(MlflowRun):
         except MlflowException as error:
             return [first_line(error)]
         for id, child in children.items():
-            if child.info.status != "RUNNING":
+            if child.info.status not in ("RUNNING", "FAILED"):
+                continue
+            ended: Status = "FAILED" if id in cells and failed(id) else "KILLED"
+            # A run that is interrupted may see its actors end first, and take that for a failure.
+            if child.info.status == "FAILED" and (id not in cells or ended == "FAILED"):
                 continue
             run = MlflowRun(self._client, self._uri, self._experiment_id, child)
             run._patience = self._patience
@@ -62,7 +67,6 @@ class SweepRun(MlflowRun):
             for each in rounds or ():
                 metrics = {name: value for name, value in each.items() if name != "round"}
                 run.log_round(int(each["round"]), metrics)
-            ended: Status = "FAILED" if id in failed else "KILLED"
             missing = run.finish("FINISHED" if rounds is not None else ended)
             rejected += [f"{what} of {child.info.run_name}" for what in missing]
             self._patience = run._patience  # one outage is waited for once

@@ -15,6 +15,7 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
 from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import read_metrics
+from trishul_ray.runs.runner import FAILURE
 from trishul_ray.runs.tracked import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
@@ -245,7 +246,7 @@ class _Work:
             }
             failed = [id for id in part.cells if self.states[id].status == "failed"]
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
-            rejected = part.parent.settle(tags, finished, failed, self._rounds)
+            rejected = part.parent.settle(tags, finished, self._has_failed, self._rounds)
             rejected += self._log_reused(part, tags)
             counts = {
                 "finished": len(finished),
@@ -263,6 +264,9 @@ class _Work:
                 experiment = with_parent(cell.experiment, part.parent_id)
                 rejected += log_reused(experiment, summary, run_folder(experiment), tags[id])
         return rejected
+
+    def _has_failed(self, id: str) -> bool:
+        return run_folder(self.experiment(id)).exists(FAILURE)
 
     def _rounds(self, id: str) -> list[dict[str, float]] | None:
         home = run_folder(self.experiment(id))
