@@ -87,7 +87,7 @@ class Adjustment:
 
     Attributes:
         place: Where it stands, for errors.
-        labels: The chosen labels by axis; an axis that is not named chooses nothing.
+        labels: The chosen labels by axis; all of an axis that is not named.
         fields: What it sets; wins over the axes and over earlier adjustments.
     """
 
@@ -214,8 +214,10 @@ def expand(
         cells.append(_make_cell({**common, **own}, labels, metric, place))
     if not cells:
         raise InputError(f"{place}: no cell is left; shorten `except`")
-    for each in unused:
-        raise InputError(f"{each.place}: adjust: no cell has these labels; change or remove them")
+    if unused:
+        raise InputError(
+            f"{unused[0].place}: adjust: no cell has these labels; change or remove them"
+        )
     for name in without_effect:
         overrides[name].fail(
             f"it has no effect, because axes or `adjust` set {name} in every cell; change those"
