@@ -289,6 +289,18 @@ class OptimizerConfig(Section):
         return fields
 
 
+#: Capacities of clients, as shares of the full budget.
+COMPUTE_LEVELS = (0.25, 0.5, 0.75, 1.0)
+
+#: Proportion of clients at each level, by ``federation.compute``.
+COMPUTE_PROFILES = {
+    "full": (0.0, 0.0, 0.0, 1.0),
+    "uniform": (0.25, 0.25, 0.25, 0.25),
+    "bell": (0.1, 0.4, 0.4, 0.1),
+    "skewed-right": (0.5, 0.3, 0.15, 0.05),
+}
+
+
 class FederationConfig(Section):
     """Clients, cohorts, rounds, and the weights of the average."""
 
@@ -302,8 +314,8 @@ class FederationConfig(Section):
     )
     compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
-        description="share of the budget that clients can train: all, or 1/4 to 1, drawn once per "
-        "client",
+        description="share of the budget that clients can train: all, or 1/4 to 1, of each as many "
+        "as the profile says; the seed draws which",
     )
     compute_shares: tuple[float, float, float, float] | None = Field(
         None,

@@ -17,6 +17,7 @@ from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.loading import load_experiment
+from trishul_ray.methods.base import exact_share
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
 
@@ -38,7 +39,7 @@ def test_decay_over_a_run_matches_torch_schedulers(span, warmup, name):
     total = rounds * steps
     settings = OptimizerConfig(lr=0.5, schedule=name, warmup=warmup)
     rates = rates_of(settings, rounds, steps).ravel()
-    rise = math.ceil(warmup * total)
+    rise = math.ceil(exact_share(total, warmup))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     fall = total - rise
     if name == "linear":
@@ -52,6 +53,16 @@ def test_decay_over_a_run_matches_torch_schedulers(span, warmup, name):
         after.step()
     np.testing.assert_allclose(rates, expected, rtol=1e-9, atol=1e-12)
     assert (rates > 0).all()
+
+
+def test_the_warm_up_has_no_step_too_many():
+    """In binary 0.07 x 100 is a little more than 7."""
+    for percent in range(100):
+        for total in range(1, 101):
+            settings = OptimizerConfig(lr=1.0, warmup=percent / 100)
+            rates = learning_rates(settings, 1, 1, total)
+            rise = -(-percent * total // 100)
+            assert sum(rate < 1 for rate in rates) == max(0, rise - 1)
 
 
 def test_a_schedule_over_a_round_restarts_in_each_round():

@@ -4,34 +4,56 @@ import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.errors import InputError
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import LEVELS, PROFILES, build_workbench, capacity, new_run
+from trishul_ray.federation.workbench import build_workbench, capacities, new_run
 from trishul_ray.loading import load_experiment
 from trishul_ray.runs.runner import central_twin
 
 CUSTOM = ["federation.compute=custom", "federation.compute_shares=[0, 0.5, 0.5, 0]"]
 
 
-def proportions(profile, shares=None, clients=3000):
-    drawn = [capacity(profile, 0, client, shares) for client in range(clients)]
-    return [drawn.count(level) / clients for level in LEVELS]
+def counts(profile, clients, shares=None, seed=0):
+    drawn = capacities(profile, seed, clients, shares)
+    assert len(drawn) == clients
+    return [drawn.count(level) for level in COMPUTE_LEVELS]
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_profiles_are_drawn_in_their_proportions(profile):
-    np.testing.assert_allclose(proportions(profile), PROFILES[profile], atol=0.03)
+@pytest.mark.parametrize(
+    ("profile", "clients", "expected"),
+    [
+        ("skewed-right", 20, [10, 6, 3, 1]),
+        ("bell", 20, [2, 8, 8, 2]),
+        ("uniform", 50, [13, 13, 12, 12]),
+        ("full", 7, [0, 0, 0, 7]),
+        ("skewed-right", 3, [2, 1, 0, 0]),  # 1.5, 0.9, 0.45, 0.15
+    ],
+)
+def test_every_seed_has_the_counts_of_the_profile(profile, clients, expected):
+    for seed in range(20):
+        assert counts(profile, clients, seed=seed) == expected
 
 
-def test_custom_proportions_are_drawn():
-    shares = (0.1, 0.2, 0.3, 0.4)
-    np.testing.assert_allclose(proportions("custom", shares), shares, atol=0.03)
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=4).filter(any), st.integers(1, 300))
+def test_counts_are_the_proportions_to_less_than_one_client(parts, clients):
+    shares = [part / sum(parts) for part in parts]
+    for count, share in zip(counts("custom", clients, shares), shares, strict=True):
+        assert abs(count - clients * share) < 1 + 1e-9
+        assert count == 0 or share > 0
+
+
+def test_the_seed_draws_which_clients_are_limited():
+    profile = "skewed-right"
+    full = [capacities(profile, seed, 20).index(1.0) for seed in range(400)]
+    assert np.bincount(full, minlength=20).min() > 5  # 20 each on average
     # The same draw as a named profile of these proportions.
-    assert all(
-        capacity("custom", 3, c, PROFILES["bell"]) == capacity("bell", 3, c) for c in range(200)
-    )
+    shares = COMPUTE_PROFILES[profile]
+    assert capacities("custom", 3, 20, shares) == capacities(profile, 3, 20)
 
 
 def test_clients_of_a_run_have_custom_capacities(cache):

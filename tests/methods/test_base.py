@@ -2,12 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import run, same_run
+from method_runs import run, same_run, server_of
 
-from trishul_ray.methods.base import exact_share, method_class, method_names
+from trishul_ray.federation.messages import to_tensors
+from trishul_ray.federation.workbench import new_run
+from trishul_ray.methods.base import BASE, CONSTANT, SURVEY, exact_share, method_class, method_names
 
 LIMITED = [name for name in method_names() if method_class(name).takes_limits]
 
@@ -35,6 +38,51 @@ def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name)
     server = run(executor(f"method={name}"), tmp_path)
     wire = server.blueprint.expected.lengths["shared"]
     assert [r["downloaded_parameters"] for r in server.records[1:]] == [3 * wire, 3 * wire]
+
+
+def carried(server, bench, broadcast, client):
+    """How many entries of the shared broadcast reach a client: those that move what it trains."""
+    starts = []
+    for seed in (1, 2):
+        draw = np.random.default_rng(seed).normal(size=broadcast["shared"].shape)
+        run = new_run(bench, broadcast | {"shared": draw.astype(np.float32)}, 1, client)
+        run.client_state = to_tensors(server.client_states.get(client, {}))
+        server.method.start(run, bench.initial)
+        starts.append(run.vector.clone())
+    return int((starts[0] != starts[1]).sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[f"method={name}"] for name in method_names()]
+    + [[f"method={name}", "federation.compute=skewed-right"] for name in LIMITED]
+    + [["method=flexlora", "method.truncate=false", "federation.compute=uniform"]]
+    + [["method=trishul", "method.allocation=gradient"]],
+    ids=" ".join,
+)
+def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
+    """By client: the entries that reach it, and what the last round folded into frozen weights."""
+    inline = executor(*options, "federation.rounds=3", "federation.clients=6")
+    server = server_of(inline, tmp_path)
+    folded = {"fedex": "dense", "flexlora": "dense", "flora": "stack"}
+    known, stack = set(), 0
+    for number in (1, 2, 3):
+        broadcast, cohort = server.broadcast(), server.cohort(number)
+        base = sum(v.size for k, v in broadcast.items() if k.startswith(BASE))
+        frozen = sum(v.size for k, v in broadcast.items() if k.startswith((CONSTANT, SURVEY)))
+        beside = sum(
+            v.size for k, v in broadcast.items() if k != "shared" and k.partition("/")[0] == k
+        )
+        reach = [carried(server, inline.bench, broadcast, c) for c in cohort]
+        expected = sum(reach) + len(cohort) * beside + len(set(cohort) - known) * frozen
+        if base:
+            what = folded[server.method.config.name]
+            expected += len(cohort) * (base if what == "dense" else stack)
+        server.step()
+        known |= set(cohort)
+        record = server.records[-1]
+        assert record["downloaded_parameters"] == expected >= 0
+        stack = record["uploaded_parameters"] - len(cohort) * server.blueprint.parameters["head"]
 
 
 @given(st.integers(1, 400), st.integers(1, 1000), st.integers(1, 1000))

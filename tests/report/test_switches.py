@@ -39,7 +39,34 @@ def test_values_are_counted_where_the_method_reads_them():
 
 def test_every_switch_is_a_field():
     wild = summary(method="trishul", adapter={"init": "rv_random_normal"})
-    assert set(read(wild)) == set(SWITCHES)
+    texts = summary(method="fedit", task={"template": "{text}\nTopic:", "verbalizers": ["a", "b"]})
+    others = [summary(method=name) for name in ("scaffold", "hetlora", "fedsb")]
+    found = read(wild, texts, *others)
+    assert set(found) == {*SWITCHES, ""}
+    assert found["task.template"].values == (("{text}\\nTopic:", 1),)
+    assert found["task.verbalizers"].values == (("a, b", 1),)
+    assert found["adapter.alpha"].values == (("r", 3),)
+    assert found["method.option"].values == (("auto", 1),)
+
+
+def test_what_no_field_decides_is_said_where_it_applies():
+    def fixed(*summaries):
+        found = [switch for switch in read_switches(summaries) if not switch.field]
+        return {switch.question: switch.values for switch in found}
+
+    vision, questions = summary(), summary(data={"name": "mrqa"})
+    assert fixed(vision) == {"Which round is reported?": (("the last", 1),)}
+    assert fixed(vision, questions, questions)["What is the mean F1 of MRQA over?"] == (
+        ("questions, not its six sub-datasets", 2),
+    )
+
+
+def test_profiles_of_compute_name_their_proportions():
+    named = summary(federation={"compute": "skewed-right"})
+    custom = summary(federation={"compute": "custom", "compute_shares": [0, 0.5, 0.5, 0]})
+    values = dict(read(named, custom)["federation.compute"].values)
+    assert "skewed-right (50% train 0.25, 30% train 0.5, 15% train 0.75, 5% train 1)" in values
+    assert "custom (0% train 0.25, 50% train 0.5, 50% train 0.75, 0% train 1)" in values
 
 
 def test_many_values_are_counted():

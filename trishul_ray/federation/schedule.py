@@ -8,6 +8,7 @@ Legend: T steps in the span of the schedule, W of them warm-up, t = 0 .. T - 1 t
 import math
 
 from trishul_ray.config import OptimizerConfig
+from trishul_ray.methods.base import exact_share
 
 
 def depends_on_rounds(settings: OptimizerConfig) -> bool:
@@ -36,7 +37,7 @@ def learning_rates(
 
 
 def _factor(settings: OptimizerConfig, step: int, total: int) -> float:
-    warmup = math.ceil(settings.warmup * total)
+    warmup = math.ceil(exact_share(total, settings.warmup))
     if step < warmup:
         return (step + 1) / warmup
     if settings.schedule == "constant":

@@ -296,16 +296,23 @@ class Server:
         self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome, total: Partial
     ) -> dict[str, Any]:
         tensors, reports = as_tensors(broadcast), outcome.reports
-        each = self.method.download_parameters(tensors, len(cohort), self.blueprint.layout)
-        down = sum(each - int(r.notes["unsent"]) for r in reports)
+        before = self.records[-1].get("accepted_uploads", ())
+        down = sum(
+            self.method.download_parameters(
+                tensors, self.blueprint.layout, int(r.notes["unsent"]), before
+            )
+            for r in reports
+        )
         known = {client for record in self.records for client in record.get("clients", ())}
         down += len(set(cohort) - known) * self.method.setup_parameters(tensors)
-        up = sum(int(r.notes["uploaded_parameters"]) for r in reports)
+        sent = {r.client: int(r.notes["uploaded_parameters"]) for r in reports}
+        up = sum(sent.values())
         return {
             "round": number,
             "clients": cohort,
             "refused": {str(c): why for c, why in total.refused.items()},
             "train_loss": float(np.mean([r.loss for r in reports])),
+            "accepted_uploads": [sent[client] for client in total.clients],
             "uploaded_parameters": up,
             "downloaded_parameters": down,
             "uploaded_bytes": 4 * up,

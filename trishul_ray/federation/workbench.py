@@ -1,5 +1,6 @@
 """What a worker keeps resident: a backbone with adapters, the data, the task and the method."""
 
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
+from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.data.partition import Partition
 from trishul_ray.data.prepared import DatasetInfo, Split
 from trishul_ray.errors import InputError
@@ -19,7 +21,16 @@ from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
 from trishul_ray.federation.reduce import unit_sizes
 from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.schedule import learning_rates
-from trishul_ray.methods.base import BASE, CONSTANT, LocalRun, Method, Site, State, build_method
+from trishul_ray.methods.base import (
+    BASE,
+    CONSTANT,
+    LocalRun,
+    Method,
+    Site,
+    State,
+    build_method,
+    exact_share,
+)
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.from_python import remember
@@ -27,17 +38,6 @@ from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
-
-#: Capacities of clients, as shares of the full budget.
-LEVELS = (0.25, 0.5, 0.75, 1.0)
-
-#: Probability of each level, by ``federation.compute``.
-PROFILES = {
-    "full": (0.0, 0.0, 0.0, 1.0),
-    "uniform": (0.25, 0.25, 0.25, 0.25),
-    "bell": (0.1, 0.4, 0.4, 0.1),
-    "skewed-right": (0.5, 0.3, 0.15, 0.05),
-}
 
 
 @dataclass(kw_only=True)
@@ -225,14 +225,29 @@ def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray
     return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
 
 
-def capacity(profile: str, seed: int, client: int, shares: Sequence[float] | None = None) -> float:
-    """Draw the share of the full budget that a client can train, one of :data:`LEVELS`.
+def capacities(
+    profile: str, seed: int, clients: int, shares: Sequence[float] | None = None
+) -> list[float]:
+    """Return the share of the full budget that each client can train, of :data:`COMPUTE_LEVELS`.
 
-    ``shares`` are the probabilities of the levels; by default those of the profile.
+    As many clients have a level as its proportion says, rounded by largest remainders (of equal
+    ones, the lower level's first). Which clients have it is drawn from the seed.
+
+    Args:
+        profile: A name of :data:`COMPUTE_PROFILES`.
+        seed: The seed of the run.
+        clients: Number of clients.
+        shares: Proportions of the levels, instead of the profile's.
     """
-    weights = np.asarray(PROFILES[profile] if shares is None else shares, dtype=np.float64)
-    level = numpy_rng(seed, "capacity", client).choice(len(LEVELS), p=weights / weights.sum())
-    return LEVELS[int(level)]
+    parts = [exact_share(clients, share) for share in shares or COMPUTE_PROFILES[profile]]
+    parts = [clients * part / sum(parts) for part in parts]
+    counts = [math.floor(part) for part in parts]
+    by_remainder = sorted(range(len(COMPUTE_LEVELS)), key=lambda k: counts[k] - parts[k])
+    for level in by_remainder[: clients - sum(counts)]:
+        counts[level] += 1
+    levels = np.repeat(COMPUTE_LEVELS, counts)
+    drawn: list[float] = numpy_rng(seed, "capacities").permutation(levels).tolist()
+    return drawn
 
 
 def new_run(
@@ -244,7 +259,7 @@ def new_run(
     share: float = 1.0
     rates: tuple[float, ...] = ()
     if client is not None:
-        share = capacity(fed.compute, seed, client, fed.compute_shares)
+        share = capacities(fed.compute, seed, fed.clients, fed.compute_shares)[client]
         rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
     return LocalRun(
         layout=bench.model.layout,

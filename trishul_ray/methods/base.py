@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -123,7 +123,8 @@ class LocalRun:
             given local step (from 1).
         active: [U] bool, the units this client trains; None means all.
         memory: Tensors that a hook keeps for a later one.
-        unsent: Numbers that a real deployment would send neither up nor down for this client.
+        unsent: Numbers of the shared part that a real deployment would not send for this client,
+            up or (see :meth:`Method.download_parameters`) down.
         notes: Values to report with the upload.
     """
 
@@ -305,26 +306,38 @@ class Method:
         """Return what every client of the next cohort receives (default: the global state)."""
         return state
 
-    def download_parameters(self, broadcast: State, cohort: int, layout: Layout) -> int:
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
         """Return how many numbers one client downloads for this broadcast in a real deployment.
 
         By default this leaves out ``base/`` and ``constant/`` keys: the simulation sends them in
         full to clients that keep nothing, a deployment only what is new in them.
         :meth:`setup_parameters` counts frozen tensors that are sent once.
+
+        Args:
+            broadcast: What the simulation sends.
+            layout: Names of the trainables.
+            unsent: :attr:`LocalRun.unsent` of the client.
+            uploads: How many numbers each accepted client of the round before sent; empty in
+                round 1.
         """
-        return sum(
+        sent = sum(
             value.numel()
             for key, value in broadcast.items()
             if not key.startswith((BASE, CONSTANT, SURVEY))
         )
+        return sent - unsent
 
     def setup_parameters(self, broadcast: State) -> int:
         """Return how many numbers a client downloads once, in its first round.
 
-        By default these are the ``constant/`` keys: frozen tensors computed by the server. Tensors
-        drawn from the seed cost nothing, since every client draws the same.
+        By default these are the ``constant/`` keys, frozen tensors computed by the server, and the
+        answers of a survey that decides the adapters. Tensors drawn from the seed cost nothing,
+        since every client draws the same.
         """
-        return sum(value.numel() for key, value in broadcast.items() if key.startswith(CONSTANT))
+        once = (CONSTANT, SURVEY)
+        return sum(value.numel() for key, value in broadcast.items() if key.startswith(once))
 
     # Helpers that follow from :meth:`wire`.
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:

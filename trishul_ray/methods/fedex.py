@@ -9,12 +9,13 @@ from A and B. The global model is therefore exactly the mean of the clients' mod
 or, since its rank is at most (m + 1) r, as factors (``method.ship``).
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import BASE, MethodConfig, Round, State, register
+from trishul_ray.methods.base import MethodConfig, Round, State, register
 from trishul_ray.methods.fedit import FedIT
 
 
@@ -46,10 +47,11 @@ class FedEx(FedIT):
         }
         return {"shared": mean["shared"], **self.fold(state, residuals)}
 
-    def download_parameters(self, broadcast: State, cohort: int, layout: Layout) -> int:
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
         """Count the averaged factors and, after round 1, the residual of one round."""
-        factors = super().download_parameters(broadcast, cohort, layout)
-        residuals = [value.numel() for key, value in broadcast.items() if key.startswith(BASE)]
-        if self.config.ship == "dense" or not residuals:
-            return factors + sum(residuals)
-        return factors + (cohort + 1) * self.factor_parameters(layout)
+        factors = super().download_parameters(broadcast, layout, unsent, uploads)
+        if self.config.ship == "dense" or not uploads:
+            return factors + self.folded_parameters(broadcast)
+        return factors + (len(uploads) + 1) * self.factor_parameters(layout)

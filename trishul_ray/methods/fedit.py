@@ -117,6 +117,10 @@ class FedIT(Method):
         """Return alpha / r of a pair, given its A [r, d_in]."""
         return lora_scale(self.lora_alpha, factor_A.shape[0])
 
+    def folded_parameters(self, broadcast: State) -> int:
+        """Return the number of entries of a dense update of the frozen weights; 0 without one."""
+        return sum(value.numel() for key, value in broadcast.items() if key.startswith(BASE))
+
     def factor_parameters(self, layout: Layout) -> int:
         """Return the number of entries of all A and B."""
         return sum(entry.numel for entry in layout.entries if entry.kind == "adapter")

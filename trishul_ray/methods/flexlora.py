@@ -14,6 +14,7 @@ its row of A is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -64,3 +65,10 @@ class FlexLoRA(FedIT):
             b.copy_(u[:, :rank] * (s[:rank] / self.scale(a)) * sign.mT)
             remainders[layer] = update - self.scale(a) * (b.double() @ a.double())
         return {"shared": shared} | ({} if self.config.truncate else self.fold(state, remainders))
+
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
+        """Count the components of the client's rank and, if it is sent, the dense remainder."""
+        components = super().download_parameters(broadcast, layout, unsent, uploads)
+        return components + self.folded_parameters(broadcast)

@@ -12,12 +12,13 @@ next round with fresh adapters (A random, B = 0). Limited clients train a lower 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import BASE, LocalRun, MethodConfig, Round, State, register
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ class FLoRA(FedIT):
             b.zero_()
         return {"shared": shared, **self.fold(state, merged)}
 
-    def download_parameters(self, broadcast: State, cohort: int, layout: Layout) -> int:
-        """Count the classification head and, after round 1, the cohort's full-rank stack."""
-        count = super().download_parameters(broadcast, cohort, layout)
-        factors = self.factor_parameters(layout)
-        merged = any(key.startswith(BASE) for key in broadcast)
-        return count - factors + (cohort * factors if merged else 0)
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
+        """Count the classification head and the stack of the factors that were sent before.
+
+        The stack has the ranks of the clients that sent it, whatever this client's rank is.
+        """
+        head = broadcast["shared"].numel() - self.factor_parameters(layout)
+        return head + sum(sent - head for sent in uploads)

@@ -1,10 +1,11 @@
 """The choices that the paper leaves open, and how the runs of a page made them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.methods.base import method_class, method_names
 
 #: What is open, by the field that decides it.
@@ -12,6 +13,8 @@ SWITCHES = {
     "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
     "optimizer.lr_source": "Where do the learning rates come from?",
     "optimizer.schedule": "Does the learning rate decay?",
+    "model.name": "Which checkpoint is the backbone?",
+    "model.dropout": "Does the backbone's dropout act in training?",
     "model.train_head": "Is the classification head trained and averaged?",
     "model.precision": "In which precision does the frozen backbone compute?",
     "federation.weighting": "Do clients weigh the same, or by their rows? The equations disagree.",
@@ -21,7 +24,10 @@ SWITCHES = {
     "adapter.matching": "Do methods match the budget on each matrix, or use the published ranks?",
     "adapter.init": "How are the frozen bases drawn?",
     "adapter.sigma": "Which scale have bases that are not normalized?",
-    "adapter.overflow": "What if more heads are allocated than can be orthogonal?",
+    "adapter.alpha": "What is LoRA's α? (the update is α/r B A)",
+    "adapter.overflow": "What if more heads are allocated than can be orthogonal? (auto: "
+    "water-filling may exceed that number; gradient and curvature allocations are capped at it, "
+    "since their scores may give one block all heads)",
     "method.scalars": "Are the scalars of heads trained?",
     "method.scalar_max": "What bounds the scalars (s_max)?",
     "method.selection": "Which heads does a limited client train?",
@@ -31,18 +37,35 @@ SWITCHES = {
     "method.prox_every": "After how many local steps does the prox follow?",
     "method.allocation": "What are heads allocated by?",
     "method.block_scores": "Whose weights score a block?",
+    "method.option": "What is SCAFFOLD's control variate? (auto: the mean raw gradient)",
+    "method.server_lr": "Which step does SCAFFOLD's server take?",
+    "method.unsent": "What becomes of HetLoRA's components that no client of a round sends?",
+    "method.init_clients": "How many clients send Fed-SB's first gradient?",
+    "method.init_batches": "On how many mini-batches is Fed-SB's first gradient?",
+    "method.init_lr": "Which signed step do Fed-SB's bases come from?",
     "task.kind": "Is text classified by a head, an answer or words? (auto: by the backbone's kind)",
+    "task.template": "Which prompt is a text read in?",
+    "task.verbalizers": "Which words stand for the classes?",
+    "task.target_length": "How many tokens may a generated answer have?",
     "evaluation.limit": "How many test rows are scored?",
     "evaluation.top_k": "How many directions has the principal-angle similarity?",
 }
-#: Where a field decides something: another field of its section, and that one's value.
-_APPLIES = {
-    "adapter.sigma": ("init", "rv_random_normal"),
-    "partition.variant": ("kind", "dirichlet"),
-    "partition.min_size": ("kind", "dirichlet"),
+#: What is open and no field decides: the question, the answer, and the dataset that it concerns.
+FIXED = (
+    ("Which round is reported?", "the last", None),
+    ("What is the mean F1 of MRQA over?", "questions, not its six sub-datasets", "mrqa"),
+)
+#: Where a field decides something: another field of its section, and that one's values.
+_APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "adapter.sigma": ("init", lambda init: init == "rv_random_normal"),
+    "partition.variant": ("kind", lambda kind: kind == "dirichlet"),
+    "partition.min_size": ("kind", lambda kind: kind == "dirichlet"),
+    "task.template": ("template", lambda template: template is not None),
+    "task.verbalizers": ("verbalizers", lambda words: words is not None),
+    "task.target_length": ("template", lambda template: template is not None),
 }
 #: How the absence of a value is displayed, where it is not just "default".
-_ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width"}
+_ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
 #: More values than these are counted instead of listed.
 MOST_VALUES = 6
 
@@ -52,7 +75,7 @@ class Switch:
     """A choice, and how often it was made in which way.
 
     Attributes:
-        field: The field of the experiment.
+        field: The field of the experiment; empty if no field decides.
         question: What is open.
         values: Values with the number of runs, the most frequent first.
         others: Number of further values.
@@ -78,6 +101,10 @@ def read_switches(summaries: Sequence[Mapping[str, Any]]) -> tuple[Switch, ...]:
         if values:
             others = max(0, len(values) - MOST_VALUES)
             found.append(Switch(field, question, tuple(values[:MOST_VALUES]), others))
+    for question, answer, dataset in FIXED:
+        runs = sum(dataset in (None, s["identity"]["data"]["name"]) for s in summaries)
+        if runs:
+            found.append(Switch("", question, ((answer, runs),), 0))
     return tuple(found)
 
 
@@ -86,17 +113,30 @@ def _value(summary: Mapping[str, Any], field: str) -> str | None:
     section, _, name = field.partition(".")
     # The source of a rate cannot change a number: it is not part of the identity.
     fields = summary["config" if name == "lr_source" else "identity"].get(section, {})
-    other, needed = _APPLIES.get(field, (name, fields.get(name)))
-    if name not in fields or fields.get(other) != needed:
+    other, applies = _APPLIES.get(field, (name, lambda _: True))
+    if name not in fields or not applies(fields.get(other)):
         return None
     value = fields[name]
+    if field == "federation.compute":
+        return _shares(value, fields.get("compute_shares"))
     if value is None and field == "adapter.init":
         return _default_init(summary["identity"]["method"]["name"])
     if value is None:
         return _ABSENT.get(field, "default")
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list):
+        return ", ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
+
+
+def _shares(profile: str, custom: Sequence[float] | None) -> str:
+    """Return a profile of capacities with the proportions that it stands for."""
+    if profile == "full":
+        return profile
+    proportions = COMPUTE_PROFILES[profile] if custom is None else custom
+    levels = zip(COMPUTE_LEVELS, proportions, strict=False)
+    return f"{profile} ({', '.join(f'{share:.0%} train {level:g}' for level, share in levels)})"
 
 
 def _default_init(method: str) -> str:
