@@ -98,6 +98,13 @@ class DataConfig(Section):
     skip_broken: bool = in_id_if_set(
         False, "your own images: leave out those that cannot be read, instead of refusing them all"
     )
+    validation_share: float = in_id_if_set(
+        0.0,
+        "share of the training rows held out for choosing rates, rounds and other fields; the "
+        "same rows for every seed, method and partition",
+        ge=0,
+        lt=1,
+    )
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
     )

@@ -57,7 +57,11 @@ class Result:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The metrics of the round with the best headline metric, and its number."""
+        """The metrics of the round with the best headline metric, and its number.
+
+        ``chosen_on`` names the rows whose headline metric is the best: ``validation``, or ``test``
+        if the run has no validation rows (``data.validation_share``); then it is no fair score.
+        """
         best: dict[str, Any] = self.summary["best"]
         return best
 

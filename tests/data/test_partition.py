@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trishul_ray.config import PartitionConfig
-from trishul_ray.data.partition import Partition, partition, partition_column, skewed_by
+from trishul_ray.data.partition import (
+    Partition,
+    draw_held_out,
+    partition,
+    partition_column,
+    skewed_by,
+)
 from trishul_ray.data.prepared import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
 
@@ -251,3 +257,21 @@ def test_a_dirichlet_by_a_missing_column_is_named(tmp_path):
         InputError, match=r"by='group' needs a group column; .* dataset toy have text, label; "
     ):
         partition_column(split, PartitionConfig(by="group"))
+
+
+@given(
+    st.integers(2, 300), st.integers(1, 12), st.floats(0.05, 0.9), st.floats(0, 1), st.integers(0)
+)
+def test_equal_shares_of_every_class_are_held_out_and_never_all_of_one(
+    rows, classes, share, repeated, seed
+):
+    rng = np.random.default_rng(seed)
+    strata = rng.integers(0, classes, rows)
+    inputs = np.where(rng.random(rows) < repeated, strata, classes + np.arange(rows))
+    held = draw_held_out(inputs, strata, share, f"{seed}")
+    assert not set(inputs[held]) & set(inputs[~held])
+    for stratum in np.unique(strata):
+        units = inputs[strata == stratum]
+        taken, known = len(set(units[held[strata == stratum]])), len(set(units))
+        assert taken < known and abs(taken - share * known) <= 2
+    np.testing.assert_array_equal(held, draw_held_out(inputs, strata, share, f"{seed}"))

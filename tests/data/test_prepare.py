@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from trishul_ray.config import DataConfig
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.cifar import CIFAR100
-from trishul_ray.data.prepare import dataset_names, describe_datasets, prepare
+from trishul_ray.data.prepare import dataset_names, describe_datasets, hold_out, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 
 
@@ -256,3 +257,32 @@ def test_real_cifar100(cache):
     assert len(counts) == 100 and counts.min() > 0
     assert data.info.classes[0] == "apple" and data.info.classes[-1] == "worm"
     np.testing.assert_allclose(data.info.mean, (0.507, 0.487, 0.441), atol=0.01)
+
+
+def inputs_of(split):
+    """The inputs of the rows, and their labels, to compare by content."""
+    kind = split.info.kind
+    if kind == "image":
+        return [row.tobytes() for row in split.column("pixels")]
+    fields = split.info.fields if kind == "text" else ("question", "context")
+    return list(zip(*(split.texts(name).to_pylist() for name in fields), strict=True))
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic/topics", "synthetic/questions"])
+def test_rows_are_held_out_of_the_training_rows_by_content(name, cache):
+    whole = prepare(name, cache=cache, hub=None)
+    data = hold_out(whole, 0.2, cache=cache)
+    train, held = inputs_of(data.train), inputs_of(data.split("validation"))
+    assert not set(train) & set(held)
+    assert sorted(train + held) == sorted(inputs_of(whole.train))
+    assert len(held) == pytest.approx(0.2 * len(whole.train), abs=len(whole.train) / 20)
+    assert data.test.fingerprint == whole.test.fingerprint and data.info == whole.info
+    assert hold_out(whole, 0.0, cache=cache) is whole
+
+
+def test_too_few_rows_to_hold_out_are_refused(tmp_path):
+    (tmp_path / "few.csv").write_text("text,label\n" + "".join(f"t{n},{n}\n" for n in range(4)))
+    config = DataConfig(name="table", path=str(tmp_path / "few.csv"))
+    data = prepare(config, cache=tmp_path / "cache", hub=None)
+    with pytest.raises(InputError, match=r"data.validation_share=0.5: 3 training rows are too few"):
+        hold_out(data, 0.5, cache=tmp_path / "cache")

@@ -109,7 +109,7 @@ def evaluated_rows(small):
 
     def rows(*overrides):
         experiment = small(*overrides)
-        return build_workbench(experiment, prepare_run(experiment)).test_rows
+        return build_workbench(experiment, prepare_run(experiment)).scored["test"][1]
 
     return rows
 
@@ -121,3 +121,26 @@ def test_every_seed_and_method_is_evaluated_on_the_same_rows(evaluated_rows):
         assert evaluated_rows(*overrides).tolist() == first.tolist()
     # A subset drawn from all rows, not the first ones.
     assert first.max() > 400 and first.tolist() != list(range(64))
+
+
+def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
+    share = "data.validation_share=0.2"
+
+    def rows(*overrides):
+        experiment = small(share, *overrides)
+        prepared = prepare_run(experiment)
+        split, chosen = build_workbench(experiment, prepared).scored["validation"]
+        assert prepared.shards.sizes.sum() == len(prepared.dataset.train)
+        return split.fingerprint, chosen.tolist(), prepared.sources["rows"]
+
+    first = rows("seed=0")
+    assert len(first[1]) == 64
+    for overrides in (["seed=1", "method=fedit"], ["partition.kind=iid", "federation.clients=7"]):
+        assert rows(*overrides) == first
+    assert rows("evaluation.limit=null")[1] == list(range(200))
+    # The test rows are those of a run without validation rows.
+    limited = small(share)
+    alone = build_workbench(small(), prepare_run(small())).scored
+    split, chosen = build_workbench(limited, prepare_run(limited)).scored["test"]
+    assert alone.keys() == {"test"} and chosen.tolist() == alone["test"][1].tolist()
+    assert split.fingerprint == alone["test"][0].fingerprint

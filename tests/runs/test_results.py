@@ -1,13 +1,17 @@
-"""Processor, kernels and libraries recorded in a result."""
+"""What result.json records: the best round; processor, kernels and libraries."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import pytest
 import torch
 
-from trishul_ray.runs.results import hardware, kernels
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import coverage_of, prepare_run
+from trishul_ray.runs.results import flat_metrics, hardware, kernels, summarize
 
 
 def test_the_kernels_in_use_are_recorded():
@@ -34,3 +38,57 @@ def test_libraries_and_processor_are_recorded():
     assert recorded["libraries"] and all(line in config for line in recorded["libraries"])
     assert ("cuda" in recorded) == torch.cuda.is_available()
     assert hardware()["processor"].strip()
+
+
+def final_of(experiment):
+    driver = InlineDriver(experiment, prepare_run(experiment), "test")
+    while not driver.step().finished:
+        pass
+    return driver.final()
+
+
+@pytest.fixture
+def summary_of(small):
+    """``summary_of(result, experiment, test=..., validation=...)``: with invented accuracies."""
+
+    def summary(experiment, result, **accuracies):
+        records = [dict(record) for record in result.records]
+        for name, values in accuracies.items():
+            for record, value in zip(records, values, strict=True):
+                record[name] = value
+        coverage = coverage_of(experiment, prepare_run(experiment).dataset)
+        return summarize(experiment, replace(result, records=records), coverage, 1.0, None)
+
+    return summary
+
+
+def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
+    experiment = small("data.validation_share=0.2", "evaluation.per_client=true")
+    result = final_of(experiment)
+    assert all(0 <= record["validation_accuracy"] <= 1 for record in result.records)
+    last = result.records[-1]
+    assert last["validation_loss"] != last["loss"]
+    assert "validation_per_client_mean" in flat_metrics(last)
+    found = summary_of(
+        experiment,
+        result,
+        accuracy=(0.9, 0.8, 0.3, 0.4),
+        validation_accuracy=(0.9, 0.1, 0.7, 0.2),
+    )
+    best = found["best"]
+    assert (best["round"], best["accuracy"], best["validation_accuracy"]) == (2, 0.3, 0.7)
+    assert best["chosen_on"] == "validation" and found["final"]["validation_accuracy"] == 0.2
+    assert (
+        found["data"]["validation"] == 64
+        and "64 validation rows and 64 of" in (found["data"]["sentence"])
+    )
+
+
+@pytest.mark.parametrize("accuracies", [(0.9, 0.1, 0.2, 0.1), (0.2, 0.1, 0.2, 0.2)])
+def test_the_untouched_backbone_is_never_the_best_and_the_choice_is_named(
+    small, summary_of, accuracies
+):
+    experiment = small()
+    found = summary_of(experiment, final_of(experiment), accuracy=accuracies)
+    assert found["best"]["round"] == 2 and found["best"]["chosen_on"] == "test"
+    assert "validation_accuracy" not in found["final"] and "validation" not in found["data"]

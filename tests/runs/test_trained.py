@@ -108,7 +108,7 @@ def trishul_ray_rows(result):
     from trishul_ray.federation.workbench import build_workbench
 
     bench = build_workbench(result._experiment, prepare_run(result._experiment))
-    batch = bench.test.batch(bench.test_rows)
+    batch = bench.test.batch(bench.scored["test"][1])
     return [
         {"pixels": pixels.flatten().tolist(), "label": int(label)}
         for pixels, label in zip(batch["pixels"], batch["label"], strict=True)

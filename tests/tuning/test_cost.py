@@ -84,7 +84,11 @@ def test_other_settings_cost_what_they_add():
     assert flops("evaluation.limit=1000")[1] == pytest.approx(evaluation / 10)
     assert flops("model.gradient_checkpointing=true")[0] == pytest.approx(1.5 * training, rel=0.02)
     assert flops("model.image_size=112")[0] < training / 3.5
-    assert evaluated_rows(load_experiment(None, ["dataset=glue/mnli"])) == 9815 + 9832
+    assert evaluated_rows(load_experiment(None, ["dataset=glue/mnli"])) == (9815 + 9832, 0)
+    share = ["data.validation_share=0.1", "evaluation.limit=6000"]
+    assert evaluated_rows(load_experiment(None, ["dataset=svhn", *share])) == (6000, 6000)
+    share[1] = "evaluation.limit=10000"
+    assert evaluated_rows(load_experiment(None, ["dataset=svhn", *share])) == (10000, 7326)
 
 
 def test_a_model_that_is_not_on_this_machine_is_named():

@@ -24,7 +24,7 @@ KEPT, UNUSED_SECONDS = 3, 7 * 24 * 3600.0
 #: Name of a file in every prepared folder, touched at each use.
 LOCK = "lock"
 
-_OWN = re.compile(rf"({'|'.join(CUSTOM)})(-encoded)?-[0-9a-f]{{12}}")
+_OWN = re.compile(rf"({'|'.join(CUSTOM)})(-encoded|-validation)?-[0-9a-f]{{12}}")
 
 
 def remove_leftovers(

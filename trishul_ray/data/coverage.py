@@ -31,6 +31,7 @@ class RowCounts:
 class Coverage:
     """The rows behind a run's scores.
 
+    ``validation`` is the number of rows that are held out of the training rows and scored.
     ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
     ``skipped`` names the broken images that were left out.
     """
@@ -41,6 +42,7 @@ class Coverage:
     train: RowCounts
     test: RowCounts
     skipped: tuple[str, ...] = ()
+    validation: int = 0
 
     @property
     def part(self) -> bool:
@@ -51,23 +53,28 @@ class Coverage:
     def sentence(self) -> str:
         """Dataset, rows, source and revision in one line."""
         unknown = self.revision is None and self.source.startswith(("hub:", "mirror:"))
+        held_out = f"{self.validation:,} validation rows and " if self.validation else ""
         return (
             f"{'part' if self.part else 'all'} of {self.dataset}: {self.train} training rows, "
-            f"{self.test} test rows scored; {self.source}{', revision unknown' * unknown}"
+            f"{held_out}{self.test} test rows scored; {self.source}{', revision unknown' * unknown}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all as plain JSON values, and ``skipped`` only if images were skipped."""
+        """Return all as plain JSON values; ``skipped`` and ``validation`` only if there are any."""
         fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
-        if not self.skipped:
-            del fields["skipped"]
+        for name in ("skipped", "validation"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
 
 def measure_coverage(
     dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None
 ) -> Coverage:
-    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers."""
+    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers.
+
+    ``test_limit`` applies to validation rows, too.
+    """
     info = dataset.info
     official = official_rows(info.name) or {}
     on_hub = info.source.startswith(("hub:", "mirror:"))
@@ -79,4 +86,7 @@ def measure_coverage(
         return RowCounts(used, held, official.get(split, held))
 
     train, test = count("train", train_limit), count("test", test_limit)
-    return Coverage(info.name, info.source, revision or None, train, test, info.skipped)
+    held_out = 0
+    if "validation" in dataset.split_names:
+        held_out = count("validation", test_limit).used
+    return Coverage(info.name, info.source, revision or None, train, test, info.skipped, held_out)

@@ -156,6 +156,35 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
     return _to_partition(_assign_rows(classes, counts, rng), clients)
 
 
+def draw_held_out(
+    inputs: np.ndarray, strata: np.ndarray, share: float, fingerprint: str
+) -> np.ndarray:
+    """Draw the rows that are held out of the training rows, bool [n].
+
+    It depends on the rows alone: the same for every seed, method and partition. Of each stratum
+    (class or natural client), a ``share`` is drawn, up to rounding, and never all of it. Rows with
+    the same input are drawn as one, so that no held-out input is trained on.
+
+    Args:
+        inputs: a number for each different input, integers [n].
+        strata: class or natural client of each row, integers [n].
+        share: share of the different inputs, in (0, 1).
+        fingerprint: of the rows; see :attr:`~trishul_ray.data.prepared.Split.fingerprint`.
+    """
+    _, first, owner = np.unique(inputs, return_index=True, return_inverse=True)
+    _, strata = np.unique(strata[first], return_inverse=True)
+    order = numpy_rng(0, "validation-share", fingerprint).permutation(len(first))
+    order = order[np.argsort(strata[order], kind="stable")]
+    # Every (1/share)-th input of all strata in a row: their rounding errors cancel out.
+    drawn = np.zeros(len(first), dtype=bool)
+    drawn[order] = np.diff(np.floor(share * np.arange(len(first) + 1) + 0.5)) > 0
+    emptied = np.bincount(strata[drawn], minlength=strata.max() + 1) == np.bincount(strata)
+    last = dict(zip(strata[order].tolist(), order.tolist(), strict=True))
+    drawn[[last[stratum] for stratum in np.flatnonzero(emptied)]] = False
+    held: np.ndarray = drawn[owner]
+    return held
+
+
 def _even_sizes(rows: int, clients: int) -> np.ndarray:
     """Return sizes [C] that differ by at most one, larger ones first."""
     sizes = np.full(clients, rows // clients, dtype=np.int64)

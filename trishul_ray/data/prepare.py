@@ -19,6 +19,7 @@ from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.digits import Digits
 from trishul_ray.data.datasets.synthetic import SYNTHETIC
 from trishul_ray.data.hub import ON_HUB
+from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.prepared import (
     FORMAT_VERSION,
     Column,
@@ -28,6 +29,7 @@ from trishul_ray.data.prepared import (
     Split,
     write_split,
 )
+from trishul_ray.data.tables import take_rows
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import stamp
 
@@ -159,7 +161,7 @@ def _read_or_write(
     with FileLock(folder / LOCK):
         (folder / LOCK).touch()
         if not _is_intact(prepared):
-            if name.removesuffix("-encoded") in CUSTOM:
+            if name.removesuffix("-encoded").removesuffix("-validation") in CUSTOM:
                 remove_leftovers(cache)
             info, columns = contents()
             for split in splits:
@@ -194,6 +196,51 @@ def _is_intact(prepared: PreparedDataset) -> bool:
     except CorruptFileError:
         return False
     return True
+
+
+def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> PreparedDataset:
+    """Return ``dataset`` with a ``share`` of its training rows as the split ``validation``.
+
+    The rows are drawn from the data alone (:func:`~trishul_ray.data.partition.draw_held_out`), in
+    equal shares from every client where the rows have a client column, and otherwise from every
+    class or sub-dataset. Rows with the same inputs are held out together. Nothing is done for a
+    share of 0.
+
+    Raises:
+        InputError: there are too few rows to hold out any.
+    """
+    if not share:
+        return dataset
+    info, train = dataset.info, dataset.train
+
+    def divide() -> _Contents:
+        names = [name for name in ("client", "label", "group") if name in train.columns]
+        strata = train.column(names[0]) if names else np.zeros(len(train), np.int64)
+        held = draw_held_out(_number_inputs(train), strata, share, train.fingerprint)
+        if not held.any():
+            raise InputError(
+                f"data.validation_share={share}: {len(train)} training rows are too few to hold "
+                "out any; set a larger share"
+            )
+        columns = {name: dataset.split(name).read() for name in dataset.split_names}
+        for name, rows in (("validation", held), ("train", ~held)):
+            kept = np.flatnonzero(rows)
+            columns[name] = {key: take_rows(c, kept) for key, c in train.read().items()}
+        return info, columns
+
+    key = f"{dataset.fingerprint}\n{share!r}"
+    splits = (*dataset.split_names, "validation")
+    return _read_or_write(cache, f"{info.name}-validation", key, splits, divide)
+
+
+def _number_inputs(split: Split) -> np.ndarray:
+    """Number the different inputs of a split: rows with the same one have the same number [N]."""
+    if split.info.kind == "image":
+        keys = [hashlib.sha256(row).digest() for row in split.column("pixels")]
+        return np.unique(np.array(keys), return_inverse=True)[1]
+    fields = split.info.fields or ("question", "context")
+    columns = [split.texts(name).dictionary_encode().indices.to_numpy() for name in fields]
+    return np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
 
 class Encoder(Protocol):

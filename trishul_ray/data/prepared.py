@@ -233,6 +233,10 @@ class Split:
             raise self._no_column(name, self._texts)
         return self._texts[name]
 
+    def read(self) -> dict[str, Column]:
+        """Return all columns, backed by the mapped file, as :func:`write_split` takes them."""
+        return {**self._views, **self._texts}
+
     @cached_property
     def _texts(self) -> dict[str, pa.LargeStringArray]:
         return {
@@ -265,7 +269,7 @@ class Split:
 
     def verify(self) -> None:
         """Raise a CorruptFileError if the rows differ from the recorded fingerprint."""
-        if fingerprint({**self._views, **self._texts}) != self.fingerprint:
+        if fingerprint(self.read()) != self.fingerprint:
             raise CorruptFileError(f"prepared data {self.path}: its bytes have changed")
 
 

@@ -229,7 +229,7 @@ def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
 
 
 def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalReport:
-    """Return the sums of the metrics of the global model over one chunk of test rows.
+    """Return the sums of the metrics of the global model over one chunk of the scored rows.
 
     Round 0 is the pretrained backbone, even for a method whose first broadcast already updates it
     (Fed-SB).
@@ -238,19 +238,19 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     bench.model.train(False)
-    rows = bench.test_rows[job.start : job.stop]
-    work = f"evaluation of rows {job.start}:{job.stop} after round {job.round}"
+    split, rows = bench.scored[job.rows]
+    work = f"evaluation of {job.rows} rows {job.start}:{job.stop} after round {job.round}"
     with _memory_of(work, "evaluation.batch_size"), torch.inference_mode():
         trained = Trained(bench.initial)
         if job.round > 0:
             trained = global_model(bench, broadcast, job.round)
         with _bound(bench, trained):
-            stored = bench.test.batch(rows)
+            stored = split.batch(rows[job.start : job.stop])
             if not bench.settings.evaluation.per_client:
                 stored.pop("client", None)
             batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
             sums = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
-    return EvalReport(round=job.round, start=job.start, sums=sums)
+    return EvalReport(round=job.round, start=job.start, sums=sums, rows=job.rows)
 
 
 def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:

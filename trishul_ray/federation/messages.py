@@ -6,7 +6,7 @@ Legend of shapes: P trainables of a client, W entries of the shared upload, U un
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,10 @@ from trishul_ray.tasks.base import Task
 
 #: A state by key, as it is sent and stored. NumPy: the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
+
+
+#: Rows that are scored: those of the test split, and those held out of the training rows.
+RowSet = Literal["test", "validation"]
 
 
 def to_arrays(state: dict[str, torch.Tensor]) -> Arrays:
@@ -54,11 +58,12 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Evaluate the broadcast on rows ``start:stop`` of the evaluated test rows."""
+    """Evaluate the broadcast on rows ``start:stop`` of the scored rows of a set."""
 
     round: int
     start: int
     stop: int
+    rows: RowSet = "test"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class EvalReport:
     round: int
     start: int
     sums: dict[str, float]
+    rows: RowSet = "test"
 
 
 @dataclass
@@ -129,7 +135,7 @@ class Blueprint:
     dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
     (``answers``), and the weights and configuration of the ``backbone``.
     Unknown sources are left out. ``client_mix`` is there if clients are scored by it
-    (``evaluation.per_client``).
+    (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored.
     """
 
     info: DatasetInfo
@@ -138,7 +144,7 @@ class Blueprint:
     initial: np.ndarray  # [P] float32, the untrained vector
     expected: Expected
     task: Task
-    test_rows: int
+    scored: dict[RowSet, int]
     parameters: dict[str, int]  # adapter, scalars, head (the classification head)
     heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block

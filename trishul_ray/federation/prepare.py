@@ -13,7 +13,7 @@ from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.content import check_content
 from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.partition import Partition, partition, partition_column
-from trishul_ray.data.prepare import encode, prepare
+from trishul_ray.data.prepare import encode, hold_out, prepare
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, ProgressCallback
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -72,7 +72,9 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
     """
     places = Places.of(experiment)
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    return Prepared(dataset, partition_rows(dataset, experiment), {"rows": dataset.fingerprint})
+    sources = {"rows": dataset.fingerprint}
+    dataset = hold_out(dataset, experiment.data.validation_share, cache=places.cache)
+    return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
 
 def prepare_dataset(
@@ -92,6 +94,7 @@ def _encode_rows(
     progress: ProgressCallback | None,
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
+    rows = hold_out(rows, experiment.data.validation_share, cache=backbone.places.cache)
     task = build_task(experiment, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}

@@ -32,6 +32,7 @@ from trishul_ray.federation.messages import (
     EvalJob,
     Job,
     Outcome,
+    RowSet,
     SurveyJob,
     TrainJob,
     Upload,
@@ -43,6 +44,7 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.reduce import Partial, Reducer, finish
 from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan, build_method
 from trishul_ray.rng import numpy_rng
+from trishul_ray.tasks.base import validation_name
 from trishul_ray.tasks.breakdown import score_by_mix, summarize_clients
 
 
@@ -197,10 +199,9 @@ class Server:
             outcome = self.executor.run(broadcast, [*train, *self._evaluation_jobs()])
             self.events += outcome.events
             complete = self.records[-1]
-            if outcome.evaluations:
-                sums = [report.sums for report in outcome.evaluations]
-                complete.update(self.blueprint.task.merge(sums))
-                complete.update(self._breakdown(sums))
+            for rows in self.blueprint.scored if outcome.evaluations else ():
+                sums = [each.sums for each in outcome.evaluations if each.rows == rows]
+                complete.update(self._scores(rows, sums))
             if cohort:
                 record = self._aggregate(number, cohort, broadcast, outcome)
                 record["seconds"] = time.perf_counter() - began
@@ -208,17 +209,24 @@ class Server:
             self.checkpoints.save(self.checkpoint())
         return self._report([complete])
 
-    def _breakdown(self, sums: list[dict[str, float]]) -> dict[str, Any]:
-        """Return the scores by class and, if asked for, by client, of which the last are kept."""
+    def _scores(self, rows: RowSet, sums: list[dict[str, float]]) -> dict[str, Any]:
+        """Return the metrics of a set of rows, and of the test rows more than numbers.
+
+        These are the scores by class and, if asked for, by client, of which the last are kept.
+        """
         task, info = self.blueprint.task, self.blueprint.info
+        found: dict[str, Any] = dict(task.merge(sums))
         recall = task.recall(sums)
-        found: dict[str, Any] = {"recall": recall} if recall else {}
+        found |= {"recall": recall} if recall else {}
         if self.experiment.evaluation.per_client:
             mix = self.blueprint.client_mix
             scores = task.by_client(sums) if mix is None else score_by_mix(recall, mix)
             names = info.clients if mix is None else self._client_names()
             found |= summarize_clients(scores)
             found["per_client"] = {names[c] if names else str(c): s for c, s in scores.items()}
+        if rows == "validation":
+            return {validation_name(k): v for k, v in found.items() if isinstance(v, float)}
+        if "per_client" in found:
             for record in self.records:
                 record.pop("per_client", None)
         return found
@@ -242,10 +250,10 @@ class Server:
         options, last = self.experiment.evaluation, self.experiment.federation.rounds
         if self.round % options.every and self.round != last:
             return []
-        rows = self.blueprint.test_rows
         return [
-            EvalJob(self.round, start, min(start + options.batch_size, rows))
-            for start in range(0, rows, options.batch_size)
+            EvalJob(self.round, start, min(start + options.batch_size, count), rows)
+            for rows, count in self.blueprint.scored.items()
+            for start in range(0, count, options.batch_size)
         ]
 
     def _aggregate(

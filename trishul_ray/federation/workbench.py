@@ -2,7 +2,7 @@
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -13,10 +13,17 @@ from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.data.partition import Partition
-from trishul_ray.data.prepared import DatasetInfo, Split
+from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, Split
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensors
+from trishul_ray.federation.messages import (
+    Arrays,
+    Blueprint,
+    Expected,
+    RowSet,
+    changed_sources,
+    to_tensors,
+)
 from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
 from trishul_ray.federation.reduce import unit_sizes
 from trishul_ray.federation.residents import Residents
@@ -65,9 +72,13 @@ class Workbench(ModelBench):
     """Everything that a worker keeps resident; clients differ by shard, state and rng alone."""
 
     train: Split
-    test: Split
-    test_rows: np.ndarray  # rows of the test split that are evaluated
+    scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # the split of every set, and its rows
     shards: Partition
+
+    @property
+    def test(self) -> Split:
+        """The split of the test rows."""
+        return self.scored["test"][0]
 
 
 def build_workbench(
@@ -95,22 +106,38 @@ def build_workbench(
                 "storage.hub and model folders must have the same content on every node"
             )
     bench = build_model_bench(experiment, dataset.info, residents)
-    test_rows = np.arange(len(dataset.test))
-    limit = experiment.evaluation.limit
-    if limit is not None and limit < len(test_rows):
-        # Drawn by the raw rows and not by the seed, so that all seeds, methods and backbones are
-        # evaluated on the same rows.
-        rows = prepared.sources.get("rows", dataset.fingerprint)
-        rng = numpy_rng(0, "evaluation-subset", rows)
-        test_rows = np.sort(rng.choice(test_rows, limit, replace=False))
+    source = prepared.sources.get("rows", dataset.fingerprint)
     parts = {part.name: getattr(bench, part.name) for part in fields(bench)}
     return Workbench(
         **(parts | {"sources": prepared.sources | bench.sources}),
         train=dataset.train,
-        test=dataset.test,
-        test_rows=test_rows,
+        scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
     )
+
+
+def _scored_rows(
+    dataset: PreparedDataset, limit: int | None, source: str
+) -> dict[RowSet, tuple[Split, np.ndarray]]:
+    """Return the rows of the test split that are scored, and of the validation split, if any.
+
+    A subset is drawn by the raw rows, identified by ``source``, and not by the seed, so that all
+    seeds, methods and backbones are scored on the same rows.
+    """
+    streams: dict[RowSet, str] = {
+        "test": "evaluation-subset",
+        "validation": "validation-subset",
+    }
+    scored: dict[RowSet, tuple[Split, np.ndarray]] = {}
+    for name, stream in streams.items():
+        if name not in dataset.split_names:
+            continue
+        split = dataset.split(name)
+        rows = np.arange(len(split))
+        if limit is not None and limit < len(rows):
+            rows = np.sort(numpy_rng(0, stream, source).choice(rows, limit, replace=False))
+        scored[name] = split, rows
+    return scored
 
 
 def build_model_bench(
@@ -186,7 +213,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         initial=bench.initial.cpu().numpy(),
         expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
         task=bench.task,
-        test_rows=len(bench.test_rows),
+        scored={name: len(rows) for name, (_, rows) in bench.scored.items()},
         parameters={
             "adapter": counts.adapter + model.backbone_size,
             "scalars": counts.scalars,

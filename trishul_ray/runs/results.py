@@ -27,6 +27,7 @@ from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.server import RunResult
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
+from trishul_ray.tasks.base import validation_name
 from trishul_ray.version import NUMERICS, __version__
 
 #: Files of a finished run that need no backbone to be written.
@@ -173,20 +174,27 @@ def summarize(
     wall_seconds: float,
     run_id: str | None,
 ) -> dict[str, Any]:
-    """Return the content of result.json. The last round counts; the best is given as well."""
+    """Return the content of result.json. The last round counts; the best is given as well.
+
+    The best round has the largest headline metric on the validation rows, or without those on the
+    test rows, as its ``chosen_on`` says. The untouched backbone is never the best.
+    """
     task = result.blueprint.task
     measured = [r for r in result.records if task.headline in r]
     trained = [r for r in result.records if "train_loss" in r]
-    best = max(measured, key=lambda r: r[task.headline])
+    chosen_on = "validation" if "validation" in result.blueprint.scored else "test"
+    score = validation_name(task.headline) if chosen_on == "validation" else task.headline
+    best = max(measured[1:], key=lambda r: r[score])
+    names = (*task.metrics, *map(validation_name, task.metrics))
     return {
         "id": experiment.id,
         "name": experiment.name,
         "status": "finished",
         "headline": task.headline,
         "data": coverage.to_json(),
-        "final": _metrics(measured[-1], ("round", *task.metrics)),
-        "best": _metrics(best, ("round", *task.metrics)),
-        "untouched": _metrics(measured[0], task.metrics),
+        "final": _metrics(measured[-1], ("round", *names)),
+        "best": _metrics(best, ("round", *names)) | {"chosen_on": chosen_on},
+        "untouched": _metrics(measured[0], names),
         "recall": _by_class(measured[-1], result.blueprint.info.classes),
         "per_client": measured[-1].get("per_client", {}),
         "parameters": result.blueprint.parameters,

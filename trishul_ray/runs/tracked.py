@@ -101,7 +101,8 @@ def _grouped(name: str) -> str:
         return f"traffic/{name}"
     if name in DIAGNOSTICS:
         return f"cores/{name}"
-    for prefix in ("svt", "delta"):  # the prox; the clients' changes of their cores
+    # The prox; the clients' changes of their cores; the rows held out.
+    for prefix in ("svt", "delta", "validation"):
         if name.startswith(f"{prefix}_"):
             return f"{prefix}/{name.removeprefix(f'{prefix}_')}"
     return name
@@ -128,10 +129,13 @@ def log_data(tracker: Tracker, data: Mapping[str, Any], sources: Mapping[str, st
 def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
     """Log what a comparison of finished runs needs and no round has, from its result.json."""
     headline, hardware = summary["headline"], summary["hardware"]
+    best = summary["best"]
+    # A result of an older version does not say.
+    chosen = f"best_on_{best.get('chosen_on', 'test')}"
     traffic = ("uploaded_parameters", "downloaded_parameters", "uploaded_bytes", "downloaded_bytes")
     totals = {
-        f"best/{headline}": summary["best"][headline],
-        "best/round": summary["best"]["round"],
+        f"{chosen}/{headline}": best[headline],
+        f"{chosen}/round": best["round"],
         f"untouched/{headline}": summary["untouched"][headline],
         **{f"total/{name}": summary[name] for name in traffic},
         "total/wall_seconds": summary["wall_seconds"],

@@ -164,8 +164,9 @@ def work_of(experiment: Experiment) -> Work:
         layers=steps * 3 * len(shape.widths),
     )
     evaluations = len({*range(0, fed.rounds + 1, options.every), fed.rounds})
-    rows = evaluated_rows(experiment)
-    batches = evaluations * -(-rows // options.batch_size)
+    scored = evaluated_rows(experiment)
+    rows = sum(scored)
+    batches = evaluations * sum(-(-each // options.batch_size) for each in scored)
     # A target is scored at once, and then a text is generated, token by token.
     generated = shape.products(n, m, generated=True) + shape.attention(0, m)
     decoder = [name for name in shape.widths if name.startswith(DECODER)]
@@ -177,21 +178,22 @@ def work_of(experiment: Experiment) -> Work:
     return Work(training, evaluation, _prox_operations(experiment, adapters.values()) * steps)
 
 
-def evaluated_rows(experiment: Experiment) -> int:
-    """Return the number of rows that an evaluation scores.
+def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
+    """Return how many test rows and (about) how many validation rows an evaluation scores.
 
     Raises:
         InputError: Own data are not on this machine.
     """
     official = official_rows(experiment.data.name)
     if official is not None:
-        rows = official["test"]
+        test, train = official["test"], official["train"]
     else:
         places = Places.of(experiment)
-        rows = len(
-            prepare(experiment.data, cache=places.cache, hub=places.hub, download=False).test
-        )
-    return min(rows, experiment.evaluation.limit or rows)
+        own = prepare(experiment.data, cache=places.cache, hub=places.hub, download=False)
+        test, train = len(own.test), len(own.train)
+    validation = round(experiment.data.validation_share * train)
+    limit = experiment.evaluation.limit or max(test, validation)
+    return min(test, limit), min(validation, limit)
 
 
 def _prox_operations(experiment: Experiment, adapters: Iterable[LayerAdapter]) -> float:
