@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trishul_ray.errors import InputError, RunError, describe_os_error
+from trishul_ray.errors import CorruptFileError, InputError, RunError, describe_os_error
 from trishul_ray.federation.determinism import set_environment
 
 if TYPE_CHECKING:
@@ -107,23 +107,30 @@ def load(
 
     Raises:
         InputError: There is no such run, or it has not finished.
+        CorruptFileError: One of its files is damaged; running it again restores the file from its
+            last checkpoint.
     """
     set_environment()
     from trishul_ray.models.from_python import pass_model
     from trishul_ray.result import Result
-    from trishul_ray.runs.results import read_result
+    from trishul_ray.runs.results import damaged_files, read_result
     from trishul_ray.runs.trained import open_run
 
     if model is not None:
         pass_model(model, tokenizer)
     home, experiment = open_run(str(run), runs)
     try:
-        return Result(experiment, home, read_result(home), repeated=True)
+        summary = read_result(home)
     except FileNotFoundError:
         raise InputError(
             f"run {experiment.id} has not finished: no result.json in {home.uri}; run it again to "
             "continue it"
         ) from None
+    for name, fault in damaged_files(summary, home).items():
+        if fault == "corrupt":
+            again = "run it again to restore the file from its last checkpoint"
+            raise CorruptFileError(f"{home.place(name)} is corrupt (checksum differs); {again}")
+    return Result(experiment, home, summary, repeated=True)
 
 
 def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_run import TINY
 
+import trishul_ray
+from trishul_ray.errors import CorruptFileError
 from trishul_ray.loading import load_experiment
 
 
@@ -90,10 +92,37 @@ def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
     # PEFT writes the module names in any order.
     settings = "adapter/adapter_config.json"
     assert without_order(before.pop(settings)) == without_order(after[settings])
+    results = [json.loads(content["result.json"]) for content in (before, after)]
+    before.pop("result.json")
+    for result in results:
+        result["sha256"].pop(settings)
+        result.pop("checksum")
+    assert results[0] == results[1]
     assert {name for name in before if before[name] != after[name]} == set()
     for line in out.splitlines():
         if line.startswith(("result ", "figures ", "adapter ")):
             assert Path(line.split()[1]).exists(), line
+    _, _, error = trishul_here("run", *TINY)
+    assert "restored" not in error
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adapter/adapter_model.safetensors", "adapter/README.md", "figures/loss.png",
+     "metrics.parquet", "diagnostics.npz"],
+)  # fmt: skip
+def test_a_flipped_bit_of_a_finished_run_is_noticed_and_restored(trishul_here, home, name):
+    before = (home / name).read_bytes()
+    damaged = bytearray(before)
+    damaged[len(damaged) // 2] ^= 1
+    (home / name).write_bytes(damaged)
+    with pytest.raises(CorruptFileError, match=rf"{name} is corrupt \(checksum differs\); run it"):
+        trishul_ray.load(home)
+    code, _, error = trishul_here("run", *TINY)
+    assert code == 0, error
+    assert words_of(error).count(f"restored from the last checkpoint: {name}") == 1
+    assert (home / name).read_bytes() == before
+    assert trishul_ray.load(home).repeated
     _, _, error = trishul_here("run", *TINY)
     assert "restored" not in error
 

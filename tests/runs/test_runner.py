@@ -13,7 +13,7 @@ from tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment
-from trishul_ray.runs.results import read_metrics, read_result
+from trishul_ray.runs.results import read_metrics, read_result, result_json
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count
 
@@ -130,6 +130,23 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
         }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_a_run_that_starts_over_is_in_mlflow_once(tiny):
+    from mlflow.entities import ViewType
+    from mlflow.tracking import MlflowClient
+
+    first = run_experiment(tiny("tracking.mlflow=true"), quiet()).summary
+    other = run_experiment(tiny("tracking.mlflow=true", "seed=1"), quiet()).summary
+    again = run_experiment(tiny("tracking.mlflow=true"), quiet(), fresh=True).summary
+    client = MlflowClient(f"sqlite:///{run_folder(tiny()).root}/../mlflow.db")
+    groups = [e.experiment_id for e in client.search_experiments()]
+    listed = {run.info.run_id for run in client.search_runs(groups)}
+    assert listed == {other["mlflow_run_id"], again["mlflow_run_id"]}
+    (deleted,) = client.search_runs(groups, run_view_type=ViewType.DELETED_ONLY)
+    assert deleted.info.run_id == first["mlflow_run_id"]
+    assert deleted.data.tags["trishul.replaced_by"] == again["attempt"] != first["attempt"]
+
+
 def numbers(finished):
     rows = read_metrics(finished.home)
     return [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in rows]
@@ -209,7 +226,8 @@ def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch)
     recorded = read_result(full.home)
     assert recorded["export"]["form"] == "adapter" and plain.summary["export"] is None
     assert recorded["files"] == full.summary["files"]
-    timeless = {"files", "checksum", "export"}
+    assert sorted(recorded["sha256"]) == recorded["files"]
+    timeless = {"files", "sha256", "checksum", "export"}
     assert {k: v for k, v in recorded.items() if k not in timeless} == json.loads(
         json.dumps({k: v for k, v in plain.summary.items() if k not in timeless})
     )
@@ -227,14 +245,13 @@ def test_a_corrupt_result_is_named(tiny):
         (b"{", "result.json is unreadable"),
         (b"[]", "result.json is unreadable"),
         (json.dumps(summary | {"wall_seconds": -1}).encode(), r"corrupt \(checksum differs\)"),
-        (json.dumps(older | {"id": "0" * 12}).encode(), "belongs to run 000000000000"),
+        (json.dumps(older, sort_keys=True).encode(), "result.json has no checksum"),
+        (result_json(older | {"id": "0" * 12}), "belongs to run 000000000000"),
     ]:
         home.write("result.json", content)
         with pytest.raises(CorruptFileError, match=message) as caught:
             read_result(home)
         assert "\n" not in str(caught.value)
-    home.write("result.json", json.dumps(older, sort_keys=True).encode())
-    assert read_result(home) == older
     home.remove("result.json")
     with pytest.raises(FileNotFoundError):
         read_result(home)

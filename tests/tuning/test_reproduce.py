@@ -184,6 +184,48 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     assert result.outcomes[1].cells[0].value == scaffold.data.metrics["accuracy"]
 
 
+def test_damaged_cells_are_restored_and_run_again_only_without_a_checkpoint(sweep_file, tmp_path):
+    from mlflow.entities import ViewType
+
+    sweep = sweep_file("base: {resources.backend: inline}\naxes: {seed: [0, 1, 2, 3]}")
+    assert reproduce([sweep], TuneOptions(), Followed()).failures == {}
+    experiments = by_label(sweep, "seed")
+    before = {seed: files_of(e) for seed, e in experiments.items()}
+    homes = {seed: tmp_path / "runs" / e.id for seed, e in experiments.items()}
+    (homes["0"] / "metrics.parquet").unlink()
+    (homes["1"] / "result.json").write_text("{")
+    (homes["2"] / "metrics.parquet").write_bytes(b"PAR1")
+    (homes["3"] / "metrics.parquet").write_bytes(b"PAR1")
+    for file in (homes["3"] / "checkpoints").iterdir():
+        file.write_bytes(b"short")
+
+    progress = Followed()
+    result = reproduce([sweep], TuneOptions(), progress)
+    assert (result.failures, result.ran) == ({}, 4), progress.text.getvalue()
+    said = progress.text.getvalue()
+    assert "seed=1 is corrupt and goes on from its last whole checkpoint: /" in said
+    after = {seed: files_of(e) for seed, e in experiments.items()}
+    content = {s: {n: f[0] for n, f in files.items()} for s, files in after.items()}
+    for seed in "012":  # no round was run: its seconds are as they were
+        for name in ("attempt.json", "metrics.parquet"):
+            assert content[seed][name] == before[seed][name][0]
+    results = {s: json.loads(files["result.json"]) for s, files in content.items()}
+    old = {s: json.loads(files["result.json"][0]) for s, files in before.items()}
+    assert results["0"] == old["0"]
+    assert results["1"]["round_seconds"] == old["1"]["round_seconds"]
+    assert results["3"]["state_sha256"] == old["3"]["state_sha256"]
+    assert results["3"]["attempt"] != old["3"]["attempt"]
+
+    client, runs = logged_runs(tmp_path)
+    children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
+    assert {run.info.status for run in runs} == {"FINISHED"} and len(children) == 4
+    assert {run.info.run_id for run in children} == {r["mlflow_run_id"] for r in results.values()}
+    groups = [e.experiment_id for e in client.search_experiments()]
+    (replaced,) = client.search_runs(groups, run_view_type=ViewType.DELETED_ONLY)
+    assert replaced.info.run_id == old["3"]["mlflow_run_id"]
+    assert replaced.data.tags["trishul.replaced_by"] == results["3"]["attempt"]
+
+
 @pytest.mark.chaos
 def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(
     sweep_file, inline_result, monkeypatch

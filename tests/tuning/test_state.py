@@ -110,18 +110,35 @@ DAMAGES = {
     "without metrics": (lambda home: (home / "metrics.parquet").unlink(), "metrics.parquet"),
     "flipped metrics": (
         lambda home: flip(home / "metrics.parquet", 0.1),
-        r"metrics.parquet is corrupt \(checksum differs\)",
+        "metrics.parquet is corrupt",
+    ),
+    "without its checksum": (
+        lambda home: (home / "result.json").write_text(
+            re.sub(r',\s*"checksum": "\w+"', "", (home / "result.json").read_text())
+        ),
+        "result.json has no checksum",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_result_is_named_and_runs_again(cell, place, damage):
+def test_a_damaged_result_is_named_and_restored_unless_it_is_of_another_experiment(
+    cell, place, damage
+):
     harm, named = DAMAGES[damage]
     harm(place / "runs" / cell.id)
     state = state_of(cell)
-    assert state.status == "corrupt" and state.fresh and state.summary is None
+    other = damage in ("of another experiment", "of other numerics")
+    assert state.status == ("stale" if other else "corrupt") and state.fresh == other
+    assert state.summary is None
     assert re.search(named, state.reason), state.reason
+
+
+@pytest.mark.parametrize("damage", ["empty", "flipped metrics"])
+def test_a_damaged_result_of_other_data_is_not_restored(cell, place, damage):
+    DAMAGES[damage][0](place / "runs" / cell.id)
+    write_notes(place / "hub/me/notes/train.csv", "other")
+    assert state_of(cell) == CellState("stale", "the data have changed since it was run")
 
 
 def test_a_result_from_other_data_or_weights_is_stale(cell, place):
@@ -159,7 +176,7 @@ def test_a_failure_is_kept_until_a_run_finishes(place, cache):
     (place / f"runs/{experiment.id}/result.json").write_text("{")
     record_failure(experiment, "the disk is full", 3)
     state = state_of(experiment)
-    assert state.fresh and state.reason.endswith("; the disk is full")
+    assert state.status == "corrupt" and state.reason.endswith("; the disk is full")
 
 
 def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -25,13 +26,16 @@ from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.server import RunResult
+from trishul_ray.files import digest
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tasks.base import validation_name
 from trishul_ray.version import NUMERICS, __version__
 
+#: Files of a finished run's numbers, which reports read.
+NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
-TABLES = ("config.yaml", "metrics.parquet", "diagnostics.npz")
+TABLES = ("config.yaml", *NUMBERS)
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 
@@ -140,16 +144,45 @@ def write_tables(experiment: Experiment, result: RunResult | Checkpoint, folder:
         # The arrays of all diagnosed rounds, and the last spectra.
         arrays: dict[str, Any] = dict(result.matrices)
         arrays |= {f"spectrum_{key}": value for key, value in result.spectra.items()}
-        np.savez(folder / "diagnostics.npz", **arrays)
+        np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
 
 
-def table_hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files of numbers among :data:`TABLES` in a folder, by name."""
-    return {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        for name in TABLES
-        if name != "config.yaml" and (folder / name).is_file()
-    }
+def file_hashes(folder: Path) -> dict[str, str | None]:
+    """Return the SHA-256 of every file below a folder, by its path in it, in order.
+
+    None for config.yaml, which the run's id checks, and whose places may change.
+    """
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return {n: None if n == "config.yaml" else digest(files[n]) for n in sorted(files)}
+
+
+def damaged_files(
+    summary: Mapping[str, Any], home: Store, among: Collection[str] | None = None
+) -> dict[str, str]:
+    """Return which files of a finished run are ``missing`` or ``corrupt``, by name.
+
+    Args:
+        summary: The content of its result.json.
+        home: Its folder.
+        among: The files to look at; None is all. They are read as a whole.
+    """
+    damaged: dict[str, str] = {}
+    for name, expected in summary["sha256"].items():
+        if among is not None and name not in among:
+            continue
+        if expected is None:
+            if not home.exists(name):
+                damaged[name] = "missing"
+            continue
+        parent, _, file = name.rpartition("/")
+        try:
+            content = (home.child(parent) if parent else home).read(file)
+        except FileNotFoundError:
+            damaged[name] = "missing"
+        else:
+            if hashlib.sha256(content).hexdigest() != expected:
+                damaged[name] = "corrupt"
+    return damaged
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -256,8 +289,8 @@ def read_result(home: Store) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: The run has not finished.
-        CorruptFileError: The file is not JSON, does not match its checksum (files of older versions
-            have none), or belongs to another run.
+        CorruptFileError: The file is not JSON, does not match its checksum or has none, or belongs
+            to another run.
     """
     place = home.place("result.json")
     content = home.read("result.json")
@@ -267,8 +300,9 @@ def read_result(home: Store) -> dict[str, Any]:
         raise CorruptFileError(f"{place} is unreadable ({error})") from error
     if not isinstance(summary, dict) or "id" not in summary:
         raise CorruptFileError(f"{place} is unreadable (not the result of a run)")
-    if summary.get("checksum", _checksum(summary)) != _checksum(summary):
-        raise CorruptFileError(f"{place} is corrupt (checksum differs)")
+    if (checksum := summary.get("checksum")) != _checksum(summary):
+        fault = "has no checksum" if checksum is None else "is corrupt (checksum differs)"
+        raise CorruptFileError(f"{place} {fault}")
     if summary["id"] != home.root.rpartition("/")[2]:
         raise CorruptFileError(f"{place} belongs to run {summary['id']}")
     return summary

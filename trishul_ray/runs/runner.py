@@ -49,12 +49,13 @@ from trishul_ray.runs.duration import DurationNote
 from trishul_ray.runs.related import extend_shorter, note_differences
 from trishul_ray.runs.results import (
     TABLES,
+    damaged_files,
+    file_hashes,
     flat_metrics,
     read_result,
     result_json,
     seconds_until,
     summarize,
-    table_hashes,
     write_tables,
 )
 from trishul_ray.runs.tracked import (
@@ -62,6 +63,7 @@ from trishul_ray.runs.tracked import (
     log_data,
     log_reused,
     log_totals,
+    mark_replaced,
     mlflow_command,
     open_tracker,
 )
@@ -172,14 +174,17 @@ def run_steps(
         remark = image_size_line(Backbone.of(experiment), prepared.dataset.info)
         if remark is not None:
             progress.note(remark)
+        new = uuid.uuid4().hex
         if fresh:
+            for refused in mark_replaced(experiment, attempt_of(home), by=new):
+                progress.note(f"not marked in MLflow: {refused}")
             home.remove_all()
         if extras:  # a sweep's runs differ by design
             note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
         try:
             try:
-                attempt = _attempt(home)
+                attempt = _attempt(home, new)
                 home.write("config.yaml", experiment.to_yaml())
             except StorageRefusedError as error:
                 message = f"storage.runs={shown!r}: {error}; choose another folder"
@@ -235,16 +240,18 @@ def _restore_files(
     *,
     extras: bool,
 ) -> dict[str, Any]:
-    """Write the missing files of a finished run from its last checkpoint; return its result.
+    """Write damaged files of a finished run again, from its last checkpoint; return its result.
 
     With ``extras``, also those that a run without them left out; result.json then lists them.
     """
-    listed = summary.get("files", list(TABLES))
-    missing = [name for name in listed if not home.exists(name)]
-    adds = extras and "files" in summary and not any(n.startswith("figures/") for n in listed)
-    if not missing and not adds:
+    listed = summary["files"]
+    damaged = damaged_files(summary, home)
+    adds = extras and not any(n.startswith("figures/") for n in listed)
+    if not damaged and not adds:
         return summary
-    names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    faults = " and ".join(dict.fromkeys(damaged.values())) or "missing"
+    wanted = list(damaged)
+    names = ", ".join(wanted[:3]) + (f" and {len(wanted) - 3} more" if wanted[3:] else "")
     names = names or "figures and model"
     try:
         checkpoint = open_checkpoints(experiment).newest()
@@ -254,7 +261,7 @@ def _restore_files(
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             write_tables(experiment, checkpoint, folder)
-            if adds or not set(missing) <= set(TABLES):
+            if adds or not damaged.keys() <= set(TABLES):
                 report = progress.task_progress
                 prepared = prepare_run(experiment, report("preparing data"))
                 ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
@@ -265,27 +272,23 @@ def _restore_files(
                 coverage = coverage_of(experiment, prepared.dataset)
                 export = write_artifacts(experiment, prepared, result, folder, coverage)
                 summary = {**summary, "export": asdict(export)}
+            hashes = file_hashes(folder)
             if adds:
-                missing += [name for name in _files_in(folder) if name not in listed]
-            for name in missing:
+                wanted += [name for name in hashes if name not in listed]
+            for name in wanted:
                 parent, _, file = name.rpartition("/")
                 (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
-            written = {n: digest for n, digest in table_hashes(folder).items() if n in missing}
-            hashes = summary.get("sha256", {})
-            if adds or written.items() - hashes.items():
-                files = sorted({*listed, *missing})
-                summary = {**summary, "files": files, "sha256": {**hashes, **written}}
+            written = {name: hashes[name] for name in wanted}
+            before = summary["sha256"]
+            if adds or written.items() - before.items():
+                files = sorted({*listed, *wanted})
+                summary = {**summary, "files": files, "sha256": {**before, **written}}
                 home.write("result.json", result_json(summary))
     except (InputError, RunError, FileNotFoundError) as error:
-        progress.note(f"missing in {home.uri} and cannot be restored: {names} ({error})")
+        progress.note(f"{faults} in {home.uri} and cannot be restored: {names} ({error})")
     else:
-        progress.note(f"missing in {home.uri}, restored from the last checkpoint: {names}")
+        progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
     return summary
-
-
-def _files_in(folder: Path) -> list[str]:
-    """Return the files below a folder, by their paths in it."""
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
 def _run(
@@ -337,8 +340,8 @@ def _run(
             wall = time.perf_counter() - began + seconds_until(earlier, result.records)
             summary = summarize(experiment, result, coverage, wall, tracker.run_id)
             summary["export"] = None if export is None else asdict(export)
-            summary["files"] = _files_in(folder)
-            summary["sha256"] = table_hashes(folder)
+            hashes = file_hashes(folder)
+            summary["files"], summary["sha256"] = list(hashes), hashes
             summary["logged_to"], summary["unread_fields"] = tracker.place, sorted(unread)
             content = result_json(summary)
             # The last file of all: its presence marks the run as finished.
@@ -396,11 +399,20 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
         progress.advance(record["round"], record)
 
 
-def _attempt(home: Store) -> str:
+def attempt_of(home: Store) -> str:
+    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
+    try:
+        return str(json.loads(home.read("attempt.json"))["attempt"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return ""
+
+
+def _attempt(home: Store, new: str) -> str:
+    """Return the attempt that a run's folder belongs to; without one, it becomes ``new``."""
     # Written before the MLflow run is created: a driver killed in between finds it by this tag.
-    if not home.exists("attempt.json"):
-        home.write("attempt.json", json.dumps({"attempt": uuid.uuid4().hex}).encode())
-    return str(json.loads(home.read("attempt.json"))["attempt"])
+    if not (attempt := attempt_of(home)):
+        home.write("attempt.json", json.dumps({"attempt": new}).encode())
+    return attempt or new
 
 
 @contextmanager

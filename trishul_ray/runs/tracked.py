@@ -213,6 +213,28 @@ def log_reused(
         return [str(error)]
 
 
+def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]:
+    """Delete the MLflow run of an attempt that another one replaces; a tag says by which.
+
+    It is out of every list and mean, and can be restored in MLflow, like all that is deleted there.
+
+    Args:
+        experiment: The experiment, with its fields ``tracking`` as they are now.
+        attempt: The one that is replaced; nothing is done if it is empty.
+        by: The attempt that replaces it.
+
+    Returns:
+        What the store did not accept.
+    """
+    if not (experiment.tracking.mlflow and attempt):
+        return []
+    try:
+        MlflowRun.replace(_uri(experiment), experiment.tracking.experiment, attempt, by)
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
 def _uri(experiment: Experiment) -> str:
     return tracking_uri(experiment.tracking.uri, experiment.storage.runs)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import tenacity
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, first_line
 from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.tracking.store import (
     get_or_create_experiment,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 ATTEMPT_TAG = "trishul.attempt"
+#: Tag of a deleted run: the attempt that has replaced it.
+REPLACED_TAG = "trishul.replaced_by"
 PARENT_TAG = "mlflow.parentRunId"
 #: Metric logged last in every round: a round that has it was logged completely.
 ROUND_METRIC = "round"
@@ -183,21 +185,43 @@ class MlflowRun(Tracker):
         """Return the place of a run, as :attr:`place`."""
         return [redact(uri), experiment_name]
 
-    @staticmethod
-    def has_finished(uri: str, experiment_name: str, attempt: str) -> bool:
+    @classmethod
+    def has_finished(cls, uri: str, experiment_name: str, attempt: str) -> bool:
         """Return whether the run of an attempt has finished in an experiment of a store.
 
         Raises:
             InputError: The store does not answer or cannot be written, or the experiment was
                 deleted.
         """
+        runs = cls._runs_of(uri, experiment_name, attempt)[1]
+        return any(run.info.status == "FINISHED" for run in runs)
+
+    @classmethod
+    def replace(cls, uri: str, experiment_name: str, attempt: str, by: str) -> None:
+        """Delete the runs of an attempt, with the tag that another one replaces them.
+
+        Raises:
+            InputError: As :meth:`has_finished`.
+        """
+        from mlflow.exceptions import MlflowException
+
+        client, runs = cls._runs_of(uri, experiment_name, attempt)
+        try:
+            for run in runs:
+                client.set_tag(run.info.run_id, REPLACED_TAG, by)
+                client.delete_run(run.info.run_id)
+        except MlflowException as error:
+            raise InputError(f"tracking.uri={redact(uri)!r}: {first_line(error)}") from error
+
+    @staticmethod
+    def _runs_of(uri: str, experiment_name: str, attempt: str) -> "tuple[MlflowClient, list[Run]]":
         file = sqlite_file(uri)
         with store_lock(uri):
             client = open_client(uri)
             artifacts = file and file.parent / "mlartifacts"
             experiment = get_or_create_experiment(client, experiment_name, artifacts)
-        wanted = f"attributes.status = 'FINISHED' AND tags.`{ATTEMPT_TAG}` = '{attempt}'"
-        return bool(client.search_runs([experiment], wanted, max_results=1))
+        wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
+        return client, list(client.search_runs([experiment], wanted))
 
     @property
     def run_id(self) -> str:

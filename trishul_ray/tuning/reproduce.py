@@ -15,7 +15,7 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
 from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import read_metrics
-from trishul_ray.runs.runner import FAILURE
+from trishul_ray.runs.runner import FAILURE, attempt_of
 from trishul_ray.runs.tracked import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
@@ -27,7 +27,7 @@ from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
 from trishul_ray.tuning.state import CellState, collect, examine
 from trishul_ray.tuning.sweep import Sweep
-from trishul_ray.tuning.trial import STOPPED_EARLY, CellRun, attempt_of
+from trishul_ray.tuning.trial import STOPPED_EARLY, CellRun
 from trishul_ray.tuning.tuner import check_stores, run_cells, run_search
 
 
@@ -61,8 +61,9 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     missing = work.unfinished()
     check_cells({id: work.experiment(id) for id in missing}, work.name)
     for id in missing:
-        if (state := work.states[id]).fresh:
-            progress.note(f"{work.name(id)} is {state.status} and runs again: {state.reason}")
+        if (state := work.states[id]).status in ("stale", "corrupt"):
+            goes_on = "runs again" if state.fresh else "goes on from its last whole checkpoint"
+            progress.note(f"{work.name(id)} is {state.status} and {goes_on}: {state.reason}")
     for note in dict.fromkeys(state.note for state in work.states.values() if state.note):
         progress.note(f"finished results were {note}")
     searches = [part for part in work.parts if is_adaptive(part.sweep)]

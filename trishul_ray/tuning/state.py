@@ -4,23 +4,22 @@ A result is used if it is whole, is that of its experiment, and was made from th
 that are on this machine now. Times of files, their places, comments and tracking do not matter.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trishul_ray.data.prepared import ProgressCallback
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.federation.prepare import local_sources
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
-from trishul_ray.runs.results import read_result
+from trishul_ray.runs.results import NUMBERS, damaged_files, read_result
 from trishul_ray.runs.runner import FAILURE
 from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
@@ -43,22 +42,24 @@ class CellState:
 
     Attributes:
         status: ``finished``: the result can be used; ``missing``: there is none; ``failed``: there
-            is none, and the last attempt failed; ``stale``: the data or weights have changed since;
-            ``corrupt``: the files are damaged or not those of this experiment.
+            is none, and the last attempt failed; ``stale``: it is of other data, weights or
+            numerics; ``corrupt``: files are damaged, which the last checkpoint may restore.
         reason: One line on what is wrong; empty if finished.
         summary: Content of ``result.json`` if finished.
         note: One line on what could not be checked of a finished result; empty otherwise.
+        sources: Hashes of the data and weights of what is kept, if it is known.
     """
 
     status: Status
     reason: str = ""
     summary: dict[str, Any] | None = None
     note: str = ""
+    sources: Mapping[str, str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def fresh(self) -> bool:
         """Whether a result is in the way that the next run must delete first."""
-        return self.status in ("stale", "corrupt")
+        return self.status == "stale"
 
 
 def examine(
@@ -86,7 +87,7 @@ def examine(
     states |= zip(found, read_now, strict=True)
     groups: dict[str, list[str]] = {}
     for id, state in states.items():
-        if state.status == "finished":
+        if state.sources is not None:
             groups.setdefault(_sources_key(experiments[id]), []).append(id)
     for ids in groups.values():
         now, unknown = local_sources(experiments[ids[0]], progress)
@@ -206,33 +207,25 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
         if failure:
             return CellState("failed", failure)
         return CellState("missing", "not finished yet" if names else "not run yet")
+    sources = None
     try:
         summary = read_result(home)
-        _check_identity(summary, home, experiment)
-        _check_tables(summary, home, names)
+        sources = summary["sources"]
+        theirs, ours = (
+            json.dumps(x, sort_keys=True) for x in (summary["identity"], experiment.identity())
+        )
+        if theirs != ours or summary["versions"]["numerics"] != str(NUMERICS):
+            reason = f"{home.place('result.json')} is that of another experiment"
+            return CellState("stale", f"{reason}; {failure}" if failure else reason)
+        for name, fault in damaged_files(summary, home, NUMBERS).items():
+            raise CorruptFileError(f"{home.place(name)} is {fault}")
     except (CorruptFileError, KeyError) as error:
         reason = f"result.json has no {error}" if isinstance(error, KeyError) else str(error)
-        return CellState("corrupt", f"{reason}; {failure}" if failure else reason)
-    return CellState("finished", "", summary)
-
-
-def _check_identity(summary: Mapping[str, Any], home: Store, experiment: Experiment) -> None:
-    """Raise a CorruptFileError unless a result is that of the experiment, field by field."""
-    theirs, ours = (
-        json.dumps(x, sort_keys=True) for x in (summary["identity"], experiment.identity())
-    )
-    if theirs != ours or summary["versions"]["numerics"] != str(NUMERICS):
-        raise CorruptFileError(f"{home.place('result.json')} is that of another experiment")
-
-
-def _check_tables(summary: Mapping[str, Any], home: Store, names: Sequence[str]) -> None:
-    """Raise a CorruptFileError unless the files of numbers are there, as result.json has them."""
-    for name, expected in summary.get("sha256", {"metrics.parquet": None}).items():
-        if name not in names:
-            raise CorruptFileError(f"{home.place(name)} is missing")
-        found = hashlib.sha256(home.read(name)).hexdigest()
-        if expected not in (None, found):
-            raise CorruptFileError(f"{home.place(name)} is corrupt (checksum differs)")
+        if sources is None and (checkpoint := open_checkpoints(experiment).newest()) is not None:
+            sources = checkpoint.sources
+        reason = f"{reason}; {failure}" if failure else reason
+        return CellState("corrupt", reason, sources=sources)
+    return CellState("finished", "", summary, sources=sources)
 
 
 def read_failure(home: Store) -> str:
@@ -258,15 +251,15 @@ def _sources_key(experiment: Experiment) -> str:
 
 
 def _compare(state: CellState, now: Mapping[str, str], unknown: str) -> CellState:
-    """Return the state of a finished run, given the sources on this machine."""
-    assert state.summary is not None
-    before: Mapping[str, str] = state.summary["sources"]
+    """Return the state of a run that is kept, given the sources on this machine."""
+    before = state.sources or {}
     if not comparable(before, now):
         now = {name: source for name, source in now.items() if name != "backbone"}
         unknown = " and ".join(filter(None, [unknown, "the weights (from the hub or a folder)"]))
     if changed := changed_sources(before, now):
         return CellState("stale", f"the {changed} have changed since it was run")
-    return replace(state, note=f"not compared with {unknown}" if unknown else "")
+    noted = unknown and state.status == "finished"
+    return replace(state, note=f"not compared with {unknown}" if noted else "")
 
 
 def _task_of(experiment: Experiment) -> str:

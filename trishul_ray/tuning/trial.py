@@ -5,12 +5,12 @@ live in the bundles of its placement group. A trial that failed is run again by 
 from the checkpoint of the last round; nothing is saved by Tune.
 """
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray import tune
@@ -24,9 +24,8 @@ from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
-from trishul_ray.runs.results import flat_metrics
-from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
-from trishul_ray.storage import Store
+from trishul_ray.runs.results import NUMBERS, damaged_files, flat_metrics
+from trishul_ray.runs.runner import FinishedRun, RunSteps, attempt_of, run_steps
 from trishul_ray.tracking.progress import HEADLINES, RunProgress
 from trishul_ray.tuning.state import read_failure
 
@@ -59,14 +58,6 @@ class CellRun:
 
 #: Returns what a trial runs, given its Tune configuration.
 FindRun = Callable[[Mapping[str, Any]], CellRun]
-
-
-def attempt_of(home: Store) -> str:
-    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
-    try:
-        return str(json.loads(home.read("attempt.json"))["attempt"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return ""
 
 
 class _Notes(RunProgress):
@@ -167,17 +158,20 @@ class CellTrial(tune.Trainable):
             for record in checkpoint.records[:-1] if checkpoint is not None else ():
                 self._metrics |= {ROUND: record["round"], **flat_metrics(record)}
             raise InputError(why)  # ends this run as it ended before
-        old = run.replaces is not None and run.replaces == attempt_of(home)
-        return (
-            yield from run_steps(
-                run.experiment,
-                self._notes,
-                fresh=old,
-                workers=self._workers,
-                extras=False,
-                tags=run.tags,
-            )
+        steps = partial(
+            run_steps,
+            run.experiment,
+            self._notes,
+            workers=self._workers,
+            extras=False,
+            tags=run.tags,
         )
+        old = run.replaces is not None and run.replaces == attempt_of(home)
+        finished = yield from steps(fresh=old)
+        if finished.repeated and damaged_files(finished.summary, home, NUMBERS):
+            # Its last checkpoint is lost, too.
+            finished = yield from steps(fresh=True)
+        return finished
 
     def _advance(self) -> None:
         try:
