@@ -109,15 +109,21 @@ def arrays(labels, lam):
     """``diagnostics.npz``: random cohorts, updates and spectra by the seed."""
     rng = np.random.default_rng(int(labels["seed"]))
     clients = np.stack([np.sort(rng.permutation(CLIENTS)[:COHORT]) for _ in range(ROUNDS)])
-    updates = rng.normal(size=(ROUNDS, COHORT, 12)) * (0.8 if lam else 1.0)
-    updates -= updates.mean(axis=1, keepdims=True)
+    # Updates of two clients correlate by a half, with a penalty by 0.8.
+    shared = rng.normal(size=(ROUNDS + 1, 1, 400))
+    own = rng.normal(size=(ROUNDS + 1, CLIENTS, 400))
+    updates = shared + own * (0.5 if lam else 1.0)
+    updates /= np.linalg.norm(updates, axis=2, keepdims=True)
+    cosine = updates @ updates.mT
     before = np.sort(rng.gamma(0.5, 0.1, (10, RANK)), axis=1)[:, ::-1] * np.exp(-np.arange(RANK))
     threshold = 0.05 * lam
     after = np.maximum(before - threshold, 0.0)
     found = {
         "round": np.arange(1, ROUNDS + 1),
         "clients": clients,
-        "covariance": updates @ updates.mT,
+        "cosine": np.stack([m[np.ix_(c, c)] for c, m in zip(clients, cosine, strict=False)]),
+        "everyone_clients": np.arange(CLIENTS),
+        "everyone_cosine": cosine[-1],
         "spectrum_uploaded": 1.1 * after,
     }
     if lam:

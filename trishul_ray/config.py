@@ -365,7 +365,15 @@ class EvaluationConfig(Section):
         "for every seed, method and backbone",
     )
     diagnostics_every: int = Field(
-        1, ge=0, description="rounds between spectral diagnostics; 0: never"
+        1,
+        ge=0,
+        description="rounds between spectral diagnostics; always of the first and the last; "
+        "0: never",
+    )
+    diagnostics_cohort: Literal["round", "all"] = in_id_if_set(
+        "round",
+        "whose updates diagnostics compare: those of each round's clients alone; all: in the last "
+        "round every other client (of at most 100) also trains, for this comparison alone",
     )
     top_k: int = Field(8, ge=1, description="directions in the principal-angle similarity")
     per_client: bool = in_id_if_set(
@@ -373,6 +381,11 @@ class EvaluationConfig(Section):
         "also score every client: on its own test rows where they have a client column, and "
         "otherwise on all test rows, weighted by the client's class mix",
     )
+
+    def diagnoses(self, round_number: int, rounds: int) -> bool:
+        """Return whether the uploads of a round (from 1) are diagnosed."""
+        every = self.diagnostics_every
+        return every > 0 and (round_number % every == 0 or round_number in (1, rounds))
 
 
 class ResourcesConfig(Section):

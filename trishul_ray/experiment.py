@@ -41,6 +41,9 @@ from trishul_ray.version import NUMERICS
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
 
+#: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
+MOST_COMPARED = 100
+
 
 def _validated_method(value: Any) -> Any:
     if isinstance(value, MethodConfig):
@@ -93,6 +96,11 @@ class Experiment(Section):
             raise ValueError(
                 f"federation.compute={fed.compute!r} needs a method that supports limited clients "
                 f"({', '.join(supported)}), not method={self.method.name!r}"
+            )
+        if self.evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
+            raise ValueError(
+                f"evaluation.diagnostics_cohort='all' compares at most {MOST_COMPARED} clients, "
+                f"not federation.clients={fed.clients}"
             )
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(

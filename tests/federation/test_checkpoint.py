@@ -20,7 +20,7 @@ def make(round_number, fill=1.0):
         client_states={3: {"variate": np.arange(4, dtype=np.float32)}},
         records=[{"round": 0, "accuracy": 0.5}, {"round": 1, "refused": {"2": "why"}}],
         spectra={"before": np.ones((2, 3))},
-        matrices={"covariance": np.ones((1, 2, 2))},
+        matrices={"cosine": np.ones((1, 2, 2))},
     )
 
 
@@ -39,7 +39,7 @@ def test_round_trip(store):
         restored.client_states[3]["variate"], original.client_states[3]["variate"]
     )
     np.testing.assert_array_equal(restored.spectra["before"], original.spectra["before"])
-    np.testing.assert_array_equal(restored.matrices["covariance"], np.ones((1, 2, 2)))
+    np.testing.assert_array_equal(restored.matrices["cosine"], np.ones((1, 2, 2)))
 
 
 def test_the_newest_are_kept_and_a_round_is_replaced(store):

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from trishul_ray.errors import FailsAgainError, InputError
+from trishul_ray.federation import local
+from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.diagnostics import append_round
-from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
+from trishul_ray.federation.messages import TrainJob, to_arrays
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.methods.trishul import Trishul
 
 INLINE = ("resources.backend=inline", "evaluation.every=9")
 
@@ -33,12 +38,11 @@ def test_matrices_compare_the_clients_of_every_round(small, inline_result):
     cohorts = [record["clients"] for record in final.records[1:]]
     np.testing.assert_array_equal(found["clients"], cohorts)
     for number, record in enumerate(final.records[1:]):
-        covariance = found["covariance"][number]
-        # Its trace is the spread of which the variance is the mean over clients.
-        variance = np.trace(covariance) / len(covariance)
+        inner = found["inner_products"][number]
+        # The mean square of the updates is their variance and the square of their mean.
+        variance = np.trace(inner) / len(inner) - inner.mean()
         assert record["delta_aggregation_variance"] == pytest.approx(variance, rel=1e-6)
-        np.testing.assert_allclose(covariance.sum(axis=0), 0, atol=1e-6 * covariance.max())
-        above = np.triu_indices(len(covariance), 1)
+        above = np.triu_indices(len(inner), 1)
         cosine = found["cosine"][number][above].mean()
         assert record["delta_client_cosine"] == pytest.approx(cosine, rel=1e-6)
         alignment = record["delta_principal_angle_similarity"]
@@ -60,6 +64,105 @@ def test_matrices_outlive_a_stop(small, inline_result):
         np.testing.assert_array_equal(value, resumed[key])
 
 
+EVERYONE = "evaluation.diagnostics_cohort=all"
+
+
+def numbers(records):
+    timed = ("seconds", "client_seconds")
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+@pytest.mark.parametrize("words", [["method=ravan"], ["method=trishul", "federation.compute=bell"]])
+def test_all_clients_are_compared_once_and_nothing_else_changes(small, inline_result, words):
+    plain, asked = small(*words, *INLINE), small(*words, *INLINE, EVERYONE)
+    assert plain.id != asked.id
+    before, after = inline_result(plain), inline_result(asked)
+    assert after.digest == before.digest
+    assert numbers(after.records) == numbers(before.records)
+    everyone = {k: v for k, v in after.matrices.items() if k.startswith("everyone_")}
+    assert after.matrices.keys() - everyone.keys() == before.matrices.keys()
+    for name, matrix in before.matrices.items():
+        np.testing.assert_array_equal(matrix, after.matrices[name])
+    assert everyone["everyone_clients"].tolist() == [*range(plain.federation.clients)]
+    # The cohort of the last round sent what is compared, from the same broadcast.
+    last = before.matrices["clients"][-1]
+    for name in ("cosine", "inner_products", "principal_angle_similarity"):
+        matrix = everyone[f"everyone_{name}"]
+        np.testing.assert_allclose(matrix, matrix.T, atol=1e-12)
+        np.testing.assert_allclose(matrix[np.ix_(last, last)], before.matrices[name][-1])
+
+
+def test_the_comparison_of_all_clients_outlives_a_stop(small, inline_result):
+    experiment = small("method=ravan", *INLINE, EVERYONE)
+    prepared = prepare_run(experiment)
+    whole = inline_result(experiment)
+    for _ in range(2):
+        InlineDriver(experiment, prepared, "a").step()
+    again = InlineDriver(experiment, prepared, "a")
+    while not again.step().finished:
+        pass
+    done = InlineDriver(experiment, prepared, "a").final()  # from the last checkpoint
+    for found in (again.final().matrices, done.matrices):
+        np.testing.assert_array_equal(found["everyone_cosine"], whole.matrices["everyone_cosine"])
+
+
+def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
+    experiment = small("method=ravan", *INLINE, EVERYONE)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    run = driver.server.executor.run
+
+    def diverging(broadcast, jobs):
+        if {job.client for job in jobs if hasattr(job, "client")} - cohort:
+            raise FailsAgainError("training loss of client 9 is not finite")
+        return run(broadcast, jobs)
+
+    driver.server.executor.run = diverging
+    for number in range(1, experiment.federation.rounds + 2):
+        cohort = {*driver.server.cohort(number)}
+        report = driver.step()
+        assert any("client 9" in e for e in report.events) == (
+            number == experiment.federation.rounds
+        )
+    assert report.finished and "everyone_cosine" not in driver.final().matrices
+    assert state_digest(driver.final().state) == driver.final().digest
+
+
+def test_more_clients_than_can_be_compared_are_refused(small):
+    with pytest.raises(InputError, match=r"diagnostics_cohort='all' compares at most 100 clients"):
+        small("federation.clients=101", EVERYONE)
+
+
+def test_the_first_and_the_last_round_are_always_diagnosed(small, inline_result):
+    words = ("method=trishul", "resources.backend=inline", "evaluation.diagnostics_every=5")
+    final = inline_result(small(*words, "federation.rounds=3"))
+    diagnosed = [r["round"] for r in final.records if "delta_aggregation_variance" in r]
+    assert diagnosed == [r["round"] for r in final.records if "svt_zeroed" in r] == [1, 3]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_the_time_of_a_client_is_that_of_its_local_steps(small, monkeypatch, every):
+    """Spectra are computed where diagnostics are on, and outside of the timed steps."""
+    experiment = small("method=trishul", *INLINE, f"evaluation.diagnostics_every={every}")
+    clock = [0.0]
+
+    def slow(function, seconds):
+        def called(*args, **options):
+            clock[0] += seconds
+            return function(*args, **options)
+
+        return called
+
+    monkeypatch.setattr(local.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(local, "new_run", slow(local.new_run, 10.0))
+    monkeypatch.setattr(Trishul, "upload", slow(Trishul.upload, 100.0))
+    monkeypatch.setattr(Trishul, "after_step", slow(Trishul.after_step, 1.0))
+    bench = InlineExecutor(experiment, prepare_run(experiment)).bench
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    _, report = local.train_client(bench, to_arrays(start), TrainJob(1, 0))
+    assert report.seconds == experiment.federation.local_steps
+    assert ("spectra" in report.notes) == (every == 1)
+
+
 def test_limited_clients_are_compared_over_the_heads_that_both_trained(small, inline_result):
     final = inline_result(small("method=ravan", "method.head_fraction=0.5", *INLINE))
     cosine = final.matrices["cosine"]
@@ -78,11 +181,11 @@ def test_methods_without_cores_have_no_matrices(small, inline_result):
 def test_rounds_of_different_width_are_padded():
     def found(*clients):
         size = len(clients)
-        return {"clients": np.array(clients), "covariance": np.ones((size, size))}
+        return {"clients": np.array(clients), "cosine": np.ones((size, size))}
 
     rounds = append_round(append_round({}, 1, found(3)), 4, found(0, 5))
     rounds = append_round(append_round(rounds, 5, {}), 6, found(2))
     assert rounds["round"].tolist() == [1, 4, 6]
     assert rounds["clients"].tolist() == [[3, -1], [0, 5], [2, -1]]
-    assert np.isnan(rounds["covariance"][[0, 2]]).sum() == 6
-    assert torch.from_numpy(rounds["covariance"]).nan_to_num().sum() == 6
+    assert np.isnan(rounds["cosine"][[0, 2]]).sum() == 6
+    assert torch.from_numpy(rounds["cosine"]).nan_to_num().sum() == 6

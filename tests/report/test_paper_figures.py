@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_cells import (
     CASES,
-    COHORT,
+    CLIENTS,
     ROUNDS,
     SEEDS,
     accuracy,
@@ -264,10 +264,24 @@ def test_covariance_is_of_one_run_that_both_have(tmp_path):
     )
     data = data_of(figure_of(kind, where), sweep)
     (first, clients, matrix), (second, _, other) = data.matrices
-    assert (first, second) == ("RAVAN", "TRISHUL") and len(clients) == len(matrix) == 6
-    assert other == pytest.approx(matrix * 0.8**2, nan_ok=True)
+    assert (first, second) == ("RAVAN", "TRISHUL") and len(clients) == len(matrix) == CLIENTS
     assert "seed 1 alone" in data.remarks
-    assert any(f"{-1 / (COHORT - 1):.2g} of the diagonal" in remark for remark in data.remarks)
+    # What two updates have in common is what the figure shows: a half, and 0.8.
+    for found, expected in ((matrix, 0.5), (other, 0.8)):
+        assert found[~np.eye(CLIENTS, dtype=bool)].mean() == pytest.approx(expected, abs=0.1)
+    words = data.describe()
+    assert re.search(r"RAVAN: mean 1 on the diagonal, 0\.[45]\d* off it", words), words
+
+
+def test_without_a_comparison_of_all_clients_rounds_are_averaged_by_pair(tmp_path):
+    kind, where = "covariance", CASES["covariance"][1]
+    sweep = by_method(tmp_path)
+    for cell in sweep.cells:
+        cell.arrays.pop("everyone_cosine", None)
+    data = data_of(figure_of(kind, where), sweep)
+    assert "mean over the rounds that two clients were both in" in data.remarks
+    matrix = data.matrices[0][2]
+    assert np.nanmean(matrix[~np.eye(CLIENTS, dtype=bool)]) == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +293,7 @@ def test_covariance_is_of_one_run_that_both_have(tmp_path):
         ("convergence", {"panels": ["dataset", "x"]}, "must be null, an axis or a list"),
         ("alpha_diagnostics", {"last": 0}, "last=0 must be a number of rounds"),
         ("alpha_diagnostics", {"of": ["update"]}, "must be a list of updates and uploads"),
-        ("covariance", {"matrix": "corelation"}, "must be one of covariance, inner_products"),
+        ("covariance", {"matrix": "corelation"}, "must be one of cosine, inner_products"),
         ("lambda_accuracy", {"x": 3}, "x=3 must be text"),
     ],
 )

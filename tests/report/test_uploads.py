@@ -35,9 +35,10 @@ def test_client_matrices(tmp_path, pixels, rounds, clients, cohort):
     rng = numpy_rng(0, "figure")
     who = np.stack([np.sort(rng.permutation(clients)[:cohort]) for _ in range(rounds)])
     x = rng.normal(size=(rounds, cohort, 8))
-    covariance = x @ x.transpose(0, 2, 1)
+    x /= np.linalg.norm(x, axis=2, keepdims=True)
+    cosine = x @ x.transpose(0, 2, 1)
     similarity = rng.random((rounds, cohort, cohort))
-    pixels(client_matrices(who, covariance, similarity, tmp_path / "m.png", note="all of it"))
+    pixels(client_matrices(who, cosine, similarity, tmp_path / "m.png", note="all of it"))
 
 
 def test_zero_and_unknown_matrices(tmp_path, pixels):
@@ -96,7 +97,7 @@ def test_spectra_of_several_ranks(tmp_path, pixels, shape):
         ),
         (
             lambda p: client_matrices([[0, 1]], np.ones((1, 3, 3)), np.ones((1, 2, 2)), p),
-            r"covariance \(1, 3, 3\)",
+            r"cosine \(1, 3, 3\)",
         ),
         (lambda p: spectra(np.ones((2, 3)), np.ones((2, 4)), 0.1, p), r"\(2, 3\).*\(2, 4\)"),
         (lambda p: spectra(np.ones((0, 3)), np.ones((0, 3)), 0.1, p), r"\(0, 3\)"),

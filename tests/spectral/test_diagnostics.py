@@ -14,7 +14,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.diagnostics import (
     aggregation_variance,
-    client_covariance,
     client_matrices,
     diagnose,
     dominant_direction_similarity,
@@ -136,17 +135,6 @@ def test_significant_ignores_float32_rounding():
     assert not bool(significant(torch.zeros(4)).any())
 
 
-def test_covariance_is_centred_or_not():
-    z = uploads(4, 3, 5).double()
-    flat = z.flatten(1)
-    plain = client_covariance(z, centred=False)
-    torch.testing.assert_close(plain, flat @ flat.mT / 3)
-    centred = client_covariance(z)
-    torch.testing.assert_close(centred.sum(dim=1), torch.zeros(4).double(), atol=1e-9, rtol=0)
-    expected = np.cov(flat.numpy().T, bias=True).trace() * 4 / 3
-    assert float(centred.trace()) == pytest.approx(expected)
-
-
 def test_variance_of_equal_weights_is_numpys():
     z = uploads(5, 3, 4)
     expected = z.double().numpy().reshape(5, 3, -1).var(axis=0).sum(axis=-1)
@@ -265,18 +253,14 @@ def test_client_matrices_by_definition(m, n, r, seed, limited):
     for a in range(m):
         for b in range(m):
             common = [i for i in range(n) if active[a, i] and active[b, i]]
-            covariance = inner = 0.0
+            inner = 0.0
             cosines, angles = [], []
             for i in common:
-                trained = [c for c in range(m) if active[c, i]]
-                mean = np.mean([cores[c, i] for c in trained], axis=0)
-                covariance += ((cores[a, i] - mean) * (cores[b, i] - mean)).sum() / n
                 inner += (cores[a, i] * cores[b, i]).sum() / n
                 norms = np.linalg.norm(cores[a, i]) * np.linalg.norm(cores[b, i])
                 cosines.append((cores[a, i] * cores[b, i]).sum() / norms)
                 bases = [np.linalg.svd(cores[c, i])[0][:, :2] for c in (a, b)]
                 angles.append(np.mean(np.cos(scipy.linalg.subspace_angles(*bases)) ** 2))
-            assert float(result["covariance"][a, b]) == pytest.approx(covariance, abs=1e-9)
             assert float(result["inner_products"][a, b]) == pytest.approx(inner, abs=1e-9)
             expected = np.mean(cosines) if common else math.nan
             assert float(result["cosine"][a, b]) == pytest.approx(expected, abs=1e-9, nan_ok=True)

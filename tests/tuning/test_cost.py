@@ -43,6 +43,17 @@ def test_seconds_are_operations_by_rate_or_layers_by_latency():
     assert tiny.seconds("h100", "fp32") == pytest.approx(expected)
 
 
+def test_clients_that_train_for_a_comparison_alone_are_counted():
+    words = ["dataset=cifar100", "federation.rounds=2", "federation.clients=13"]
+    plain, more = (
+        work_of(load_experiment(None, [*words, *asked]))
+        for asked in ([], ["evaluation.diagnostics_cohort=all"])
+    )
+    # Ten clients beside the three of the last round; six trained before.
+    assert more.training.backbone == pytest.approx(plain.training.backbone * 16 / 6)
+    assert more.evaluation == plain.evaluation
+
+
 #: The attention of a CPU, which PyTorch does not count.
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (

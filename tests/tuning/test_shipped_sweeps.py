@@ -13,13 +13,14 @@ from trishul_ray.tuning.sweep import distinct, find_sweeps
 #: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), as many for language, 105 for
 #: GLUE, and those of the ablations that no table before has: 18 without penalty, 54 with another
 #: allocation, 18 with fixed scalars, 27 with another lambda, 42 with another alpha and 6 of them
-#: without penalty for a figure, 27 with other bases and 9 of RAVAN, 45 with limited clients.
-COUNTS = {"paper": (1269, 1071), "small": (516, 363), "smoke": (539, 441)}
+#: without penalty for a figure, 27 with other bases and 9 of RAVAN, 45 with limited clients, and 2
+#: in which all clients are compared.
+COUNTS = {"paper": (1271, 1073), "small": (518, 365), "smoke": (541, 443)}
 PROFILES = tuple(COUNTS)
 
 NAMES = [
     *("vision", "language", "glue", "nuclear", "allocation", "scaling", "lambda"),
-    *("heterogeneity", "initialization", "compute", "convergence", "overhead"),
+    *("heterogeneity", "initialization", "compute", "convergence", "covariance", "overhead"),
 ]
 FIGURES = {
     *("convergence", "overhead", "svt_spectra", "spectral_alignment", "spectral_diagnostics"),

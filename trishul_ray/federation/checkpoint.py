@@ -44,7 +44,8 @@ class Checkpoint:
         client_states: persistent states, by client.
         records: one record for each round so far; the first is of the pretrained backbone.
         spectra: singular values of the last diagnostics; see ``Diagnostics``.
-        matrices: comparisons between clients in every diagnosed round; see ``append_round``.
+        matrices: comparisons between clients in every diagnosed round, and of all clients in the
+            last; see ``append_round`` and ``compare_everyone``.
         survey: the averaged answers to the survey before round 1.
         sources: hashes of data and weights; see ``Blueprint``.
         info: description of the data; None in a checkpoint of an older version.

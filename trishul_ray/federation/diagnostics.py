@@ -72,16 +72,9 @@ def upload_diagnostics(
     uniform = experiment.federation.weighting == "uniform"
     weights = torch.tensor([1.0 if uniform else float(u.rows) for u in uploads])
     weights = weights.double() / weights.sum()
-    sent = torch.stack([torch.from_numpy(np.array(u.arrays["shared"])) for u in uploads])  # [m, W]
-    received = torch.from_numpy(np.array(broadcast["shared"]))  # [W]
-    active = None
-    if any(upload.active is not None for upload in uploads):
-        # A client of full capacity sends no mask, even beside limited ones: it trained every unit.
-        full = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
-        masks = [full if u.active is None else np.array(u.active) for u in uploads]
-        active = torch.from_numpy(np.stack(masks))  # [m, U]
+    sent, updates, active = _stacked(uploads, broadcast, blueprint)
     matrices: Arrays = {}
-    for prefix, vectors in (("", sent), ("delta_", sent - received)):
+    for prefix, vectors in (("", sent), ("delta_", updates)):
         # The matrices of the updates, which come last, are kept.
         top_k = experiment.evaluation.top_k
         values, matrices = _over_ranks(vectors, weights, active, blueprint, top_k)
@@ -92,16 +85,32 @@ def upload_diagnostics(
     return Diagnostics(metrics, spectra | one, matrices)
 
 
+def compare_everyone(
+    uploads: list[Upload], broadcast: Arrays, blueprint: Blueprint, top_k: int
+) -> Arrays:
+    """Compare the updates of all clients, trained from one broadcast.
+
+    Returns:
+        ``everyone_clients`` [C], and [C, C] of each matrix of
+        :func:`~trishul_ray.spectral.diagnostics.client_matrices` under ``everyone_<name>``.
+    """
+    _, updates, active = _stacked(uploads, broadcast, blueprint)
+    _, found = _over_ranks(updates, torch.ones(len(uploads)), active, blueprint, top_k)
+    found["clients"] = np.array([upload.client for upload in uploads], dtype=np.int64)
+    return {f"everyone_{name}": values for name, values in found.items()}
+
+
 def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
     """Return ``matrices``, the rounds so far, with those of one more round.
 
+    What :func:`compare_everyone` found is left out: it was of what is no longer the last round.
     They are ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first round. If
     rounds differ in their number of clients, ``clients`` is padded with -1 and the rest with NaN.
     """
     if not new:
         return matrices
     new = {key: value[None] for key, value in new.items()} | {"round": np.array([number])}
-    if not matrices:
+    if "round" not in matrices:
         return new
     width = max(matrices["clients"].shape[1], new["clients"].shape[1])
 
@@ -113,6 +122,23 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
         return np.pad(value, pads, constant_values=empty)
 
     return {key: np.concatenate([padded(key, matrices[key]), padded(key, new[key])]) for key in new}
+
+
+def _stacked(
+    uploads: list[Upload], broadcast: Arrays, blueprint: Blueprint
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what was sent [m, W], its change since the broadcast, and the trained units [m, U].
+
+    The last is None if every client trained all.
+    """
+    sent = torch.stack([torch.from_numpy(np.array(u.arrays["shared"])) for u in uploads])
+    received = torch.from_numpy(np.array(broadcast["shared"]))
+    if all(upload.active is None for upload in uploads):
+        return sent, sent - received, None
+    # A client of full capacity sends no mask, even beside limited ones: it trained every unit.
+    full = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
+    masks = [full if u.active is None else np.array(u.active) for u in uploads]
+    return sent, sent - received, torch.from_numpy(np.stack(masks))
 
 
 def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: Blueprint) -> Arrays:

@@ -41,14 +41,13 @@ if TYPE_CHECKING:
 def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
     """Run one client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
-    The host waits for a GPU once, after the last step, to copy the results. Only a method's
-    ``start`` and ``upload`` may make it wait more often.
+    The host waits for a GPU after the last step, where the time of the local steps ends, and to
+    copy the results. Only a method's ``start`` and ``upload`` may make it wait more often.
 
     Raises:
         FailsAgainError: The training loss is not finite; the message names client and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
-    started = time.perf_counter()
     with (
         _memory_of(f"client {job.client} in round {job.round}", "federation.batch_size"),
         _client_stream(bench, "dropout", job.round, job.client),
@@ -58,11 +57,13 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
         steps = LocalSteps(bench, run, job)
         losses = torch.empty(steps.last, dtype=torch.float64, device=bench.device)
         with steps.bound():
+            began = time.perf_counter()
             for step in range(1, steps.last + 1):
                 losses[step - 1] = steps.compute(step, steps.batch(step))
+            losses = losses.cpu()
+            seconds = time.perf_counter() - began
         with torch.no_grad():
             upload, state = bench.method.upload(run, steps.last)
-        losses = losses.cpu()
     # It refers to the run and the workbench: let them be freed before the next garbage collection.
     del run.gradient
     _check_finite(losses, job, bench.settings.optimizer.lr)
@@ -71,7 +72,6 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     active = None if run.active is None else run.active.numpy()
     rows = len(bench.shards.shard(job.client))
     arrays, kept = to_arrays(upload), to_arrays(state)
-    seconds = time.perf_counter() - started
     return (
         Upload(job.client, rows, arrays, active),
         TrainReport(job.client, kept, float(losses.mean()), seconds, run.notes),

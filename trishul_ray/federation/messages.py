@@ -93,7 +93,7 @@ class TrainReport:
     client: int
     state: Arrays  # the client's new persistent state
     loss: float  # mean training loss over the local steps
-    seconds: float
+    seconds: float  # of the local steps alone
     notes: dict[str, Any] = field(default_factory=dict)  # of the method; see LocalRun
 
 

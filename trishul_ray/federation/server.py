@@ -24,6 +24,7 @@ from trishul_ray.federation.diagnostics import (
     MOST_CLIENTS,
     aggregation_error,
     append_round,
+    compare_everyone,
     upload_diagnostics,
 )
 from trishul_ray.federation.messages import (
@@ -41,7 +42,7 @@ from trishul_ray.federation.messages import (
     to_arrays,
     to_tensors,
 )
-from trishul_ray.federation.reduce import Partial, Reducer, finish
+from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason
 from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import validation_name
@@ -203,7 +204,11 @@ class Server:
                 sums = [each.sums for each in outcome.evaluations if each.rows == rows]
                 complete.update(self._scores(rows, sums))
             if cohort:
+                paused = time.perf_counter()
+                everyone = self._compare_everyone(number, cohort, broadcast, outcome)
+                began += time.perf_counter() - paused
                 record = self._aggregate(number, cohort, broadcast, outcome)
+                self.matrices |= everyone
                 record["seconds"] = time.perf_counter() - began
                 self.records.append(record)
             self.checkpoints.save(self.checkpoint())
@@ -256,6 +261,31 @@ class Server:
             for start in range(0, count, options.batch_size)
         ]
 
+    def _compare_everyone(
+        self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome
+    ) -> Arrays:
+        """In the last round, train the other clients, too, if all are to be compared.
+
+        Nothing of it is kept but the comparison: states, records and traffic are the cohort's.
+        """
+        fed, layout, wire = self.experiment.federation, self.blueprint.layout, self.blueprint.wire
+        options = self.experiment.evaluation
+        has_cores = any(unit.rank is not None for unit in layout.units(wire))
+        if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
+            return {}
+        others = sorted({*range(fed.clients)} - {*cohort})
+        jobs = [TrainJob(number, c, self.client_states.get(c, {})) for c in others]
+        try:
+            more = self.executor.run(broadcast, jobs)
+        except FailsAgainError as error:  # no client of the run itself
+            self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
+            return {}
+        self.events += more.events
+        uploads = self.executor.fetch([*outcome.uploads, *more.uploads])
+        valid = [u for u in uploads if rejection_reason(u, self.blueprint.expected) is None]
+        valid.sort(key=lambda upload: upload.client)
+        return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
+
     def _aggregate(
         self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome
     ) -> dict[str, Any]:
@@ -285,8 +315,7 @@ class Server:
         }
         self.round = number
         record = self._record(number, cohort, broadcast, outcome, total)
-        every = self.experiment.evaluation.diagnostics_every
-        if every and (number % every == 0 or number == fed.rounds):
+        if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(
                 valid, broadcast, self.blueprint, self.experiment, outcome.reports

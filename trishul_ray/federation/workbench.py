@@ -300,6 +300,7 @@ def new_run(
         common=torch_rng(seed, "common", round_number),
         steps=fed.local_steps,
         training=client is not None,
+        diagnosed=settings.evaluation.diagnoses(round_number, fed.rounds),
         capacity=share,
     )
 

@@ -118,6 +118,8 @@ class LocalRun:
         rates: η of each local step (``optimizer.schedule``), step k's at ``rates[k - 1]``; if
             empty, all are ``optimizer.lr``.
         training: False while a broadcast is turned into the global model for evaluation.
+        diagnosed: Whether the server diagnoses this round's uploads: what only diagnostics read
+            need not be computed otherwise.
         capacity: Share of the full budget that this client can compute, in (0, 1].
         gradient: Fills ``grad`` with the gradient, at the current vector, of the mini-batch of the
             given local step (from 1).
@@ -139,6 +141,7 @@ class LocalRun:
     steps: int = 0
     rates: tuple[float, ...] = ()
     training: bool = True
+    diagnosed: bool = True
     capacity: float = 1.0
     gradient: Callable[[int], None] = lambda step: None
     active: Tensor | None = None

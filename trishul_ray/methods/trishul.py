@@ -173,7 +173,7 @@ class Trishul(Ravan):
         self._clip_scalars(run)
         threshold = self._threshold(run, step, steps)
         if threshold is not None:
-            self._shrink_cores(run, threshold, keep=step == steps)
+            self._shrink_cores(run, threshold, keep=run.diagnosed and step == steps)
 
     def _threshold(self, run: LocalRun, step: int, steps: int) -> float | None:
         """Return the threshold of the prox that ends a step; None for a step without a prox."""
@@ -216,8 +216,10 @@ class Trishul(Ravan):
                 bank.index_copy_(0, trained, shrunk)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
-        """Send what RAVAN sends; report the spectra before and after the last prox."""
+        """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
         sent = super().upload(run, steps)
+        if not run.diagnosed:
+            return sent
         threshold = self._threshold(run, steps, steps)
         banks = run.layout.core_banks(run.vector)
         if banks and threshold is None:  # λ is 0

@@ -166,33 +166,32 @@ def diagnostics_curves(
 
 def client_matrices(
     clients: ArrayLike,
-    covariance: ArrayLike,
+    cosine: ArrayLike,
     similarity: ArrayLike,
     path: Path | str,
     note: str | None = None,
 ) -> Path:
-    """Draw covariance and similarity of the clients' updates, mean over rounds; return ``path``.
+    """Draw cosine and similarity of the clients' updates, mean over rounds; return ``path``.
 
-    ``clients`` is the cohort of each round, [R, m], -1 if a round had fewer clients; ``covariance``
+    ``clients`` is the cohort of each round, [R, m], -1 if a round had fewer clients; ``cosine``
     and ``similarity`` (of principal angles) are [R, m, m].
 
     Raises:
         InputError: there are no rounds, or the shapes disagree.
     """
-    cohorts, first, second = (np.asarray(values) for values in (clients, covariance, similarity))
+    cohorts, first, second = (np.asarray(values) for values in (clients, cosine, similarity))
     square = (*cohorts.shape, *cohorts.shape[1:])
     if cohorts.ndim != 2 or cohorts.size == 0 or {first.shape, second.shape} != {square}:
         raise InputError(
-            f"client_matrices: clients {cohorts.shape} must be [R, m], and covariance "
+            f"client_matrices: clients {cohorts.shape} must be [R, m], and cosine "
             f"{first.shape} and similarity {second.shape} [R, m, m]"
         )
-    known, covariances = mean_over_rounds(cohorts, first)
+    known, cosines = mean_over_rounds(cohorts, first)
     _, similarities = mean_over_rounds(cohorts, second)
-    limit = float(np.nanmax(np.abs(covariances))) or 1.0
     figure = new_figure(10.0, 4.6)
     left, right = figure.subplots(1, 2)
     for axes, values, title, colours, low, high in (
-        (left, covariances, "covariance of updates", "RdBu_r", -limit, limit),
+        (left, cosines, "cosine of updates", "RdBu_r", -1.0, 1.0),
         (right, similarities, "principal-angle similarity of updates", "viridis", 0.0, 1.0),
     ):
         axes.set_facecolor("#dddddd")  # pairs that were never in one round

@@ -106,11 +106,11 @@ def _draw_figures(
             figures / "spectral_diagnostics.png",
             note=note,
         )
-    if result.matrices and result.matrices["clients"].shape[1] > 1:
-        clients, covariance = result.matrices["clients"], result.matrices["covariance"]
+    if "clients" in result.matrices and result.matrices["clients"].shape[1] > 1:
+        clients, cosine = result.matrices["clients"], result.matrices["cosine"]
         similarity = result.matrices["principal_angle_similarity"]
         path = figures / "client_matrices.png"
-        client_matrices(clients, covariance, similarity, path, note=note)
+        client_matrices(clients, cosine, similarity, path, note=note)
     if "before" in result.spectra:
         threshold = float(result.spectra["threshold"][0])
         path = figures / "spectra.png"

@@ -129,31 +129,6 @@ def dominant_direction_similarity(vectors: Tensor, values: Tensor) -> Tensor:
     return principal_angle_similarity(vectors, values, 1).sqrt()
 
 
-def client_covariance(
-    uploads: Tensor, *, centred: bool = True, active: Tensor | None = None
-) -> Tensor:
-    """Return the Frobenius inner products between the clients' uploads, averaged over heads.
-
-    Args:
-        uploads: [m, n, r, r].
-        centred: subtract the plain mean over clients first (a covariance, whose rows sum to 0);
-            otherwise take the uploads as they are (a second moment).
-        active: [m, n] bool, which heads each client trained; None means all. A head is averaged
-            over the clients that trained it, and contributes nothing to the others.
-
-    Returns:
-        [m, m] float64.
-    """
-    x = uploads.detach().double().flatten(2)  # [m, n, r*r]
-    trained = x.new_ones(x.shape[:2]) if active is None else active.to(x)  # [m, n]
-    x = torch.where(trained.unsqueeze(-1) > 0, x, 0.0)
-    if centred:
-        mean = x.sum(dim=0) / trained.sum(dim=0).clamp(min=1.0).unsqueeze(-1)  # [n, r*r]
-        x = (x - mean) * trained.unsqueeze(-1)
-    x = x.flatten(1)  # [m, n*r*r]
-    return x @ x.mT / max(uploads.shape[1], 1)
-
-
 def client_matrices(
     uploads: Tensor,
     top_k: int,
@@ -165,20 +140,23 @@ def client_matrices(
     Arguments are those of :func:`diagnose`.
 
     Returns:
-        Float64 [m, m] each: ``covariance`` and ``inner_products`` (:func:`client_covariance`,
-        centred or not), and ``principal_angle_similarity`` and ``cosine``, means over the heads
-        that both clients trained and that are zero in neither; NaN where there are none.
+        Float64 [m, m] each: ``inner_products``, the Frobenius inner products averaged over heads,
+        where one that a client did not train is zero; and ``principal_angle_similarity`` and
+        ``cosine``, means over the heads that both clients trained and that are zero in neither; NaN
+        where there are none. Nothing is centred: centred on the mean of m clients, the entries off
+        the diagonal are -1/(m-1) of it on average, whatever the uploads.
 
     Raises:
         InputError: an entry is not finite or ``top_k`` is below 1.
     """
+    uploads = uploads.detach().double()
     if active is not None:
-        uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
+        uploads = uploads.masked_fill(~active[..., None, None], 0.0)
     angle = principal_angle_similarity(*(spectrum or left_spectrum(uploads)), top_k)  # [n, m, m]
-    cosine = torch.where(angle.isnan(), math.nan, _cosines(uploads.detach().double()))
+    cosine = torch.where(angle.isnan(), math.nan, _cosines(uploads))
+    flat = uploads.flatten(1)  # [m, n*r*r]
     return {
-        "covariance": client_covariance(uploads, active=active),
-        "inner_products": client_covariance(uploads, centred=False, active=active),
+        "inner_products": flat @ flat.mT / max(uploads.shape[1], 1),
         "principal_angle_similarity": angle.nanmean(dim=0),
         "cosine": cosine.nanmean(dim=0),
     }

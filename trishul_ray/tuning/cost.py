@@ -152,7 +152,8 @@ def work_of(experiment: Experiment) -> Work:
             if layer.name in adapters
         )
 
-    steps = fed.rounds * fed.clients_per_round * fed.local_steps
+    compared = fed.clients - fed.clients_per_round if options.diagnostics_cohort == "all" else 0
+    steps = (fed.rounds * fed.clients_per_round + compared) * fed.local_steps
     forward, attention = shape.products(n, m), shape.attention(n, m)
     # The gradient of a product's input costs as much as the product; an attention has two inputs.
     step = 2 * forward + 3 * attention

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 
 from trishul_ray.federation.on_ray.driver import open_driver
@@ -45,3 +46,16 @@ def test_actors_a_kill_and_a_resume_change_nothing(
         assert driver.slices.actors == 2
     assert [event for event in result.events if "continuing after round 1" in event] != []
     assert_same(result, inline_result(one))
+
+
+def test_actors_compare_all_clients_as_one_process_does(
+    two_actors, small, inline_result, drive_to_end
+):
+    words = ["method=ravan", "resources.cpus_per_actor=0.5", "resources.actors=2"]
+    experiment = small(*words, "evaluation.diagnostics_cohort=all")
+    with open_driver(experiment, prepare_run(experiment), "a", workers=two_actors) as driver:
+        found = drive_to_end(driver).matrices
+    expected = inline_result(experiment).matrices
+    assert found.keys() == expected.keys() and "everyone_cosine" in found
+    for name, matrix in expected.items():
+        np.testing.assert_array_equal(found[name], matrix)

@@ -88,7 +88,7 @@ KINDS: dict[str, Kind] = {
     "alpha_diagnostics": Kind(alignment_and_entropy, draw_lines, _BY_METHOD | _ALPHA | _LATE),
     "waterfilling": Kind(allocation, draw_bars, _BY_ALLOCATION),
     "waterfilling_layerwise": Kind(allocation, draw_layerwise, _BY_ALLOCATION),
-    "covariance": Kind(covariance, draw_covariance, _BY_METHOD | {"matrix": "covariance"}),
+    "covariance": Kind(covariance, draw_covariance, _BY_METHOD | {"matrix": "cosine"}),
 }
 
 

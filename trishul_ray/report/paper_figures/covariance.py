@@ -1,4 +1,8 @@
-"""The figure of the covariance of the clients' updates, by series, on one colour scale."""
+"""The figure of what the updates of two clients have in common, by series, on one colour scale.
+
+The paper calls it a covariance. What is drawn is not centred: over clients centred on their own
+mean, what is off the diagonal is -1/(m-1) of it on average, for any m updates.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -18,11 +23,12 @@ from trishul_ray.report.uploads import mean_over_rounds
 _COLOURS = colormaps["cividis"].resampled(47)
 #: Matrices of two clients each (option ``matrix``), with their titles.
 MATRICES = {
-    "covariance": "covariance of updates",
-    "inner_products": "inner products of updates",
     "cosine": "cosine of updates",
+    "inner_products": "inner products of updates",
     "principal_angle_similarity": "principal-angle similarity of updates",
 }
+#: Prefix of the arrays of ``evaluation.diagnostics_cohort=all``.
+_EVERYONE = "everyone_"
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,16 @@ class CovarianceData:
         """Return the mean of each diagonal, and of what is off it, in words."""
         parts = [
             f"{name}: mean {np.nanmean(np.diag(matrix)):.3g} on the diagonal, "
-            f"{_off_diagonal(matrix):.3g} off it"
+            f"{_mean_off_diagonal(matrix):.3g} off it"
             for name, _, matrix in self.matrices
         ]
         return f"{self.title}. {'; '.join(parts)}."
 
 
 def covariance(selection: Selection) -> CovarianceData | None:
-    """Collect the mean matrix over rounds of the one run that most series have finished.
+    """Collect the matrix of the one run that most series have finished.
 
+    It is that of all clients after the last round, or else the mean over rounds by pair of clients.
     Clients of another seed hold other data, so matrices are not averaged over runs.
     """
     series, kind = selection.axes("series"), selection.options["matrix"]
@@ -53,44 +60,59 @@ def covariance(selection: Selection) -> CovarianceData | None:
     runs: dict[tuple[str, ...], dict[str, CellOutcome]] = {}
     for group in groups:
         for cell in group.cells:
-            if kind in cell.arrays:
+            if _matrix(cell, kind) is not None:
                 others = tuple(cell.labels[axis] for axis in run_axes)
                 runs.setdefault(others, {})[group.name] = cell
     if not runs:
         return None
     run = max(runs.values(), key=len)  # the first of the largest
-    matrices = tuple(
-        (group.name, *_mean_matrix(run[group.name], kind)) for group in groups if group.name in run
-    )
+    found = {name: matrix for name, cell in run.items() if (matrix := _matrix(cell, kind))}
+    matrices = tuple((group.name, *found[group.name]) for group in groups if group.name in found)
     one = next(iter(run.values()))
-    remarks = ["mean over the rounds that two clients were both in"]
+    everyone = all(_EVERYONE + kind in cell.arrays for cell in run.values())
+    remarks = [
+        "all clients, each trained once from the broadcast of the last round"
+        if everyone
+        else "mean over the rounds that two clients were both in"
+    ]
     remarks += [f"{axis} {selection.shown(axis, one.labels[axis])} alone" for axis in run_axes]
-    if kind == "covariance" and (size := one.arrays["clients"].shape[1]) > 1:
-        expected = -1 / (size - 1)
-        remarks.append(
-            f"centred on each round's mean of {size} clients, so that updates without anything in "
-            f"common have {expected:.2g} of the diagonal beside it"
-        )
-    without = [cell for cell in selection.finished if kind not in cell.arrays]
+    if kind != "inner_products":
+        remarks.append("the diagonal is 1, and off the colour scale")
+    without = [cell for cell in selection.finished if _matrix(cell, kind) is None]
     if without:
         remarks.append(f"without these matrices: {'; '.join(selection.names(without))}")
     return CovarianceData(MATRICES[kind], matrices, tuple(remarks))
 
 
-def _mean_matrix(cell: CellOutcome, kind: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    return mean_over_rounds(cell.arrays["clients"], cell.arrays[kind])
+def _matrix(cell: CellOutcome, kind: str) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    """Return clients [C] and their matrix [C, C]; None without diagnostics."""
+    arrays = cell.arrays
+    if _EVERYONE + kind in arrays:
+        return arrays[f"{_EVERYONE}clients"], arrays[_EVERYONE + kind]
+    return mean_over_rounds(arrays["clients"], arrays[kind]) if kind in arrays else None
 
 
-def _off_diagonal(matrix: NDArray[np.float64]) -> float:
+def _off_diagonal(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     rest = matrix[~np.eye(len(matrix), dtype=bool)]
-    return float(np.nanmean(rest)) if np.isfinite(rest).any() else math.nan
+    return rest[np.isfinite(rest)]
+
+
+def _mean_off_diagonal(matrix: NDArray[np.float64]) -> float:
+    rest = _off_diagonal(matrix)
+    return float(rest.mean()) if rest.size else math.nan
 
 
 def draw_covariance(data: CovarianceData, note: Sequence[str]) -> Figure:
     """Draw each matrix; larger is lighter, and pairs that never met are hatched."""
     figure, panels = new_panels(len(data.matrices), note, width=3.6, height=3.4)
-    values = np.concatenate([matrix[np.isfinite(matrix)] for _, _, matrix in data.matrices])
-    limit = float(np.abs(values).max()) or 1.0
+    trivial = data.title != MATRICES["inner_products"]
+    values = np.concatenate(
+        [
+            _off_diagonal(matrix) if trivial else matrix[np.isfinite(matrix)]
+            for _, _, matrix in data.matrices
+        ]
+    )
+    limit = float(np.abs(values).max(initial=0.0)) or 1.0
     low = -limit if (values < 0).any() else 0.0
     image = None
     for axes, (name, clients, matrix) in zip(panels, data.matrices, strict=True):
@@ -99,19 +121,26 @@ def draw_covariance(data: CovarianceData, note: Sequence[str]) -> Figure:
         count = len(clients)
         axes.fill_between([-0.5, count - 0.5], -0.5, count - 0.5, facecolor="white",
                           edgecolor="#999999", hatch="////", linewidth=0, zorder=0)  # fmt: skip
+        edges, diagonal = np.arange(count + 1) - 0.5, np.eye(count, dtype=bool)
+        hidden = ~np.isfinite(matrix) | (diagonal & trivial)
         image = axes.pcolormesh(
-            np.arange(count + 1) - 0.5, np.arange(count + 1) - 0.5, np.ma.masked_invalid(matrix),
+            edges, edges, np.ma.masked_array(matrix, hidden),
             cmap=_COLOURS, vmin=low, vmax=limit, zorder=1,
         )  # fmt: skip
+        if trivial:
+            grey = np.ma.masked_array(np.ones_like(matrix), ~diagonal)
+            axes.pcolormesh(edges, edges, grey, cmap=ListedColormap(["#cccccc"]), zorder=1)
         axes.set_aspect("equal")
         axes.invert_yaxis()
         step = max(1, -(-count // 12))
         ticks, labels = range(0, count, step), [str(client) for client in clients[::step]]
         axes.set_xticks(ticks, labels)
         axes.set_yticks(ticks, labels)
-        ratio = _off_diagonal(matrix) / float(np.nanmean(np.diag(matrix)))
+        rest = _off_diagonal(matrix)
         hatched = " (hatched: never in one round)" if np.isnan(matrix).any() else ""
-        title = f"{name}: off-diagonal / diagonal {ratio:.2f}"
+        title = f"{name}: mean {_mean_off_diagonal(matrix):.2g} off the diagonal"
+        if rest.size:
+            title += f", {rest.min():.2g} to {rest.max():.2g}"
         set_labels(axes, title, f"client{hatched}", "client")
     assert image is not None
     bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02)
