@@ -212,9 +212,9 @@ QUICK = [
     (["run", "--show"], "federation:"),
     (["run", "fedration.clients=3"], "unknown field"),
     (["run", "partition.alpha=-1"], "greater than 0"),
-    (["run", "method=nope"], "known: fedavg"),
-    (["run", "dataset=nope"], "known: 20newsgroups"),
-    (["table", "nope"], "known: allocation"),
+    (["run", "method=nope"], "unknown method 'nope'; known: "),
+    (["run", "dataset=nope"], "; known: "),
+    (["table", "nope"], "; known: "),
     (["sweep", "nope.yaml"], "does not exist"),
 ]
 

@@ -379,7 +379,8 @@ class EvaluationConfig(Section):
     per_client: bool = in_id_if_set(
         False,
         "also score every client: on its own test rows where they have a client column, and "
-        "otherwise on all test rows, weighted by the client's class mix",
+        "otherwise on all test rows, weighted by the client's class mix; if its method leaves a "
+        "part of the model with the client, with that part, too (an evaluation for each client)",
     )
 
     def diagnoses(self, round_number: int, rounds: int) -> bool:

@@ -79,8 +79,17 @@ class Result:
 
     @property
     def per_client(self) -> dict[str, float]:
-        """The headline metric of every client after the last round (``evaluation.per_client``)."""
+        """The global model's headline metric of every client after the last round.
+
+        Empty without ``evaluation.per_client``.
+        """
         scores: dict[str, float] = self.summary.get("per_client", {})
+        return scores
+
+    @property
+    def personal(self) -> dict[str, float]:
+        """The same of every client's own model; empty for a method whose clients have none."""
+        scores: dict[str, float] = self.summary.get("personal", {})
         return scores
 
     @cached_property

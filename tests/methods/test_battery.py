@@ -13,7 +13,7 @@ from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import Outcome, TrainJob, to_tensors
-from trishul_ray.federation.reduce import rejection_reason
+from trishul_ray.federation.reduce import rejection_reason, round_units
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import frozen_part, global_model
 from trishul_ray.methods.base import method_class, method_names
@@ -84,11 +84,19 @@ def test_uploads_are_as_declared_and_finite(name, executor, tmp_path):
     inline = executor(f"method={name}")
     server, broadcast = first_broadcast(inline, tmp_path)
     expected = server.blueprint.expected
-    upload, report = train_client(inline.bench, broadcast, TrainJob(1, 2))
-    assert rejection_reason(upload, expected) is None
-    assert upload.rows == len(inline.bench.shards.shard(2))
-    assert report.notes["uploaded_parameters"] == sum(expected.lengths.values())
     assert sum(expected.unit_sizes) == expected.lengths["shared"]
+    for number in (1, 2):
+        upload, report = train_client(inline.bench, broadcast, TrainJob(number, 2))
+        assert rejection_reason(upload, expected) is None
+        assert upload.rows == len(inline.bench.shards.shard(2))
+        units = round_units(server.method, server.blueprint.layout, number)
+        rests = 0 if units is None else sum(expected.unit_sizes[~units])
+        assert report.notes["uploaded_parameters"] == sum(expected.lengths.values()) - rests > 0
+        if units is not None:
+            still = np.repeat(~units, expected.unit_sizes)
+            np.testing.assert_array_equal(
+                upload.arrays["shared"][still], broadcast["shared"][still]
+            )
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -57,6 +57,6 @@ def test_a_class_mix_weighs_the_recall_of_each_class():
 @pytest.mark.parametrize(("clients", "worst"), [(1, 1), (10, 1), (11, 2), (40, 4)])
 def test_the_worst_decile(clients, worst):
     scores = {c: c / 100 for c in reversed(range(clients))}
-    found = summarize_clients(scores)
+    found = summarize_clients("per_client", scores)
     assert found["per_client_mean"] == pytest.approx((clients - 1) / 200)
     assert found["per_client_worst_decile"] == pytest.approx((worst - 1) / 200)

@@ -194,16 +194,17 @@ def _over_ranks(
 
 def aggregation_error(
     uploads: list[Upload], reducer: Reducer, before: Arrays, after: Arrays
-) -> float:
+) -> float | None:
     """Return the relative distance of the new global update from the mean of the clients' updates.
 
     ``||dW - sum_c w_c dW_c||_F / ||sum_c w_c dW_c||_F`` over all layers, with the weights of
     ``federation.weighting``: 0 up to rounding if aggregation is exact (eq. exact_agg). Changes of
     frozen weights are part of the update. If the update is linear in what is trained (cores between
     shared bases, B with a frozen A), the trained vectors themselves are compared; for orthonormal
-    bases this is the same number.
+    bases this is the same number. None if a trained LoRA factor stays with the clients: the updates
+    are then not a function of what is sent.
 
-    The uploads are those of all clients of the round, valid and without inactive core heads;
+    The uploads are those of all clients of the round, valid, and all with the same trained units;
     ``before`` is the broadcast that they started from, ``after`` the next one.
     """
     weights = np.array([reducer.configured_weight(upload) for upload in uploads])
@@ -214,6 +215,9 @@ def aggregation_error(
         return reducer.method.named_tensors(layout, as_tensors(arrays)["shared"].double())
 
     clients, new = [named(upload.arrays) for upload in uploads], named(after)
+    kept = {entry.name for entry in layout.entries} - new.keys()
+    if any(name.endswith((".lora_A", ".lora_B")) for name in kept):
+        return None
     error = exact = 0.0
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
     for layer in layers:

@@ -30,7 +30,13 @@ from trishul_ray.federation.messages import (
     to_arrays,
     to_tensors,
 )
-from trishul_ray.federation.workbench import Workbench, frozen_part, global_model, new_run
+from trishul_ray.federation.workbench import (
+    Workbench,
+    frozen_part,
+    global_model,
+    new_run,
+    rows_of,
+)
 from trishul_ray.methods.base import LocalRun, Method, State
 from trishul_ray.rng import numpy_rng, torch_rng
 
@@ -229,7 +235,7 @@ def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
 
 
 def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalReport:
-    """Return the sums of the metrics of the global model over one chunk of the scored rows.
+    """Return the sums of the metrics of the global or a client's model on a chunk of scored rows.
 
     Round 0 is the pretrained backbone, even for a method whose first broadcast already updates it
     (Fed-SB).
@@ -238,19 +244,19 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     bench.model.train(False)
-    split, rows = bench.scored[job.rows]
+    split, rows = rows_of(bench, job.rows, job.client)
     work = f"evaluation of {job.rows} rows {job.start}:{job.stop} after round {job.round}"
     with _memory_of(work, "evaluation.batch_size"), torch.inference_mode():
         trained = Trained(bench.initial)
         if job.round > 0:
-            trained = global_model(bench, broadcast, job.round)
+            trained = global_model(bench, broadcast, job.round, job.state)
         with _bound(bench, trained):
             stored = split.batch(rows[job.start : job.stop])
             if not bench.settings.evaluation.per_client:
                 stored.pop("client", None)
             batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
             sums = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
-    return EvalReport(round=job.round, start=job.start, sums=sums, rows=job.rows)
+    return EvalReport(job.round, job.start, sums, job.rows, job.client)
 
 
 def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:

@@ -58,12 +58,18 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Evaluate the broadcast on rows ``start:stop`` of the scored rows of a set."""
+    """Evaluate the broadcast on rows ``start:stop`` of the scored rows of a set.
+
+    With a ``client``, its own model is evaluated: the broadcast with what the client keeps. The
+    rows are then counted among those of this client, if the set's rows belong to clients.
+    """
 
     round: int
     start: int
     stop: int
     rows: RowSet = "test"
+    client: int | None = None
+    state: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class EvalReport:
     start: int
     sums: dict[str, float]
     rows: RowSet = "test"
+    client: int | None = None  # whose own model was evaluated; None for the global one
 
 
 @dataclass
@@ -135,7 +142,8 @@ class Blueprint:
     dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
     (``answers``), and the weights and configuration of the ``backbone``.
     Unknown sources are left out. ``client_mix`` is there if clients are scored by it
-    (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored.
+    (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
+    ``client_rows`` [C] that of every client if each client's own model is scored.
     """
 
     info: DatasetInfo
@@ -150,6 +158,7 @@ class Blueprint:
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
     sources: dict[str, str] = field(default_factory=dict)
     client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
+    client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:

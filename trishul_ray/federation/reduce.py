@@ -73,6 +73,20 @@ def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
     return np.array([unit.size for unit in layout.units(wire)], dtype=np.int64)
 
 
+def round_units(method: Method, layout: Layout, round_number: int) -> np.ndarray | None:
+    """Return the units that clients train and send in a round, [U] bool; None if all.
+
+    Raises:
+        ValueError: The method names tensors that are not on its wire.
+    """
+    wire, names = method.wire(layout), set(method.round_wire(layout, round_number))
+    if unknown := sorted(names - set(wire)):
+        raise ValueError(f"round_wire() of {type(method).__name__}: not in wire(): {unknown}")
+    if len(names) == len(wire):
+        return None
+    return np.array([unit.tensor in names for unit in layout.units(wire)], dtype=bool)
+
+
 def rejection_reason(upload: Upload, expected: Expected) -> str | None:
     """Return why an upload must not be added, or None if it is valid."""
     differing = sorted(set(expected.lengths) ^ set(upload.arrays))

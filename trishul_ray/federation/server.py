@@ -31,6 +31,7 @@ from trishul_ray.federation.messages import (
     Arrays,
     Blueprint,
     EvalJob,
+    EvalReport,
     Job,
     Outcome,
     RowSet,
@@ -42,8 +43,15 @@ from trishul_ray.federation.messages import (
     to_arrays,
     to_tensors,
 )
-from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason
-from trishul_ray.methods.base import SURVEY, Method, Round, SurveyPlan, build_method
+from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
+from trishul_ray.methods.base import (
+    SURVEY,
+    ClientUpload,
+    Method,
+    Round,
+    SurveyPlan,
+    build_method,
+)
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import validation_name
 from trishul_ray.tasks.breakdown import score_by_mix, summarize_clients
@@ -201,8 +209,8 @@ class Server:
             self.events += outcome.events
             complete = self.records[-1]
             for rows in self.blueprint.scored if outcome.evaluations else ():
-                sums = [each.sums for each in outcome.evaluations if each.rows == rows]
-                complete.update(self._scores(rows, sums))
+                found = [each for each in outcome.evaluations if each.rows == rows]
+                complete.update(self._scores(rows, found))
             if cohort:
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, cohort, broadcast, outcome)
@@ -214,12 +222,14 @@ class Server:
             self.checkpoints.save(self.checkpoint())
         return self._report([complete])
 
-    def _scores(self, rows: RowSet, sums: list[dict[str, float]]) -> dict[str, Any]:
+    def _scores(self, rows: RowSet, reports: list[EvalReport]) -> dict[str, Any]:
         """Return the metrics of a set of rows, and of the test rows more than numbers.
 
-        These are the scores by class and, if asked for, by client, of which the last are kept.
+        These are the scores by class and, if asked for, by client, of which the last are kept: of
+        the global model and, for a method that leaves a part of it with the clients, of their own.
         """
         task, info = self.blueprint.task, self.blueprint.info
+        sums = [report.sums for report in reports if report.client is None]
         found: dict[str, Any] = dict(task.merge(sums))
         recall = task.recall(sums)
         found |= {"recall": recall} if recall else {}
@@ -227,14 +237,35 @@ class Server:
             mix = self.blueprint.client_mix
             scores = task.by_client(sums) if mix is None else score_by_mix(recall, mix)
             names = info.clients if mix is None else self._client_names()
-            found |= summarize_clients(scores)
+            found |= summarize_clients("per_client", scores)
             found["per_client"] = {names[c] if names else str(c): s for c, s in scores.items()}
+            if self.method.personal:
+                # The model of a client that has kept nothing yet is the global one.
+                own = scores | self._personal_scores(reports)
+                found |= summarize_clients("personal", own)
+                found["personal"] = {names[c] if names else str(c): s for c, s in own.items()}
         if rows == "validation":
             return {validation_name(k): v for k, v in found.items() if isinstance(v, float)}
         if "per_client" in found:
             for record in self.records:
                 record.pop("per_client", None)
+                record.pop("personal", None)
         return found
+
+    def _personal_scores(self, reports: list[EvalReport]) -> dict[int, float]:
+        """Return the score of each client's own model on this client's rows, or by its mix."""
+        task, mix = self.blueprint.task, self.blueprint.client_mix
+        sums: dict[int, list[dict[str, float]]] = {}
+        for report in reports:
+            if report.client is not None:
+                sums.setdefault(report.client, []).append(report.sums)
+        if mix is None:
+            return {client: task.by_client(own)[client] for client, own in sums.items()}
+        return {
+            client: score
+            for client, own in sums.items()
+            for score in score_by_mix(task.recall(own), mix[client : client + 1]).values()
+        }
 
     def _client_names(self) -> tuple[str, ...]:
         fed, info = self.experiment.federation, self.blueprint.info
@@ -255,11 +286,19 @@ class Server:
         options, last = self.experiment.evaluation, self.experiment.federation.rounds
         if self.round % options.every and self.round != last:
             return []
-        return [
-            EvalJob(self.round, start, min(start + options.batch_size, count), rows)
-            for rows, count in self.blueprint.scored.items()
-            for start in range(0, count, options.batch_size)
-        ]
+        size = options.batch_size
+
+        def chunks(count: int) -> list[tuple[int, int]]:
+            return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+        jobs = []
+        for rows, count in self.blueprint.scored.items():
+            jobs += [EvalJob(self.round, *chunk, rows) for chunk in chunks(count)]
+            if (each := self.blueprint.client_rows.get(rows)) is not None and self.round:
+                for client, state in sorted(self.client_states.items()):
+                    own = chunks(int(each[client]))
+                    jobs += [EvalJob(self.round, *chunk, rows, client, state) for chunk in own]
+        return jobs
 
     def _compare_everyone(
         self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome
@@ -303,13 +342,18 @@ class Server:
                 f"learning rate (optimizer.lr={self.experiment.optimizer.lr:g}) or a lower quorum"
             )
         mean, trained = finish(total, self.state, expected)
+        accepted = set(total.clients)
         # Before the state changes: fetching may fail if a node is lost.
-        sample = self.executor.fetch(outcome.uploads[:MOST_CLIENTS])
-        round_ = Round(number, len(total.clients), fed.clients, torch.from_numpy(trained))
+        needed = None if self.method.needs_uploads else MOST_CLIENTS
+        fetched = self.executor.fetch(outcome.uploads[:needed])
+        sample = fetched[:MOST_CLIENTS]
+        singles: tuple[ClientUpload, ...] = ()
+        if self.method.needs_uploads:
+            singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
+        round_ = Round(number, len(accepted), fed.clients, torch.from_numpy(trained), singles)
         self.state = to_arrays(
             self.method.aggregate(to_tensors(self.state), to_tensors(mean), round_, layout)
         )
-        accepted = set(total.clients)
         self.client_states |= {
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
         }
@@ -321,10 +365,15 @@ class Server:
                 valid, broadcast, self.blueprint, self.experiment, outcome.reports
             )
             record |= diagnosed.metrics
-            if len(valid) == len(total.clients) and all(u.active is None for u in valid):
-                record["aggregation_error"] = aggregation_error(
-                    valid, reducer, broadcast, self.broadcast()
-                )
+            units = round_units(self.method, layout, number)
+            alike = all(
+                u.active is None or (units is not None and np.array_equal(u.active, units))
+                for u in valid
+            )
+            if len(valid) == len(total.clients) and alike:
+                error = aggregation_error(valid, reducer, broadcast, self.broadcast())
+                if error is not None:
+                    record["aggregation_error"] = error
             self.spectra = diagnosed.spectra or self.spectra
             self.matrices = append_round(self.matrices, number, diagnosed.matrices)
         return record
@@ -393,3 +442,13 @@ class Server:
             sources=self.blueprint.sources,
             info=self.blueprint.info,
         )
+
+
+def _single(upload: Upload, reducer: Reducer) -> ClientUpload:
+    """Return an accepted upload for a method that needs each of them."""
+    return ClientUpload(
+        client=upload.client,
+        weight=reducer.weight(upload),
+        arrays=as_tensors(reducer.contribution(upload)),
+        trained=None if upload.active is None else torch.from_numpy(upload.active.copy()),
+    )

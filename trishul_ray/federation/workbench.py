@@ -12,7 +12,7 @@ from torch import Tensor
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.data.partition import Partition
+from trishul_ray.data.partition import Partition, client_names
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, Split
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -25,7 +25,7 @@ from trishul_ray.federation.messages import (
     to_tensors,
 )
 from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
-from trishul_ray.federation.reduce import unit_sizes
+from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import (
@@ -226,6 +226,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         },
         sources=bench.sources,
         client_mix=_client_mix(bench),
+        client_rows=_client_rows(bench),
     )
 
 
@@ -243,6 +244,39 @@ def _client_mix(bench: Workbench) -> np.ndarray | None:
             "client column nor classes, by which clients could be scored"
         )
     return class_mix(bench.shards, bench.train.labels, bench.info.num_classes)
+
+
+def _client_rows(bench: Workbench) -> dict[RowSet, np.ndarray]:
+    """Return on how many rows of a set each client's own model is scored [C]; empty if it is not.
+
+    Raises:
+        InputError: Test rows belong to clients, but not to those of the run.
+    """
+    settings = bench.settings
+    clients = settings.federation.clients
+    if not (bench.method.personal and settings.evaluation.per_client):
+        return {}
+    if "client" not in bench.test.columns:
+        return {name: np.full(clients, len(rows)) for name, (_, rows) in bench.scored.items()}
+    if not client_names(bench.info, settings.partition, clients):
+        raise InputError(
+            f"evaluation.per_client: method={settings.method.name} has a model for each client, "
+            f"but the test rows of dataset {bench.info.name} belong to {len(bench.info.clients)} "
+            f"clients of its own: set partition.kind=natural and "
+            f"federation.clients={len(bench.info.clients)}"
+        )
+    return {
+        name: np.bincount(split.column("client")[rows], minlength=clients)
+        for name, (split, rows) in bench.scored.items()
+    }
+
+
+def rows_of(bench: Workbench, name: RowSet, client: int | None) -> tuple[Split, np.ndarray]:
+    """Return the split of a set and its scored rows, or a client's where rows belong to clients."""
+    split, rows = bench.scored[name]
+    if client is not None and "client" in split.columns:
+        rows = rows[split.column("client")[rows] == client]
+    return split, rows
 
 
 def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray:
@@ -285,7 +319,10 @@ def new_run(
     seed, vector = settings.seed, torch.empty_like(bench.initial)
     share: float = 1.0
     rates: tuple[float, ...] = ()
+    active = None
     if client is not None:
+        units = round_units(bench.method, bench.model.layout, round_number)
+        active = None if units is None else torch.from_numpy(units)
         share = capacities(fed.compute, seed, fed.clients, fed.compute_shares)[client]
         rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
     return LocalRun(
@@ -296,6 +333,8 @@ def new_run(
         client_state={},
         optimizer=settings.optimizer,
         rates=rates,
+        round=round_number,
+        active=active,
         generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
         common=torch_rng(seed, "common", round_number),
         steps=fed.local_steps,
@@ -316,8 +355,11 @@ def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str
     return base, constants
 
 
-def global_model(bench: ModelBench, broadcast: Arrays, round_number: int) -> Trained:
-    """Return the global model that a broadcast describes."""
+def global_model(
+    bench: ModelBench, broadcast: Arrays, round_number: int, state: Arrays | None = None
+) -> Trained:
+    """Return the global model that a broadcast describes; with a client's state, that client's."""
     run = new_run(bench, broadcast, round_number, None)
+    run.client_state = {k: v.to(bench.device) for k, v in to_tensors(state or {}).items()}
     bench.method.start(run, bench.initial)
     return Trained(run.vector, *frozen_part(run.broadcast))

@@ -87,8 +87,11 @@ def lora_scale(alpha: float | None, rank: int) -> float:
 
 
 def lora_pairs(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Iterate over layer name, A [r, d_in] and B [d_out, r] of the LoRA pairs among tensors."""
+    """Iterate over layer name, A [r, d_in] and B [d_out, r] of the LoRA pairs among tensors.
+
+    A factor whose other one is not among them is left out.
+    """
     for name, factor_A in tensors.items():
         layer, _, suffix = name.rpartition(".")
-        if suffix == "lora_A":
-            yield layer, factor_A, tensors[f"{layer}.lora_B"]
+        if suffix == "lora_A" and (factor_B := tensors.get(f"{layer}.lora_B")) is not None:
+            yield layer, factor_A, factor_B

@@ -106,24 +106,28 @@ class LocalRun:
     """One client's round in progress, as the method's hooks see it.
 
     Attributes:
-        layout: Names of the entries of ``vector`` and ``grad``.
+        layout: Names of the entries of ``vector`` and ``grad``; those of LoRA end in ``.lora_A``
+            and ``.lora_B``, those of core heads in ``.core`` and ``.scale``.
         vector: [P] float32, what the client trains; hooks may change it in place.
         grad: [P] float32, the gradient of the current step; hooks may change it in place.
         broadcast: What the server sent.
-        client_state: What this client kept from its last participation; may be empty.
+        client_state: What this client kept from its last participation; empty before its first, and
+            while the global model is evaluated. See :attr:`Method.personal`.
         optimizer: The experiment's optimizer section.
         generator: Random stream of this client and round.
         common: Random stream that is the same for all clients of the round.
         steps: Local steps of the round.
         rates: η of each local step (``optimizer.schedule``), step k's at ``rates[k - 1]``; if
             empty, all are ``optimizer.lr``.
-        training: False while a broadcast is turned into the global model for evaluation.
+        round: Number of the round, from 1; in evaluation that of the last aggregated one.
+        training: False while a broadcast is turned into the model that is evaluated.
         diagnosed: Whether the server diagnoses this round's uploads: what only diagnostics read
             need not be computed otherwise.
         capacity: Share of the full budget that this client can compute, in (0, 1].
         gradient: Fills ``grad`` with the gradient, at the current vector, of the mini-batch of the
             given local step (from 1).
-        active: [U] bool, the units this client trains; None means all.
+        active: [U] bool, the units this client trains; None means all. At first those of
+            :meth:`Method.round_wire`.
         memory: Tensors that a hook keeps for a later one.
         unsent: Numbers of the shared part that a real deployment would not send for this client,
             up or (see :meth:`Method.download_parameters`) down.
@@ -140,6 +144,7 @@ class LocalRun:
     common: torch.Generator
     steps: int = 0
     rates: tuple[float, ...] = ()
+    round: int = 0
     training: bool = True
     diagnosed: bool = True
     capacity: float = 1.0
@@ -155,6 +160,23 @@ class LocalRun:
 
 
 @dataclass(frozen=True)
+class ClientUpload:
+    """One accepted upload, for a method that :attr:`Method.needs_uploads`.
+
+    Attributes:
+        client: The client's number.
+        weight: Its weight in the mean, by ``federation.weighting`` and :meth:`Method.weight`.
+        arrays: Its contribution to the mean, by key; do not write to it.
+        trained: [U] bool, the units that the client trained; None means all.
+    """
+
+    client: int
+    weight: float
+    arrays: State
+    trained: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Round:
     """What the server knows of a round when it aggregates.
 
@@ -163,12 +185,15 @@ class Round:
         accepted: Number of clients whose uploads were accepted, m.
         clients: Number of registered clients, N.
         trained: [U] bool, the units that at least one client trained.
+        uploads: The accepted uploads by ascending client; empty unless the method
+            :attr:`~Method.needs_uploads`.
     """
 
     number: int
     accepted: int
     clients: int
     trained: Tensor
+    uploads: tuple[ClientUpload, ...] = ()
 
 
 class Method:
@@ -192,6 +217,14 @@ class Method:
     #: Whether the server moves the model beyond the clients' mean (momentum, a correction). If not,
     #: training with one client is central training, which the tests of all methods check.
     moves_beyond_mean: ClassVar[bool] = False
+    #: Whether clients keep a part of the model: trainables that are not in :meth:`wire`, which
+    #: :meth:`upload` keeps and :meth:`start` restores from ``run.client_state``. The metrics are
+    #: then those of the global model, without such a part; with ``evaluation.per_client`` every
+    #: client's own model is scored as well (``personal_mean``).
+    personal: ClassVar[bool] = False
+    #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
+    #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
+    needs_uploads: ClassVar[bool] = False
     #: Keys of a contribution, other than ``"shared"``, that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.
@@ -262,6 +295,14 @@ class Method:
         """Return the names of the trainables sent under ``"shared"``, in order (default: all)."""
         return tuple(entry.name for entry in layout.entries)
 
+    def round_wire(self, layout: Layout, round_number: int) -> tuple[str, ...]:
+        """Return which of :meth:`wire` clients train and send in a round (default: all).
+
+        The rest keeps the server's value. The simulation's ``"shared"`` has all W entries in every
+        round; only these are averaged and counted as uploaded.
+        """
+        return self.wire(layout)
+
     def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
         """Return what the client sends after ``steps`` steps, and what it keeps."""
         return {"shared": self.pack(run.layout, run.vector)}, {}
@@ -299,7 +340,7 @@ class Method:
             mean: The weighted mean of the contributions (unweighted for :attr:`plain_mean`), each
                 unit of ``"shared"`` over the clients that trained it. A unit that no client
                 trained keeps its old value.
-            round_: The round and its participants.
+            round_: The round, its participants and, if :attr:`needs_uploads`, what each sent.
             layout: Names of the trainables; those of ``"shared"`` are given by :meth:`wire`.
         """
         return dict(mean)

@@ -45,15 +45,25 @@ def data_sentence(summary: dict[str, Any]) -> str:
 
 
 def client_sentence(summary: dict[str, Any]) -> str:
-    """Return the scores of the clients of a result in one line, the worst first; empty if none."""
-    scores: dict[str, float] = summary.get("per_client") or {}
+    """Return the scores of the clients of a result in one line, the worst first; empty if none.
+
+    If clients have models of their own, those of both models.
+    """
+    headline = summary["headline"]
+    line = _scores_line(f"mean {headline}", summary.get("per_client") or {})
+    if own := summary.get("personal"):
+        line = f"global model: {line}; own models: {_scores_line(f'mean {headline}', own)}"
+    return line
+
+
+def _scores_line(what: str, scores: dict[str, float]) -> str:
     if not scores:
         return ""
     ordered = sorted(scores.items(), key=lambda item: item[1])
     named = ", ".join(f"{name} {score:.2%}" for name, score in ordered[:MAX_NAMED])
     more = f", and {len(ordered) - MAX_NAMED} better ones" if len(ordered) > MAX_NAMED else ""
     mean = sum(scores.values()) / len(scores)
-    return f"mean {summary['headline']} of {len(scores)}: {mean:.2%}; {named}{more}"
+    return f"{what} of {len(scores)}: {mean:.2%}; {named}{more}"
 
 
 def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:

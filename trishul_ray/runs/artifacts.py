@@ -83,10 +83,12 @@ def _draw_figures(
     if recall := dict(zip(prepared.dataset.info.classes, last.get("recall", ()), strict=False)):
         path = figures / "recall.png"
         scores_by_name(recall, path, what="class", metric="recall on the test rows", note=note)
-    if scores := last.get("per_client"):
-        path = figures / "per_client.png"
-        metric = f"test {headline} of the client"
-        scores_by_name(scores, path, what="client", metric=metric, note=note)
+    for name, whose in (("per_client", "the global model"), ("personal", "its own model")):
+        if scores := last.get(name):
+            metric = f"test {headline} of the client"
+            metric += f", {whose}" * ("personal" in last)
+            path = figures / f"{name}.png"
+            scores_by_name(scores, path, what="client", metric=metric, note=note)
     held = client_labels(prepared, experiment)
     path = figures / "label_distribution.png"
     label_distribution(held.counts, path, classes=held.names, what=held.what, note=note)

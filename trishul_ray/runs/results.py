@@ -230,6 +230,7 @@ def summarize(
         "untouched": _metrics(measured[0], names),
         "recall": _by_class(measured[-1], result.blueprint.info.classes),
         "per_client": measured[-1].get("per_client", {}),
+        "personal": measured[-1].get("personal", {}),
         "parameters": result.blueprint.parameters,
         "uploaded_parameters": sum(r.get("uploaded_parameters", 0) for r in result.records),
         "downloaded_parameters": sum(r.get("downloaded_parameters", 0) for r in result.records),

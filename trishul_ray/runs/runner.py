@@ -42,6 +42,7 @@ from trishul_ray.federation.prepare import (
     prepare_run,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
+from trishul_ray.methods.base import method_class
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
@@ -166,6 +167,8 @@ def run_steps(
                 progress.note(f"not logged to MLflow: {refused}")
             return FinishedRun(summary, home, True, mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
+        if (warning := personal_line(experiment)) is not None:
+            progress.note(warning)
         # Checked before anything is removed or written: wrong input changes no files.
         check_fits(experiment)
         mlflow_command(experiment)
@@ -207,6 +210,17 @@ def learning_rate_line(experiment: Experiment) -> str:
     options = experiment.optimizer
     warning = "warning: " if options.lr_source == GENERAL_DEFAULT else ""
     return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
+
+
+def personal_line(experiment: Experiment) -> str | None:
+    """Return a warning if no metric of a run will be of the models that its clients keep."""
+    name = experiment.method.name
+    if experiment.evaluation.per_client or not method_class(name).personal:
+        return None
+    return (
+        f"warning: method={name} leaves a part of the model with each client: the metrics are of "
+        "the global model without it; evaluation.per_client=true scores the clients' own, too"
+    )
 
 
 def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:

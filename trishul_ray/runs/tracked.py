@@ -139,7 +139,8 @@ def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
         f"untouched/{headline}": summary["untouched"][headline],
         **{f"total/{name}": summary[name] for name in traffic},
         "total/wall_seconds": summary["wall_seconds"],
-        **_by_client(summary.get("per_client") or {}),
+        **_by_client("client", summary.get("per_client") or {}),
+        **_by_client("personal", summary.get("personal") or {}),
     }
     tags = {
         "hardware.processor": hardware.get("processor", "unknown"),
@@ -153,11 +154,11 @@ def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
         tracker.log_data(name, _digest(backbone), f"model:{name}", "backbone", {"hash": backbone})
 
 
-def _by_client(scores: Mapping[str, float]) -> dict[str, float]:
+def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
     """Return the scores of named clients as metrics, unless there are too many to read."""
     if len(scores) > MAX_CLIENTS:
         return {}
-    return {f"client/{_NO_METRIC_NAME.sub('_', name)}": value for name, value in scores.items()}
+    return {f"{group}/{_NO_METRIC_NAME.sub('_', name)}": value for name, value in scores.items()}
 
 
 def log_reused(

@@ -93,11 +93,14 @@ def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, f
     return {c: float(means[c]) for c in range(len(mix)) if totals[c]}
 
 
-def summarize_clients(scores: Mapping[int, float]) -> dict[str, float]:
-    """Return the mean over the clients, and over the tenth of them with the lowest scores."""
+def summarize_clients(name: str, scores: Mapping[int, float]) -> dict[str, float]:
+    """Return the mean over the clients, and over the tenth of them with the lowest scores.
+
+    They are ``<name>_mean`` and ``<name>_worst_decile``.
+    """
     ordered = sorted(scores.values())
     worst = ordered[: max(1, math.ceil(len(ordered) / 10))]
     return {
-        "per_client_mean": math.fsum(ordered) / len(ordered),
-        "per_client_worst_decile": math.fsum(worst) / len(worst),
+        f"{name}_mean": math.fsum(ordered) / len(ordered),
+        f"{name}_worst_decile": math.fsum(worst) / len(worst),
     }

@@ -1,0 +1,45 @@
+"""FedSA-LoRA: the factors A are shared and averaged, every client keeps a B of its own.
+
+Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025,
+arXiv 2410.01463.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.base import LocalRun, MethodConfig, State, register
+from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FedSAConfig(MethodConfig):
+    """FedSA-LoRA has no hyper-parameters."""
+
+    name: Literal["fedsa"] = "fedsa"
+
+
+@register("fedsa")
+class FedSA(FedIT):
+    """Train both factors, average A, keep B."""
+
+    Config = FedSAConfig
+    summary = "LoRA; A averaged, B stays with its client (personal models)"
+    reference = "Guo et al., ICLR 2025, arXiv 2410.01463"
+    communication = "r d_in per matrix up and down"
+    personal = True
+
+    def wire(self, layout: Layout) -> tuple[str, ...]:
+        return tuple(e.name for e in layout.entries if not e.name.endswith(".lora_B"))
+
+    def start(self, run: LocalRun, initial: "Tensor") -> None:
+        super().start(run, initial)
+        views = run.layout.views(run.vector)
+        for name, kept in run.client_state.items():
+            views[name].copy_(kept)
+
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+        views = run.layout.views(run.vector)
+        kept = {name: view.clone() for name, view in views.items() if name.endswith(".lora_B")}
+        return {"shared": self.pack(run.layout, run.vector)}, kept
