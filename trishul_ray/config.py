@@ -5,6 +5,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 
 import os
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -96,7 +97,9 @@ class DataConfig(Section):
         0.2, gt=0, lt=1, description="your own data without test rows: share set aside as test rows"
     )
     skip_broken: bool = in_id_if_set(
-        False, "your own images: leave out those that cannot be read, instead of refusing them all"
+        False,
+        "your own data: leave out images that cannot be read, and rows without label, text or "
+        "image, instead of refusing them all",
     )
     validation_share: float = in_id_if_set(
         0.0,
@@ -108,6 +111,15 @@ class DataConfig(Section):
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
     )
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _read_without_blanks(cls, columns: Any) -> Any:
+        """Read ``{text:body}``, which is a key without a value in YAML, as ``{text: body}``."""
+        if not isinstance(columns, Mapping):
+            return columns
+        pairs = [(str(k).partition(":")[::2] if v is None else (k, v)) for k, v in columns.items()]
+        return {k: v or None for k, v in pairs}
 
     @property
     def content_hash(self) -> str | None:

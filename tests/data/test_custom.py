@@ -1,23 +1,29 @@
 """Your own data: folders of images, table files, and any dataset of a mirror or the hub."""
 
 import json
+import re
 import warnings
 
 import datasets
 import huggingface_hub
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from huggingface_hub import close_session
 from PIL import Image
 
 from trishul_ray.config import DataConfig
 from trishul_ray.data.coverage import measure_coverage
 from trishul_ray.data.custom import CustomHubDataset
+from trishul_ray.data.from_python import store_rows
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.prepare import partition_rows
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}
 
@@ -247,7 +253,7 @@ def test_what_is_wrong_with_a_folder_of_images_is_named(tmp_path):
     with pytest.raises(InputError, match=r"photos' holds .*; it must hold <class>/\*.jpg, or"):
         prepare_own("images", root, tmp_path)
     paint(root / "a/1.png", COLORS["red"])
-    with pytest.raises(InputError, match=r"1 rows cannot be split"):
+    with pytest.raises(InputError, match=r"the 1 row of .*photos cannot be split"):
         prepare_own("images", root, tmp_path)
     paint(root / "a/2.png", COLORS["red"])
     with pytest.raises(InputError, match=r"all rows are of class 'a'; two classes are needed"):
@@ -265,7 +271,7 @@ def test_what_is_wrong_with_a_folder_of_images_is_named(tmp_path):
 ROWS = [
     {"body": 'a "quoted",\nbroken line', "topic": "sport", "who": "ann", "part": "x"},
     {"body": "12", "topic": "art", "who": "bob", "part": "y"},
-    {"body": "", "topic": "sport", "who": "ann", "part": "x"},
+    {"body": " x ", "topic": "sport", "who": "ann", "part": "x"},
     {"body": "null", "topic": "art", "who": "cyd", "part": "y"},
 ]
 COLUMNS = {"text": "body", "label": "topic", "client": "who", "group": "part"}
@@ -376,21 +382,25 @@ BAD_TABLES = {
         {},
         r"the data's columns are text, y; set those of image and",
     ),
-    "null": ("x.parquet", {"text": ["a", None], "label": [0, 1]}, {}, r"row 1: text is null"),
-    "null label": ("x.jsonl", {"text": ["a", "b"], "label": [0, None]}, {}, r"row 1: label is nul"),
-    "numbers": ("x.parquet", {"text": [1, 2], "label": [0, 1]}, {}, r"'text' is int64, not text"),
-    "real label": (
-        "x.jsonl",
-        {"text": ["a", "b"], "label": [0.5, 1]},
+    "null": (
+        "x.parquet",
+        {"text": ["a", None], "label": [0, 1]},
         {},
-        r"'label' is double, no",
+        r"text \(column 'text'\) is missing in 1 of 2 rows \(row 1\); rows count from 0; correct",
     ),
+    "null label": (
+        "x.jsonl",
+        {"text": ["a", "b"], "label": [0, None]},
+        {},
+        r"x.jsonl: label \(column 'label'\) is missing in 1 of 2 rows \(row 1\)",
+    ),
+    "numbers": ("x.parquet", {"text": [1, 2], "label": [0, 1]}, {}, r"'text' is int64, not text"),
     "no label -1": ("x.parquet", {"text": ["a", "b"], "label": [0, -1]}, {}, r"row 1: label is -1"),
     "mixed": (
         "x.jsonl",
         {"text": ["a", 2], "label": [0, 1]},
         {},
-        r"'text' has values of different types",
+        r"'text' has values of different types \('a' in row 0, 2 in row 1\)",
     ),
     "one class": ("x.csv", {"text": ["a", "b"], "label": [3, 3]}, {}, r"all rows are of class '3'"),
     "no answer": (
@@ -421,10 +431,31 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, case):
             r"x.csv: not a readable CSV file \(.*Row #3: Expected 2",
         ),
         ("x.csv", b"", r"x.csv: not a readable CSV file"),
+        ("x.csv", b"text,label\n", r"x.csv: there are no rows"),
+        (
+            "x.csv",
+            b"text;label\na;0\nb;1\n",
+            r"x.csv: the columns are separated by ';', not by comm",
+        ),
+        (
+            "x.tsv",
+            b"text,label\na,0\nb,1\n",
+            r"x.tsv: the columns are separated by ',', not by tabs",
+        ),
+        (
+            "x.csv",
+            "text,label\nun été,0\nb,1\n".encode("utf-16"),
+            r"x.csv, line 1: not UTF-8 .*; if it is UTF-16, convert it",
+        ),
+        (
+            "x.csv",
+            b"text,label,text\na,0,b\n",
+            r"x.csv: 2 columns are called 'text' \(columns 1, 3 of 3\); rename or rem",
+        ),
         (
             "x.csv",
             b"text,label\n\xff\xfe,0\nb,1\n",
-            r"x.csv: (not a readable CSV|column 'text' is n)",
+            r"x.csv, line 2: not UTF-8 \(byte 0xff in .*; if it is LATIN1, convert it: iconv",
         ),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),
@@ -554,3 +585,153 @@ def test_hub_and_mirror_give_the_same_rows(tmp_path, monkeypatch):
     for split in ("train", "test"):
         assert splits[split]["text"].to_pylist() == mirrored.split(split).texts("text").to_pylist()
         np.testing.assert_array_equal(splits[split]["label"], mirrored.split(split).labels)
+
+
+def test_photos_below_a_class_folder_are_of_its_class(tmp_path):
+    root = paint_classes(tmp_path / "photos")
+    flat = prepare_own("images", root, tmp_path)
+    (root / "red/2024/may").mkdir(parents=True)
+    (root / "red/3.png").rename(root / "red/2024/may/3.png")
+    (root / "red/.thumbnails").mkdir()
+    (root / "red/.thumbnails/0.png").write_bytes((root / "red/0.png").read_bytes())
+    (root / "red/2024/up").symlink_to(root / "red")
+    data = prepare_own("images", root, tmp_path)
+    assert data.fingerprint == flat.fingerprint
+    assert ", 1 of 8 images in folders below their class's, 8 of 8 images" in data.info.source
+
+
+def test_a_link_that_leads_nowhere_is_named_or_skipped(tmp_path):
+    root = paint_classes(tmp_path / "photos")
+    good = prepare_own("images", root, tmp_path)
+    (root / "red/gone.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(
+        CorruptFileError, match=r"red/gone.png: not a readable image \(.*No such fi"
+    ):
+        prepare_own("images", root, tmp_path)
+    data = prepare_own("images", root, tmp_path, skip_broken=True)
+    assert data.fingerprint == good.fingerprint and data.info.skipped == (f"{root}/red/gone.png",)
+    config = DataConfig(name="images", path=str(root), skip_broken=True)
+    assert find_source(config).content() is not None  # in the id, wherever the folder lies
+    (root / "blue").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"photos/blue is a link that leads nowhere"):
+        prepare_own("images", root, tmp_path, skip_broken=True)
+
+
+def test_a_folder_of_rows_beside_classes_is_no_class(tmp_path):
+    for split in ("train", "holdout"):
+        paint_classes(tmp_path / "photos" / split)
+    with pytest.raises(InputError, match=r"photos/train holds folders .* beside it there is holdo"):
+        prepare_own("images", tmp_path / "photos", tmp_path)
+    for name, color in {**COLORS, "train": (0, 0, 255)}.items():
+        paint(tmp_path / "toys" / name / "1.png", color)
+    data = prepare_own("images", tmp_path / "toys", tmp_path)
+    assert data.info.classes == ("green", "red", "train")
+
+
+#: Eight rows; what makes them unclean is put into a copy.
+CLEAN = {
+    "body": [f"dish {n}" for n in range(8)],
+    "topic": ["food", "cars"] * 4,
+    "who": [*("ann", "bob") * 3, "cyd", "cyd"],
+}
+NAMES = {"text": "body", "label": "topic", "client": "who"}
+
+
+def through(door, rows, folder):
+    """What prepares rows that were passed as a file of one kind, or from Python."""
+    if door != "pandas":
+        as_text = {k: ["" if v is None else v for v in values] for k, values in rows.items()}
+        columns = as_text if door == "csv" else rows
+        listed = [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
+        return "table", write_rows(folder / f"rows.{door}", listed)
+    frame = pd.DataFrame(rows).where(lambda frame: frame.notna(), float("nan"))
+    return "rows", store_rows(frame, folder / "cache", NAMES)
+
+
+def stored(data):
+    """All rows of a dataset as (text, class, client), sorted."""
+    return sorted(
+        (text, data.info.classes[label], data.info.clients[client])
+        for split in (data.train, data.test)
+        for text, label, client in zip(
+            split.texts("text").to_pylist(), split.labels, split.column("client"), strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("door", ["csv", "jsonl", "parquet", "pandas"])
+def test_unclean_rows_are_treated_alike_in_files_and_from_python(tmp_path, door):
+    clean = prepare_own(*through(door, CLEAN, tmp_path / "clean"), tmp_path, columns=NAMES)
+    rows = {name: list(values) for name, values in CLEAN.items()}
+    rows["topic"][3:6] = ["cars ", "\tfood", "cars\u00a0"]
+    data = prepare_own(*through(door, rows, tmp_path / "spaces"), tmp_path, columns=NAMES)
+    assert stored(data) == stored(clean)
+    assert data.info.source.endswith(", white space around 3 values of column 'topic' removed")
+
+    rows["topic"][1], rows["topic"][2], rows["body"][4], rows["who"][6] = "NA", None, " ", None
+    with pytest.raises(CorruptFileError) as caught:
+        prepare_own(*through(door, rows, tmp_path / "gaps"), tmp_path, columns=NAMES)
+    where, _, what = str(caught.value).partition(": ")
+    assert where == (
+        "the rows passed from Python" if door == "pandas" else f"{tmp_path}/gaps/rows.{door}"
+    )
+    assert what == (
+        f"label (column 'topic') is missing in 2 of 8 rows (rows 1, 2); {where}: client (column "
+        f"'who') is missing in 1 of 8 rows (row 6); {where}: text (column 'body') is missing in 1 "
+        "of 8 rows (row 4); rows count from 0; correct or remove them, or set "
+        "data.skip_broken=true to leave them out"
+    )
+    data = prepare_own(
+        *through(door, rows, tmp_path / "gaps"), tmp_path, columns=NAMES, skip_broken=True
+    )
+    left_out = [CLEAN["body"][n] for n in (1, 2, 4, 6)]
+    assert stored(data) == [row for row in stored(clean) if row[0] not in left_out]
+    assert data.info.skipped == tuple(f"{where}, row {n}" for n in (1, 2, 4, 6))
+    assert ", 4 rows without label or client or text skipped" in data.info.source
+
+    rows = {**CLEAN, "topic": ["food", "Food"] * 4}
+    data = prepare_own(*through(door, rows, tmp_path / "case"), tmp_path, columns=NAMES)
+    assert data.info.source.endswith("warning: the classes 'Food' and 'food' differ in case alone")
+
+
+@pytest.mark.parametrize("door", ["csv", "jsonl", "parquet", "pandas"])
+@pytest.mark.parametrize(
+    ("labels", "classes"), [([0.0, 10.0, 2.0], "0 2 10"), ([0.5, 1.5, 10.5], "0.5 1.5 10.5")]
+)
+def test_float_labels_are_the_same_classes_in_files_and_from_python(
+    tmp_path, door, labels, classes
+):
+    rows = {**CLEAN, "topic": [labels[n % 3] for n in range(8)]}
+    data = prepare_own(*through(door, rows, tmp_path), tmp_path, columns=NAMES)
+    assert data.info.classes == tuple(classes.split())
+
+
+def test_one_text_of_a_pair_may_be_blank(tmp_path):
+    rows = [{"text": f"t{n}", "text_pair": "" if n else "p", "label": n % 2} for n in range(6)]
+    data = prepare_own("table", write_rows(tmp_path / "pairs.csv", rows), tmp_path)
+    assert len(data.train) + len(data.test) == 6
+    rows[3]["text"] = ""
+    with pytest.raises(CorruptFileError, match=r"text and text_pair .* 1 of 6 rows \(row 3\)"):
+        prepare_own("table", write_rows(tmp_path / "pairs.csv", rows), tmp_path)
+
+
+def test_a_client_whose_rows_are_all_test_rows_is_named(tmp_path):
+    rows = {**CLEAN, "who": list("abcdefgh")}
+    data = prepare_own(*through("csv", rows, tmp_path), tmp_path, columns=NAMES, test_share=0.25)
+    gone = [data.info.clients[n] for n in data.test.column("client")]
+    assert data.info.source.endswith(f", without training rows: clients {gone[0]!r}, {gone[1]!r}")
+    experiment = Experiment(
+        partition={"kind": "natural"}, federation={"clients": 7, "clients_per_round": 1}
+    )
+    named = f"6 natural clients (all rows of {gone[0]!r}, {gone[1]!r} are test rows); 6 or fewer"
+    with pytest.raises(InputError, match=re.escape(named)):
+        partition_rows(data, experiment)
+
+
+def test_a_mapping_of_columns_without_blanks_is_understood():
+    columns = yaml.safe_load("{text:body, label: topic}")
+    assert DataConfig(columns=columns).columns == {"text": "body", "label": "topic"}
+    with pytest.raises(ValueError, match=r"columns\.text"):
+        DataConfig(columns={"text": None})

@@ -1,6 +1,7 @@
 """Rows passed from Python: one dataset, whatever form they come in."""
 
 import io
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -10,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from trishul_ray.config import DataConfig
 from trishul_ray.data.from_python import encode_image, store_rows, to_splits, to_table
+from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 
 COLUMNS = {"text": ["b", "a", "c"], "label": [1, 0, 1]}
@@ -78,8 +81,17 @@ def test_images_are_stored_as_bytes_wherever_they_came_from(tmp_path):
     ("rows", "message"),
     [
         (3, "rows of type int: pass a Hugging Face Dataset"),
-        ([], "rows of type list"),
-        ({"a": [1, 2], "b": [1]}, "these rows are no table"),
+        ([], "the rows passed from Python: there are none, the list is empty"),
+        ({"a": [1, 2], "b": [1]}, r"different numbers of rows \('a' 2, 'b' 1\)"),
+        ({"a": "word"}, "column 'a' is of type str, not a list of values"),
+        (
+            {"label": [None, 1, float("nan"), "b"]},
+            r"column 'label' has values of different types \(1 in row 1, 'b' in row 3\)",
+        ),
+        (
+            pd.DataFrame([["a", 0, 1]], columns=["text", "label", "label"]),
+            r"Python: 2 columns are called 'label' \(columns 2, 3 of 3\); rename or remove all but",
+        ),
         ({"test": COLUMNS}, "have the splits test; a train split is needed"),
         ({"image": [np.zeros((4, 4, 2), np.uint8)]}, r"uint8 \(4, 4, 2\); it must be uint8"),
         ({"image": [np.zeros((4, 4))]}, r"float64 \(4, 4\)"),
@@ -93,6 +105,21 @@ def test_what_is_no_table_is_refused(rows, message):
 def test_an_image_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"image '.*none\.png' cannot be read: No such file"):
         store_rows({"image": [str(tmp_path / "none.png")], "label": ["a"]}, tmp_path, {})
+
+
+def test_a_row_without_an_image_is_named_or_skipped(tmp_path):
+    paths = []
+    for n in range(4):
+        paths.append(str(tmp_path / f"{n}.png"))
+        Path(paths[-1]).write_bytes(encode_image(np.full((4, 4), n, np.uint8)))
+    rows = pd.DataFrame({"image": [*paths, float("nan")], "label": [0, 1, 0, 1, 1]})
+    config = DataConfig(name="rows", path=str(store_rows(rows, tmp_path, {})))
+    with pytest.raises(InputError, match=r"image \(column 'image'\) is missing in 1 of 5 rows"):
+        prepare(config, cache=tmp_path, hub=None)
+    config = config.model_copy(update={"skip_broken": True})
+    data = prepare(config, cache=tmp_path, hub=None)
+    assert len(data.train) + len(data.test) == 4
+    assert data.info.skipped == ("the rows passed from Python, row 4",)
 
 
 @pytest.mark.parametrize("suffix", ["PNG", "TIFF"])

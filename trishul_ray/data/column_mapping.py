@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from trishul_ray.data.cleaning import (
+    CleanTables,
+    NamedTables,
+    check_unique,
+    clean,
+    differing_in_case,
+)
 from trishul_ray.data.hub import class_names
-from trishul_ray.data.images import NamedImage, decode_and_resize, pixel_statistics
+from trishul_ray.data.images import MAX_NAMED, NamedImage, decode_and_resize, pixel_statistics
 from trishul_ray.data.prepared import DatasetInfo, Kind
 from trishul_ray.data.public import Columns
 from trishul_ray.data.tables import (
@@ -53,9 +61,6 @@ _REQUIRED_COLUMNS: dict[Kind, tuple[str, ...]] = {
     "qa": ("question", "context", "answers"),
     "text": ("text", "label"),
 }
-
-#: Pairs of a table's name, for messages, and its rows.
-NamedTables = Sequence[tuple[str, pa.Table]]
 
 
 @dataclass(frozen=True)
@@ -122,24 +127,31 @@ def build_dataset(
         InputError: the columns do not make a dataset.
         CorruptFileError: a row is malformed; the message names table and row.
     """
-    first_table = tables["train"][0][1]
+    first, first_table = tables["train"][0]
+    for where, table in (named for parts in tables.values() for named in parts):
+        check_unique(table.column_names, where)
     mapping = ColumnMapping.resolve(columns, first_table.column_names)
+    if not sum(table.num_rows for _, table in tables["train"]):
+        raise InputError(f"{first}: there are no rows")
 
     def report(split: str, fraction: float) -> None:
         progress(f"{name} {split}", fraction)
 
-    fields: dict[str, Any] = {}
-    splits: dict[str, Columns] = {}
     classes = class_names(first_table, mapping.columns.get("label", ""))
-    for split, parts in tables.items():
-        splits[split] = join([_read_columns(mapping, t, where, classes) for where, t in parts])
+    cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=skip_broken)
+    source += note
+    fields: dict[str, Any] = {"skipped": skipped}
+    splits: dict[str, Columns] = {}
+    for split, parts in cleaned.items():
+        read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
+        splits[split] = _rows_kept(join(read), np.concatenate(parts.kept))
         report(split, 1.0)
     if mapping.kind == "image":
         column = mapping.columns["image"]
-        images = {s: _list_images(parts, column, image_folder) for s, parts in tables.items()}
+        images = {s: _list_images(parts, column, image_folder) for s, parts in cleaned.items()}
         resized = decode_and_resize(images, report, skip_broken=skip_broken)
         source += resized.note
-        fields["skipped"] = resized.skipped
+        fields["skipped"] += resized.skipped
         for split, pixels in resized.pixels.items():
             kept = resized.kept[split]
             splits[split] = {n: take_rows(c, kept) for n, c in splits[split].items()}
@@ -155,8 +167,10 @@ def build_dataset(
         for split, values in numbered.items():
             splits[split][column] = values
         fields[field] = names
+    source += differing_in_case(fields.get("classes", ()))
     if "test" not in splits:
-        splits = split_off_test(splits["train"], test_share)
+        splits = split_off_test(splits["train"], test_share, first)
+    source += _clients_without_rows(splits["train"], fields.get("clients", ()))
     return make_info(name, mapping.kind, source, splits, fields), splits
 
 
@@ -185,11 +199,24 @@ def _read_columns(
     return columns
 
 
-def _list_images(tables: NamedTables, column: str, folder: Path | None) -> list[NamedImage]:
+def _rows_kept(columns: Columns, kept: np.ndarray) -> Columns:
+    if kept.all():
+        return columns
+    return {name: take_rows(column, np.flatnonzero(kept)) for name, column in columns.items()}
+
+
+def _clients_without_rows(train: Columns, clients: Sequence[str]) -> str:
+    """Return a note on the clients all of whose rows are test rows; empty if there are none."""
+    lost = np.setdiff1d(np.arange(len(clients)), train.get("client", ()))
+    named = ", ".join(repr(clients[n]) for n in lost[:MAX_NAMED])
+    return f", without training rows: client{'s' * (len(lost) > 1)} {named}" if len(lost) else ""
+
+
+def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[NamedImage]:
     """Return the images of a split, encoded or as paths of their files."""
     images: list[NamedImage] = []
-    for where, table in tables:
-        values = get_column(table, column, where)
+    for (where, table), kept in zip(split.tables, split.kept, strict=True):
+        values = get_column(table.filter(pa.array(kept)), column, where)
         kind = values.type
         is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
         is_path = folder is not None and is_text(kind)
@@ -197,7 +224,7 @@ def _list_images(tables: NamedTables, column: str, folder: Path | None) -> list[
             raise CorruptFileError(
                 f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
             )
-        for row, value in enumerate(values.to_pylist()):
+        for row, value in zip(np.flatnonzero(kept), values.to_pylist(), strict=True):
             image = value["bytes"] if is_struct else value
             if image is None:
                 raise CorruptFileError(f"{where}, row {row}: the image has no bytes")

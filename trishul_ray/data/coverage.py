@@ -78,7 +78,7 @@ def measure_coverage(
     info = dataset.info
     official = official_rows(info.name) or {}
     on_hub = info.source.startswith(("hub:", "mirror:"))
-    revision = info.source.partition("@")[2] if on_hub else ""
+    revision = info.source.partition("@")[2].partition(",")[0] if on_hub else ""
 
     def count(split: str, limit: int | None) -> RowCounts:
         held = len(dataset.split(split))

@@ -5,8 +5,9 @@ If there are no test rows, ``data.test_share`` of the rows is set aside as the t
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.column_mapping import (
-    ColumnMapping,
-    NamedTables,
-    build_dataset,
-    make_info,
-)
+from trishul_ray.data.cleaning import NamedTables, check_unique, differing_in_case
+from trishul_ray.data.column_mapping import ColumnMapping, build_dataset, make_info
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import (
     HEIC_SUFFIXES,
@@ -44,6 +41,9 @@ from trishul_ray.files import digest
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"
 
+#: What these rows are called in messages.
+PASSED = "the rows passed from Python"
+
 #: Suffixes of the files that are read as images in a class folder.
 IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -64,7 +64,7 @@ class CustomDataset:
 
     def _key(self, source: str) -> str:
         # The number rises when the same rows get another description.
-        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n2"
+        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n3"
         return f"{key}\nimages {PREPARATION_VERSION}, skip_broken={self.skip_broken}"
 
     def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
@@ -95,7 +95,8 @@ class LocalImages(CustomDataset):
 
     The images are ``data.path/<class>/<image>``, or ``data.path/train/<class>/<image>`` and
     ``data.path/test/<class>/<image>``. Without ``test``, the test rows are in ``val``, ``valid`` or
-    ``validation``. The classes are the folders' names, sorted.
+    ``validation``. The classes are the folders' names, sorted. Images in folders below a class
+    folder are of its class, as with torchvision's ``ImageFolder``.
     """
 
     name = "images"
@@ -104,12 +105,13 @@ class LocalImages(CustomDataset):
     def key(self, hub: Path | None) -> str:
         """Return what the rows depend on: the files and the test share."""
         files = self._find_files()
-        return self._files_key({s: [file for file, _ in labelled] for s, labelled in files.items()})
+        images = [(s, label, str(f), _content(f)) for s in files for f, label in files[s]]
+        return self._key(json.dumps([str(self.path), images]))
 
     def content(self) -> str | None:
         """Return a hash of splits, classes and images, in order; see :class:`CustomDataset`."""
         files = self._find_files()
-        images = [(s, label, digest(f)) for s in files for f, label in files[s]]
+        images = [(s, label, _content(f)) for s in files for f, label in files[s]]
         return _hash_of([images, PREPARATION_VERSION])
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
@@ -135,8 +137,11 @@ class LocalImages(CustomDataset):
             kept = labels[resized.kept[split]]
             splits[split] = {"pixels": resized.pixels[split], "label": kept}
         if "test" not in splits:
-            splits = split_off_test(splits["train"], self.test_share)
-        source = f"images:{self.path}{resized.note}"
+            splits = split_off_test(splits["train"], self.test_share, str(self.path))
+        found = [pair for labelled in files.values() for pair in labelled]
+        below = sum(file.parent.name != label for file, label in found)
+        nested = f", {below} of {len(found)} images in folders below their class's" if below else ""
+        source = f"images:{self.path}{nested}{resized.note}{differing_in_case(classes)}"
         fields = {"classes": classes, "skipped": resized.skipped}
         return make_info("images", "image", source, splits, fields), splits
 
@@ -146,18 +151,31 @@ class LocalImages(CustomDataset):
         if self.columns:
             raise InputError("data.columns: a folder of images has no columns; use dataset table")
         folders = {folder.name: folder for folder in _subfolders(root)}
-        if "train" in folders and set(folders) <= {"train", *_TEST_FOLDERS}:
+        splits = {"train", *_TEST_FOLDERS} & set(folders)
+        if "train" in folders and set(folders) == splits:
             found = {"train": _class_files(folders["train"])}
             test = next((name for name in _TEST_FOLDERS if name in folders), None)
             return found if test is None else found | {"test": _class_files(folders[test])}
+        for name in sorted(splits):
+            # All below it would be of one class.
+            if not any(_is_photo(file.name) for file in folders[name].iterdir()):
+                others = ", ".join(sorted(set(folders) - splits)) or "no train"
+                raise InputError(
+                    f"{folders[name]} holds folders instead of images, as one of test or training "
+                    f"rows does, but beside it there is {others}; data.path must hold class "
+                    "folders, or train and test alone"
+                )
         return {"train": _class_files(root)}
 
 
 def _class_files(root: Path) -> list[tuple[Path, str]]:
-    """Return pairs of file and class of the class folders in ``root``, sorted."""
+    """Return pairs of file and class of the class folders in ``root``, sorted.
+
+    Images in folders below a class folder are of its class; links to folders are followed.
+    """
     pairs = []
     for folder in _subfolders(root):
-        files = sorted(f for f in folder.iterdir() if _is_photo(f) and f.is_file())
+        files = sorted(_photos(folder), key=lambda file: (len(file.parts), file))
         if not files:
             raise InputError(f"class folder {folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
         pairs += [(file, folder.name) for file in files]
@@ -169,16 +187,36 @@ def _class_files(root: Path) -> list[tuple[Path, str]]:
     return pairs
 
 
-def _is_photo(file: Path) -> bool:
+def _photos(folder: Path) -> Iterator[Path]:
+    """Yield the images in and below a folder, also links that lead nowhere, which are named."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        # A link may lead to a folder above it.
+        seen.add(os.path.realpath(place))
+        inner = [name for name in folders if name[0] != "."]
+        folders[:] = [n for n in inner if os.path.realpath(os.path.join(place, n)) not in seen]
+        yield from (Path(place, name) for name in names if _is_photo(name))
+
+
+def _is_photo(name: str) -> bool:
     # macOS puts a file ._NAME, which is no image, beside each NAME on a foreign disk. Photos in
     # HEIC are not passed over: as Pillow cannot read them, they are named.
-    return file.name[0] != "." and file.suffix.lower() in (*IMAGE_SUFFIXES, *HEIC_SUFFIXES)
+    return name[0] != "." and Path(name).suffix.lower() in (*IMAGE_SUFFIXES, *HEIC_SUFFIXES)
+
+
+def _content(image: Path) -> str:
+    """Return the hash of an image; a link that leads nowhere has none, and is named when read."""
+    return digest(image) if image.exists() else "missing"
 
 
 def _subfolders(root: Path) -> list[Path]:
     if not root.is_dir():
         raise InputError(f"data.path={str(root)!r} is not a folder of class folders")
-    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    found = sorted(path for path in root.iterdir() if path.name[0] != ".")
+    for path in found:
+        if path.is_symlink() and not path.exists():
+            raise InputError(f"{path} is a link that leads nowhere ({path.readlink()}); remove it")
+    return [path for path in found if path.is_dir()]
 
 
 class LocalTable(CustomDataset):
@@ -212,7 +250,7 @@ class LocalTable(CustomDataset):
             CorruptFileError: a file or row is malformed; the message names file and row.
         """
         files = self._find_files()
-        tables = {split: read_files(split_files) for split, split_files in files.items()}
+        tables = {s: self._named(s, read_files(split_files)) for s, split_files in files.items()}
         return build_dataset(
             self.name,
             f"{self.name}:{self.path}",
@@ -223,6 +261,10 @@ class LocalTable(CustomDataset):
             progress=progress,
             skip_broken=self.skip_broken,
         )
+
+    def _named(self, split: str, tables: NamedTables) -> NamedTables:
+        """Return the tables of a split with the names that messages call them by."""
+        return tables
 
     def _find_files(self) -> dict[str, list[Path]]:
         """Return the files of ``train`` and, if there are any, of ``test``."""
@@ -267,7 +309,10 @@ class LocalTable(CustomDataset):
     def _tables_of_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
         """Return the tables that have a column of images."""
         column = self.columns.get("image", "image")
-        return [file for split in files.values() for file in split if column in column_names(file)]
+        found = {file: column_names(file) for split in files.values() for file in split}
+        for file, names in found.items():
+            check_unique(names, str(file))
+        return [file for file, names in found.items() if column in names]
 
 
 class PassedRows(LocalTable):
@@ -279,6 +324,10 @@ class PassedRows(LocalTable):
     def content(self) -> str | None:
         """Return the hash that the folder is named by."""
         return f"sha256:{self._existing_path('passed from Python').name}"
+
+    def _named(self, split: str, tables: NamedTables) -> NamedTables:
+        suffix = ", split test" * (split == "test")
+        return [(f"{PASSED}{suffix}", table) for _, table in tables]
 
 
 class CustomHubDataset(CustomDataset):

@@ -14,7 +14,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from trishul_ray.data.custom import ROWS
+from trishul_ray.data.cleaning import check_unique
+from trishul_ray.data.custom import PASSED, ROWS
 from trishul_ray.data.hub import class_names
 from trishul_ray.data.images import turn_upright
-from trishul_ray.data.tables import is_text
-from trishul_ray.errors import InputError, first_line
+from trishul_ray.data.tables import is_text, to_array
+from trishul_ray.errors import InputError
 from trishul_ray.files import complete_folder, remove_unused
 
 #: The splits of passed rows, and the names that may stand for the test split.
@@ -112,25 +113,31 @@ def to_table(rows: Any) -> pa.Table:
     if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):
         return _of_huggingface(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+        check_unique([str(name) for name in rows.columns], PASSED)
         rows = {str(name): list(rows[name]) for name in rows.columns}
-    if isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
+    if isinstance(rows, Sequence | Mapping) and not isinstance(rows, str | bytes) and not rows:
+        raise InputError(f"{PASSED}: there are none, the {type(rows).__name__} is empty")
+    if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows):
         names = dict.fromkeys(name for row in rows for name in row)
         rows = {name: [row.get(name) for row in rows] for name in names}
-    if not isinstance(rows, Mapping) or not rows:
+    if not isinstance(rows, Mapping):
         raise InputError(
             f"rows of type {type(rows).__name__}: pass a Hugging Face Dataset, a table of pandas "
             "or Arrow, a list of dictionaries, or a dictionary of columns"
         )
-    try:
-        return pa.table({str(name): _array(values) for name, values in rows.items()})
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        reason = first_line(error)
-        raise InputError(f"these rows are no table: {reason}") from error
+    arrays = {str(name): _array(values, str(name)) for name, values in rows.items()}
+    if len({len(array) for array in arrays.values()}) > 1:
+        lengths = ", ".join(f"{name!r} {len(array)}" for name, array in arrays.items())
+        raise InputError(f"{PASSED}: the columns have different numbers of rows ({lengths})")
+    return pa.table(arrays)
 
 
-def _array(values: Any) -> pa.Array:
-    values = list(values)
-    return pa.array([encode_image(v) if is_image(v) else _plain(v) for v in values])
+def _array(values: Any, column: str) -> pa.Array:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        kind = type(values).__name__
+        raise InputError(f"{PASSED}: column {column!r} is of type {kind}, not a list of values")
+    plain = [encode_image(v) if is_image(v) else _plain(v) for v in values]
+    return to_array(plain, PASSED, column)
 
 
 def _plain(value: Any) -> Any:
@@ -179,9 +186,11 @@ def _with_image_bytes(table: pa.Table, column: str) -> pa.Table:
     """Replace paths of images by the files' bytes: a folder in the cache must not refer to them."""
     if column not in table.column_names or not is_text(table.schema.field(column).type):
         return table
-    files = [Path(path).expanduser() for path in table.column(column).to_pylist()]
+    paths = table.column(column).to_pylist()
     try:
-        images = pa.array([file.read_bytes() for file in files], pa.large_binary())
+        # A row without a path is refused with all others that lack something.
+        files = [Path(path).expanduser().read_bytes() if path else None for path in paths]
+        images = pa.array(files, pa.large_binary())
     except OSError as error:
         raise InputError(f"image {error.filename!r} cannot be read: {error.strerror}") from error
     return table.set_column(table.column_names.index(column), column, images)

@@ -13,6 +13,7 @@ takes the same number of full steps.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,9 @@ from trishul_ray.rng import numpy_rng
 if TYPE_CHECKING:
     from trishul_ray.config import PartitionConfig
     from trishul_ray.data.prepared import DatasetInfo, Split
+
+#: Clients to name in one message.
+MAX_NAMED = 8
 
 #: How often a per-label partition is redrawn before rows are moved to reach the minimum size.
 REDRAWS = 10
@@ -105,7 +109,13 @@ def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     return split.column(column)
 
 
-def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed: int) -> Partition:
+def partition(
+    labels: np.ndarray,
+    config: "PartitionConfig",
+    clients: int,
+    seed: int,
+    names: Sequence[str] = (),
+) -> Partition:
     """Partition the rows with ``labels`` among ``clients``.
 
     ``iid``: cut a random permutation into parts whose sizes differ by at most one.
@@ -128,7 +138,7 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
     fewest rows so far (ties go to the lower number).
 
     ``labels`` are integers [n]: classes, sub-datasets or natural clients
-    (:func:`partition_column`).
+    (:func:`partition_column`). ``names`` of the natural clients are for messages.
 
     Raises:
         InputError: there are fewer than ``clients * min_size`` rows or fewer natural clients than
@@ -142,7 +152,9 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
             f"{clients * config.min_size} training rows, but there are {rows}"
         )
     if config.kind == "natural":
-        return _to_partition(_assign_natural_clients(labels, clients, config.min_size), clients)
+        return _to_partition(
+            _assign_natural_clients(labels, clients, config.min_size, names), clients
+        )
     rng = numpy_rng(seed, "partition")
     if config.kind == "iid":
         owners = np.empty(rows, dtype=np.int64)
@@ -192,13 +204,18 @@ def _even_sizes(rows: int, clients: int) -> np.ndarray:
     return sizes
 
 
-def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size: int) -> np.ndarray:
+def _assign_natural_clients(
+    natural_clients: np.ndarray, clients: int, min_size: int, names: Sequence[str]
+) -> np.ndarray:
     """Return the client of each row [n], given its natural client [n]."""
-    _, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
+    found, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
     if clients > len(sizes):
+        lost = [repr(names[n]) for n in np.setdiff1d(np.arange(len(names)), found)]
+        more = f" and {len(lost) - MAX_NAMED} more" if len(lost) > MAX_NAMED else ""
+        why = f" (all rows of {', '.join(lost[:MAX_NAMED])}{more} are test rows)" if lost else ""
         raise InputError(
-            f"federation.clients={clients}: the training rows have {len(sizes)} natural clients; "
-            f"{len(sizes)} or fewer are allowed"
+            f"federation.clients={clients}: the training rows have {len(sizes)} natural clients"
+            f"{why}; {len(sizes)} or fewer are allowed"
         )
     client_of = np.arange(len(sizes), dtype=np.int64)
     if clients < len(sizes):

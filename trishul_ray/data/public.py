@@ -376,7 +376,7 @@ class PublicDataset:
         if self.test_share is None:
             return {"train": dict(splits["train"]), "test": self._test_rows(splits)}
         (only,) = self.sizes
-        return split_off_test(splits[only], self.test_share)
+        return split_off_test(splits[only], self.test_share, self.name)
 
     def _test_rows(self, splits: Splits) -> Columns:
         parts = [dict(splits[split]) for split in self.test]

@@ -27,11 +27,14 @@ from trishul_ray.rng import numpy_rng
 #: File name suffixes that :func:`read_table` can read.
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
 
+#: What some programs write between the columns of a CSV file in place of commas.
+_DELIMITERS = (";", "\t", "|", ",")
+
 #: First and last bytes of a Parquet file.
 _PARQUET = b"PAR1"
 
-#: Whole numbers that fit into int64, each in its only spelling (no sign, no leading zeros).
-_WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})$"
+#: Whole numbers that fit into int64 (no sign, no leading zeros); also as floats are spelled.
+_WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})(\.0+)?$"
 
 
 def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -97,7 +100,33 @@ def _read_csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
         table = pa.csv.read_csv(file, read, parse, convert)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(file, "CSV", error) from error
+    if len(names) == 1 and (found := next((d for d in _DELIMITERS if d in names[0]), None)):
+        comma = "tabs" if file.suffix.lower() == ".tsv" else "commas"
+        raise CorruptFileError(
+            f"{file}: the columns are separated by {found!r}, not by {comma}; write the file anew: "
+            f"pandas.read_csv({str(file)!r}, sep={found!r}).to_csv('new.csv', index=False)"
+        )
     return table if columns is None else table.select(_select(table.column_names, columns))
+
+
+def _not_utf8(file: Path) -> CorruptFileError | None:
+    """Return the error of a text file that is not UTF-8, which names its first such line."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                utf16 = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
+                encoding = "UTF-16" if utf16 else "LATIN1"
+                near = line[max(0, error.start - 10) : error.start + 10].decode("latin-1")
+                return CorruptFileError(
+                    f"{file}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} in "
+                    f"{near!r}); if it is {encoding}, convert it: "
+                    f"iconv -f {encoding} -t UTF-8 {file.name} > new{file.suffix}"
+                )
+    return None
 
 
 def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
@@ -117,15 +146,36 @@ def _read_json_lines(file: Path, columns: Sequence[str] | None) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     if columns is not None:
         names = _select(names, columns)
-    arrays = []
-    for name in names:
-        try:
-            arrays.append(pa.array([row.get(name) for row in rows]))
-        except pa.ArrowException as error:
-            reason = first_line(error)
-            message = f"{file}: column {name!r} has values of different types ({reason})"
-            raise CorruptFileError(message) from error
+    arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
     return pa.table(arrays, names=names)
+
+
+def to_array(values: Sequence[Any], where: str, column: str) -> pa.Array:
+    """Return values of one type as an array [N]; None, and NaN among others, become null.
+
+    Raises:
+        CorruptFileError: the values have different types; the message names two of them.
+    """
+    kinds = (pa.ArrowException, TypeError, ValueError, OverflowError)
+    try:
+        return pa.array(values)
+    except kinds:
+        pass
+    try:
+        return pa.array(values, from_pandas=True)
+    except kinds as error:
+        gaps = ("NoneType", "NAType", "NaTType")
+        known = [
+            n for n, v in enumerate(values)
+            if type(v).__name__ not in gaps and not (isinstance(v, float) and v != v)
+        ]  # fmt: skip
+        other = next((n for n in known if type(values[n]) is not type(values[known[0]])), None)
+        why = first_line(error)
+        if other is not None:
+            why = f"{values[known[0]]!r} in row {known[0]}, {values[other]!r} in row {other}"
+        raise CorruptFileError(
+            f"{where}: column {column!r} has values of different types ({why})"
+        ) from error
 
 
 def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -138,6 +188,8 @@ def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
         size = file.stat().st_size
         where = f"it ends after {size:,} bytes, without the table's description"
         return incomplete_download(file, where)
+    if kind == "CSV" and (fault := _not_utf8(file)) is not None:
+        return fault
     return CorruptFileError(f"{file}: not a readable {kind} file ({first_line(error)})")
 
 
@@ -311,8 +363,8 @@ def number_values(
         raise CorruptFileError(f"column {what!r} has different types in the splits ({kinds})")
     values = pa.chunked_array(list(raw.values()))
     if is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
-        values = values.cast(pa.int64())
-        raw = {split: column.cast(pa.int64()) for split, column in raw.items()}
+        raw = {split: _as_integers(column) for split, column in raw.items()}
+        values = pa.chunked_array(list(raw.values()))
     distinct = pc.unique(values).sort().to_pylist()
     if names is not None:
         known = [name for name in names if name in distinct]
@@ -325,14 +377,23 @@ def number_values(
     return indices, tuple(str(value) for value in distinct)
 
 
+def _as_integers(texts: pa.Array) -> pa.Array:
+    """Return texts that are whole numbers, such as ``2`` or ``2.0``, as int64."""
+    return pc.replace_substring_regex(texts, r"\.0+$", "").cast(pa.int64())
+
+
 def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """Concatenate the columns [N_i, ...] of consecutive parts to [sum of N_i, ...]."""
-    return {
-        name: pa.concat_arrays([part[name] for part in parts])
-        if isinstance(parts[0][name], pa.Array)
-        else np.concatenate([part[name] for part in parts])
-        for name in parts[0]
-    }
+    joined: dict[str, Column] = {}
+    for name, first in parts[0].items():
+        columns: list[Any] = [part[name] for part in parts]
+        if not isinstance(first, pa.Array):
+            joined[name] = np.concatenate(columns)
+            continue
+        if len(kinds := dict.fromkeys(str(column.type) for column in columns)) > 1:
+            raise CorruptFileError(f"column {name!r} has different types ({', '.join(kinds)})")
+        joined[name] = pa.concat_arrays(columns)
+    return joined
 
 
 def length(columns: Mapping[str, Column]) -> int:
@@ -345,15 +406,19 @@ def count_test_rows(total: int, share: float) -> int:
     return min(total - 1, max(1, round(share * total)))
 
 
-def split_off_test(columns: Mapping[str, Column], share: float) -> dict[str, dict[str, Column]]:
+def split_off_test(
+    columns: Mapping[str, Column], share: float, where: str
+) -> dict[str, dict[str, Column]]:
     """Split rows into ``train`` and a ``share`` for ``test``, each with at least one row.
 
     A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
-    Rows keep their order. With fewer than two rows, an InputError is raised.
+    Rows keep their order. With fewer than two rows, an InputError is raised that names ``where``
+    they are from.
     """
     total = length(columns)
     if total < 2:
-        raise InputError(f"data.test_share={share}: {total} rows cannot be split")
+        rows = "1 row" if total == 1 else f"{total} rows"
+        raise InputError(f"data.test_share={share}: the {rows} of {where} cannot be split")
     count = count_test_rows(total, share)
     order = numpy_rng(0, "test-share").permutation(total)
     rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}

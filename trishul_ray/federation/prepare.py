@@ -155,6 +155,7 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
         experiment.partition,
         experiment.federation.clients,
         experiment.seed,
+        dataset.train.info.clients,
     )
     return Partition(rows[shards.permutation], shards.offsets)
 
