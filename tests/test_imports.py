@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "adapters": {"config", "spectral"},
     "methods": {"adapters", "config", "spectral"},
     "experiment": {"config", "methods"},
-    "loading": {"config", "content", "experiment", "methods"},
+    # What a built-in backbone can take is known where the run is checked.
+    "loading": {"config", "content", "experiment", "federation", "methods"},
     "content": {"config", "data", "experiment", "models"},
     "storage": {"config", "experiment"},
     "data": {"config"},

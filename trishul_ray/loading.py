@@ -123,6 +123,14 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
     data = user.get("data", {})
     dataset = data.get("name", "digits") if isinstance(data, dict) else None
     experiment = build_experiment(_merge(_preset(dataset), user))
+    if experiment.data.path is not None and "/" not in experiment.model.name:
+        from trishul_ray.federation.prepare import with_builtin_defaults  # imports torch
+
+        experiment = with_builtin_defaults(
+            experiment,
+            budget="budget" not in user,
+            weights="init" not in (user.get("model") or {}),
+        )
     if "lr" in (user.get("optimizer") or {}):
         return experiment
     return _with_default_learning_rate(experiment)

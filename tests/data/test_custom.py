@@ -23,7 +23,9 @@ from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.prepare import partition_rows
+from trishul_ray.federation.prepare import check_fits, partition_rows
+from trishul_ray.loading import load_experiment
+from trishul_ray.models.builtin import BUILTINS
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}
 
@@ -718,16 +720,46 @@ def test_one_text_of_a_pair_may_be_blank(tmp_path):
 
 
 def test_a_client_whose_rows_are_all_test_rows_is_named(tmp_path):
-    rows = {**CLEAN, "who": list("abcdefgh")}
-    data = prepare_own(*through("csv", rows, tmp_path), tmp_path, columns=NAMES, test_share=0.25)
-    gone = [data.info.clients[n] for n in data.test.column("client")]
-    assert data.info.source.endswith(f", without training rows: clients {gone[0]!r}, {gone[1]!r}")
-    experiment = Experiment(
-        partition={"kind": "natural"}, federation={"clients": 7, "clients_per_round": 1}
-    )
-    named = f"6 natural clients (all rows of {gone[0]!r}, {gone[1]!r} are test rows); 6 or fewer"
+    rows = {
+        "body": [f"dish {n}" for n in range(24)],
+        "topic": ["food", "cars"] * 12,
+        "who": [*("ann", "bob") * 8, *"cdefghij"],
+    }
+    data = prepare_own(*through("csv", rows, tmp_path), tmp_path, columns=NAMES, test_share=0.5)
+    clients = set(range(10)) - {int(n) for n in data.train.column("client")}
+    gone = ", ".join(repr(data.info.clients[n]) for n in sorted(clients))
+    assert data.info.source.endswith(f", without training rows: clients {gone}")
+    experiment = Experiment(partition={"kind": "natural"}, federation={"clients": 10})
+    left = 10 - len(clients)
+    named = f"{left} natural clients (all rows of {gone} are test rows); {left} or fewer"
     with pytest.raises(InputError, match=re.escape(named)):
         partition_rows(data, experiment)
+
+
+@pytest.mark.parametrize("model", ["bert-tiny", "t5-tiny", "llama-tiny"])
+def test_built_in_backbones_take_own_texts_by_default_and_without_a_download(tmp_path, model):
+    file = write_rows(tmp_path / "notes.csv", [{"text": "a", "label": n} for n in range(4)])
+    own = ["dataset=table", f"data.path={file}", f"model={model}"]
+    offline = [f"storage.cache={tmp_path / 'cache'}"]
+    experiment = load_experiment(None, own + offline)
+    check_fits(experiment)
+    assert experiment.model.init == "random" and experiment.budget in (4, 8, 16)
+    # What fits, or is set, stays as it is; so does what is pretrained already.
+    BUILTINS[model].folder(tmp_path / "cache").mkdir(parents=True)
+    for words, budget in ([*own, "method=fedit"], "lower"), ([*own, "budget=64"], 64):
+        experiment = load_experiment(None, words + offline)
+        assert (experiment.model.init, experiment.budget) == ("pretrained", budget)
+
+
+def test_an_error_of_the_budget_does_not_hide_one_of_the_data(tmp_path):
+    file = write_rows(tmp_path / "notes.csv", [{"text": "a", "label": n} for n in range(4)])
+    words = ["dataset=table", "model=bert-tiny", "budget=64", f"storage.cache={tmp_path}"]
+    with pytest.raises(InputError, match=r"exceeds the width 128"):
+        check_fits(load_experiment(None, [*words, f"data.path={file}"]))
+    with pytest.raises(InputError, match=r"data\.path is not set"):
+        check_fits(load_experiment(None, words))
+    with pytest.raises(InputError, match=r"data\.columns\.lable: unknown; .* did you mean 'label'"):
+        check_fits(load_experiment(None, [*words, f"data.path={file}", "data.columns={lable:x}"]))
 
 
 def test_a_mapping_of_columns_without_blanks_is_understood():

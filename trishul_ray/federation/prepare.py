@@ -3,6 +3,7 @@
 The driver does this once; every worker gets the result.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.content import check_content
 from trishul_ray.data.coverage import Coverage, measure_coverage
+from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import encode, hold_out, prepare
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, ProgressCallback
@@ -21,6 +23,7 @@ from trishul_ray.methods.base import Site, build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.from_python import PassedModel, passed_model
+from trishul_ray.pretrain.training import can_pretrain
 from trishul_ray.rng import numpy_rng
 from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
@@ -194,12 +197,61 @@ def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
     return None
 
 
+def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool) -> Experiment:
+    """Return an experiment on own data with defaults that suit its built-in backbone.
+
+    Args:
+        experiment: an experiment; others than these are returned as they are.
+        budget: whether to replace a budget that does not fit by the largest power of two that does.
+        weights: whether to draw the weights from the seed where they are not pretrained yet, and
+            what they are pretrained on is not on this machine.
+    """
+    builtin = BUILTINS.get(experiment.model.name)
+    if builtin is None or experiment.data.name not in CUSTOM:
+        return experiment
+    if weights and not can_pretrain(builtin, Places.of(experiment)):
+        model = experiment.model.model_copy(update={"init": "random"})
+        experiment = experiment.model_copy(update={"model": model})
+    choices = [
+        experiment,
+        *(experiment.model_copy(update={"budget": 2**n}) for n in (4, 3, 2, 1, 0)),
+    ]
+    for choice in choices if budget else ():
+        with suppress(InputError):
+            _check_fits(choice)
+            return choice
+    return experiment
+
+
+def random_weights_line(experiment: Experiment) -> str | None:
+    """Return a remark on a built-in backbone with random weights for own data; otherwise None."""
+    builtin = BUILTINS.get(experiment.model.name)
+    random = experiment.model.init == "random" and experiment.data.name in CUSTOM
+    if builtin is None or not random:
+        return None
+    return (
+        f"warning: the weights of {builtin.name} are random (model.init=random); `trishul pretrain "
+        f"{builtin.name}` trains them where dataset {builtin.recipe.dataset} can be had"
+    )
+
+
 def check_fits(experiment: Experiment) -> None:
     """Check that the adapters fit the layers of the backbone, without loading its weights.
 
     Raises:
-        InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown.
+        InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
+            if something is wrong with own data, too, then that.
     """
+    try:
+        _check_fits(experiment)
+    except InputError:
+        if experiment.data.name in CUSTOM:
+            places = Places.of(experiment)
+            prepare(experiment.data, cache=places.cache, hub=places.hub)
+        raise
+
+
+def _check_fits(experiment: Experiment) -> None:
     site = build_site(Backbone.of(experiment).shapes, experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
     for layer in site.layers:

@@ -19,6 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
+from trishul_ray.data.custom import CUSTOM
 from trishul_ray.errors import (
     CorruptFileError,
     InputError,
@@ -40,6 +41,7 @@ from trishul_ray.federation.prepare import (
     image_size_line,
     local_sources,
     prepare_run,
+    random_weights_line,
 )
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import method_class
@@ -175,8 +177,9 @@ def run_steps(
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
         remark = image_size_line(Backbone.of(experiment), prepared.dataset.info)
-        if remark is not None:
-            progress.note(remark)
+        for line in (remark, random_weights_line(experiment)):
+            if line is not None:
+                progress.note(line)
         new = uuid.uuid4().hex
         if fresh:
             for refused in mark_replaced(experiment, attempt_of(home), by=new):
@@ -315,7 +318,7 @@ def _run(
 ) -> RunSteps:
     began = time.perf_counter()
     coverage = coverage_of(experiment, prepared.dataset)
-    if coverage.part:
+    if coverage.part or experiment.data.name in CUSTOM:
         progress.note(coverage.sentence)
     tracker = Tracker()
     status = "FAILED"
