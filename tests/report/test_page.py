@@ -198,6 +198,47 @@ def test_the_profile_is_on_every_table_and_figure(report, profile):
     assert not any(element.find("b") for element in printed)
 
 
+def part_of(sweep, dataset):
+    """The sweep as if its runs on a dataset had scored 500 of 10,000 rows."""
+
+    def partial(cell):
+        rows = f"part of {dataset}: 50,000 training rows, 500 of 10,000 test rows scored"
+        data = {"part": True, "sentence": f"{rows}; mirror:{dataset}"}
+        chosen = cell.labels["dataset"] == dataset
+        return dataclasses.replace(cell, summary=cell.summary | {"data": data}) if chosen else cell
+
+    return dataclasses.replace(sweep, cells=tuple(map(partial, sweep.cells)))
+
+
+@pytest.mark.parametrize("why", ["federation.rounds=2", "500 of 10,000 test rows scored"])
+def test_what_departs_from_the_paper_is_never_compared_with_it(report, tmp_path, why):
+    """Not by the page, a table in any format, or a difference from the paper's number."""
+    whole, departed = (make(seeds=2, figures=[FIGURE]) for make in (sensitivity, vision))
+    if why.startswith("500"):
+        departed = part_of(departed, "cifar100")
+    else:
+        departed = dataclasses.replace(departed, overrides=(why,))
+    page = report(departed, whole)
+    notice = page.find("header")[0].text
+    assert "but not all of it" in notice and why in notice
+    for block, said in zip(page.find("figure"), [True, True, False, False], strict=True):
+        assert ("not comparable with the paper's" in block.find("figcaption")[0].text) == said
+        differences = [p.find("b") for p in block.every() if "printed" in p.classes()]
+        assert any(differences) == (not said and bool(block.find("table")))
+    assert why in page.find("figure")[0].find("figcaption")[0].text
+    tables = tmp_path / "out" / "tables"
+    tex = (tables / "paper-vision.tex").read_text().replace("\\_", "_")
+    assert why in tex and "Not comparable with" in tex and r"\emph{paper}" not in tex
+    text = (tmp_path / "out" / "report.md").read_text().partition("## Sensitivity")[0]
+    assert text.count("not comparable with the paper's numbers") == 1 and why in text
+    rows = list(csv.DictReader((tables / "paper-vision.csv").open()))
+    named = {row["dataset"] for row in rows if why in row["part"] or why in row["overrides"]}
+    assert named == ({"cifar100"} if why.startswith("500") else {"cifar100", "svhn"})
+    assert r"\emph{paper}" in (tables / "paper-lambda.tex").read_text()
+    rows = csv.DictReader((tables / "paper-lambda.csv").open())
+    assert {(row["part"], row["overrides"]) for row in rows} == {("", "")}
+
+
 def test_gaps_are_visible_with_their_reason(report):
     page = report(vision(status=half_missing))
     cells = [e for e in page.find("td") if "gap" in e.classes()]

@@ -100,10 +100,25 @@ def test_a_cell_is_the_run_of_the_same_fields(write):
     assert cell.experiment == load_experiment(None, [*same.split(), *fed.split()])
 
 
-def test_axes_win_over_overrides_and_overrides_over_the_base(write):
+def test_an_override_reaches_every_cell_or_is_refused(write):
     path = write("base: {dataset: digits, seed: 5}\naxes: {budget: {a: 4, b: {seed: 9}}}\n")
-    cells = load_sweep(path, ["seed=7", "budget=2"]).cells
-    assert [(c.experiment.budget, c.experiment.seed) for c in cells] == [(4, 7), (2, 9)]
+    cells = load_sweep(path, ["federation.rounds=7"]).cells
+    assert [c.experiment.federation.rounds for c in cells] == [7, 7]
+    refuse(path, "override 'seed=7'", "1 of 2 cells", "s.yaml:2: 9", overrides=["seed=7"])
+    assert [c.experiment.seed for c in load_sweep(path, ["seed=9"]).cells] == [9, 9]
+    adjusted = path.read_text() + "adjust: [{where: {budget: a}, fields: {federation.rounds: 2}}]\n"
+    refuse(write(adjusted), "1 of 2 cells", "s.yaml:3: 2", overrides=["federation.rounds=7"])
+    searched = "search: {kind: random, space: {federation.rounds: {int: [1, 9]}}}\n"
+    path = write("base: {dataset: digits}\n" + searched)
+    refuse(path, "`search` samples federation.rounds", overrides=["federation.rounds=7"])
+
+
+def test_a_sweep_knows_the_overrides_that_can_change_a_number(write):
+    words = ["federation.rounds=7", "optimizer.lr=0.1", "storage.runs=here"]
+    words.append("resources.backend=inline")
+    sweep = load_sweep(write("axes: {seed: 0..1}\n"), words)
+    assert sweep.overrides == ("federation.rounds=7", "optimizer.lr=0.1")
+    assert load_sweep(write("axes: {seed: 0..1}\n")).overrides == ()
 
 
 def test_without_axes_there_is_one_cell(write):
@@ -359,7 +374,7 @@ def test_a_file_that_is_missing_or_no_text(write):
     ("override", "parts"),
     [
         ("seed", ["override 'seed' is not of the form key=value"]),
-        ("budget=9", ["no effect, because axes or `adjust` set budget"]),
+        ("budget=9", ["does not reach 2 of 2 cells, for which an axis or `adjust` sets budget"]),
         ("sede=9", ["override 'sede=9': unknown field 'sede'; did you mean 'seed'?", "(cell "]),
         ("federation=9", ["override 'federation=9': federation is a section"]),
         ("dataset=[1", ["override 'dataset=[1'", "not YAML"]),

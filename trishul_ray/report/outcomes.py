@@ -4,7 +4,7 @@ A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": 
 those of the paper's records where a table reproduces one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -85,6 +85,12 @@ class CellOutcome:
         value = self.summary.get("final", {}).get(self.metric)
         return None if value is None else float(value)
 
+    @property
+    def part(self) -> str:
+        """Which part of its dataset the run used, in a line; empty if all, or not finished."""
+        data = self.summary.get("data", {})
+        return str(data["sentence"]).partition(";")[0] if data.get("part") else ""
+
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing."""
@@ -123,6 +129,7 @@ class SweepOutcome:
         tables: Tables that the cells form.
         figures: Figures that the cells form.
         cells: All cells.
+        overrides: Fields of the experiments that the command line set, as ``field=value``.
     """
 
     name: str
@@ -134,6 +141,19 @@ class SweepOutcome:
     tables: tuple[TableLayout, ...]
     figures: tuple[FigureLayout, ...]
     cells: tuple[CellOutcome, ...]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def comparable(self) -> bool:
+        """Whether all its numbers may be compared with the paper's."""
+        return self.profile == "paper" and not departures(self, self.cells)
+
+
+def departures(sweep: SweepOutcome, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
+    """Return how cells of a sweep depart from its profile: overrides, and parts of datasets."""
+    parts = dict.fromkeys(cell.part for cell in cells if cell.part)
+    overridden = f"overridden: {', '.join(sweep.overrides)}"
+    return (*[overridden] * bool(sweep.overrides), *parts)
 
 
 def shown_label(shown: Mapping[str, Mapping[str, str]], axis: str, label: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from trishul_ray.report.outcomes import CellOutcome, FigureLayout, Status, SweepOutcome
+from trishul_ray.report.outcomes import CellOutcome, FigureLayout, Status, SweepOutcome, departures
 from trishul_ray.report.paper import paper_value
 from trishul_ray.report.statistics import ALPHA
 from trishul_ray.report.sweep_tables import (
@@ -114,8 +114,10 @@ class Page:
     @property
     def profiles(self) -> tuple[tuple[str, str], ...]:
         """Profiles, and what their numbers may be compared with."""
-        names = dict.fromkeys(part.sweep.profile for part in self.parts)
-        return tuple((name, comparable(name)) for name in names)
+        sweeps: dict[str, list[SweepOutcome]] = {}
+        for part in self.parts:
+            sweeps.setdefault(part.sweep.profile, []).append(part.sweep)
+        return tuple((name, comparable(group)) for name, group in sweeps.items())
 
     @cached_property
     def runs(self) -> tuple[tuple[SweepOutcome, CellOutcome], ...]:
@@ -168,9 +170,17 @@ class Page:
         return statistics.median(rounds) if rounds else 0.0
 
 
-def comparable(profile: str) -> str:
-    """Return what the numbers of a profile may be compared with."""
-    return COMPARABLE.get(profile, COMPARABLE["custom"])
+def comparable(sweeps: Sequence[SweepOutcome]) -> str:
+    """Return what the numbers of sweeps of one profile may be compared with."""
+    profile = sweeps[0].profile
+    text = COMPARABLE.get(profile, COMPARABLE["custom"])
+    found = dict.fromkeys(reason for s in sweeps for reason in departures(s, s.cells))
+    if not found:
+        return text
+    if profile == "paper":
+        text = "The paper's protocol, but not all of it: no table or figure that says so may be "
+        text += "compared with the paper's."
+    return f"{text} Departures: {'; '.join(found)}."
 
 
 def write_report(

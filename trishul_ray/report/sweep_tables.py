@@ -14,7 +14,13 @@ from typing import Literal
 
 import numpy as np
 
-from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout, shown_label
+from trishul_ray.report.outcomes import (
+    CellOutcome,
+    SweepOutcome,
+    TableLayout,
+    departures,
+    shown_label,
+)
 from trishul_ray.report.statistics import (
     ALPHA,
     MAX_SEEDS,
@@ -55,7 +61,7 @@ class TableCell:
         seeds: Value of each seed, in percent unless a loss; None if it is not finished.
         percent: Whether it is in percent.
         paper: The paper's number.
-        difference: Mean minus the paper's number; None unless the profile is the paper's.
+        difference: Mean minus the paper's number; None unless the two may be compared.
         best: Whether it is the best of its column within the group of rows.
     """
 
@@ -190,6 +196,23 @@ class SweepTable:
     def profile(self) -> str:
         """The profile of the sweep."""
         return self.sweep.profile
+
+    @cached_property
+    def departures(self) -> tuple[str, ...]:
+        """How its runs depart from the profile: overridden fields, parts of datasets."""
+        return departures(self.sweep, self.cells)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether its numbers may be compared with the paper's."""
+        return self.profile == "paper" and not self.departures
+
+    @property
+    def reservation(self) -> str:
+        """What must be said beside its numbers; empty if they may be compared with the paper's."""
+        if self.comparable:
+            return ""
+        return "; ".join(("not comparable with the paper's numbers", *self.departures))
 
     @property
     def slug(self) -> str:
@@ -326,6 +349,7 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
         for cell in sweep.cells
         if all(cell.labels[axis] in labels for axis, labels in layout.where.items())
     ]
+    comparable = sweep.profile == "paper" and not departures(sweep, cells)
     by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
     for cell in cells:
         place = tuple(tuple(cell.labels[a] for a in axes) for axes in (layout.rows, layout.columns))
@@ -337,11 +361,11 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
         runs = by_place.get((row, column), [])
         labels = dict(zip(layout.rows + layout.columns, row + column, strict=True))
         labels |= {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
-        return _with_paper(_cell(runs), sweep, paper, layout.paper, labels)
+        return _with_paper(_cell(runs), comparable, paper, layout.paper, labels)
 
     def average(row: tuple[str, ...], found: Sequence[TableCell]) -> TableCell:
         labels = dict(zip(layout.rows, row, strict=True)) | dict.fromkeys(layout.columns, AVERAGE)
-        return _with_paper(_mean(found), sweep, paper, layout.paper, labels)
+        return _with_paper(_mean(found), comparable, paper, layout.paper, labels)
 
     groups = []
     for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
@@ -409,7 +433,7 @@ def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | Non
 
 def _with_paper(
     cell: TableCell,
-    sweep: SweepOutcome,
+    comparable: bool,
     paper: PaperValue,
     key: str | None,
     labels: Mapping[str, str],
@@ -418,7 +442,7 @@ def _with_paper(
     if key is None or not cell.planned:
         return cell
     value = paper(key, labels)
-    if value is None or cell.estimate is None or sweep.profile != "paper":
+    if value is None or cell.estimate is None or not comparable:
         return replace(cell, paper=value)
     return replace(cell, paper=value, difference=cell.estimate.mean - value)
 

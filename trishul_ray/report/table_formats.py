@@ -15,7 +15,7 @@ from trishul_ray.report.sweep_tables import SweepTable, TableCell, TableRow
 
 #: Columns of :func:`to_csv` besides the axes.
 _CSV_HEAD = ("sweep", "sweep_profile", "table")
-_CSV_TAIL = ("metric", "value", "status", "reason", "id", "paper_percent")
+_CSV_TAIL = ("metric", "value", "status", "reason", "id", "paper_percent", "part", "overrides")
 
 _GREEK = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η",
@@ -102,7 +102,7 @@ def seeds_text(cell: TableCell) -> str:
 def to_latex(table: SweepTable) -> str:
     """Return a table for LaTeX with the package booktabs; the caption names the profile.
 
-    The paper's numbers have rows of their own, in the profile ``paper`` alone.
+    The paper's numbers have rows of their own, where the two may be compared.
     """
     width = len(table.columns)
     lines = [
@@ -120,7 +120,7 @@ def to_latex(table: SweepTable) -> str:
         if group.label:
             lines.append(rf"\multicolumn{{{width + 2}}}{{l}}{{\emph{{{_tex(group.label)}}}}} \\")
         for row in group.rows:
-            lines += _tex_rows(row, with_paper=table.profile == "paper")
+            lines += _tex_rows(row, with_paper=table.comparable)
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
@@ -155,15 +155,22 @@ def _tex(text: str) -> str:
 
 
 def caption(table: SweepTable) -> str:
-    """Return title, unit and profile of a table in one line."""
+    """Return title, unit, profile and what departs from it in one line."""
     spread = "mean ± standard deviation over seeds" if table.seeds > 1 else "one seed"
-    return f"{table.layout.title}: {table.unit}, {spread}. Profile {table.profile}."
+    text = f"{table.layout.title}: {table.unit}, {spread}. Profile {table.profile}."
+    return f"{text} {_sentence(table.reservation)}" if table.departures else text
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def to_csv(table: SweepTable) -> str:
     """Return all runs of a table, one a line, with their labels, value, state and id.
 
     Values are fractions of 1 unless losses, with all digits; the paper's numbers are percentages.
+    ``part`` names the rows that were used if they are not all of the dataset, ``overrides`` the
+    fields that the command line set.
     """
     axes = list(table.sweep.axes)
     taken = {*_CSV_HEAD, *_CSV_TAIL}
@@ -171,13 +178,14 @@ def to_csv(table: SweepTable) -> str:
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     writer.writerow([*_CSV_HEAD, *names, *_CSV_TAIL])
+    overrides = " ".join(table.sweep.overrides)
     head = (table.sweep.name, table.profile, table.layout.name)
     for cell in (cell for row in table.rows for cell in row.cells):
         paper = "" if cell.paper is None else repr(cell.paper)
         for run in cell.runs:
             value = "" if run.value is None else repr(run.value)
             labels = [run.labels[axis] for axis in axes]
-            tail = (run.metric, value, run.status, run.reason, run.id, paper)
+            tail = (run.metric, value, run.status, run.reason, run.id, paper, run.part, overrides)
             writer.writerow([*head, *labels, *tail])
     return sink.getvalue()
 

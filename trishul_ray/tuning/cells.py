@@ -2,7 +2,7 @@
 
 A cell is one combination of axis labels. Its fields are those of the dataset's preset, then the
 sweep's base, the overrides of the command line, the values of the axes, and the adjustments of
-chosen cells; later ones win.
+chosen cells; later ones win. An override that would reach only some cells is refused.
 """
 
 import itertools
@@ -180,15 +180,15 @@ def expand(
 
     Args:
         base: fields of all cells.
-        overrides: fields of all cells that win over ``base``.
+        overrides: fields of all cells that win over ``base``; each must reach every cell.
         axes: what varies; their values win over both.
         excluded: combinations to leave out: labels by axis.
         adjustments: fields of chosen cells; later ones win, and all win over the axes.
         place: where the axes stand, for errors.
 
     Raises:
-        InputError: a combination is no valid experiment, there is none, or an adjustment chooses
-            none.
+        InputError: a combination is no valid experiment, there is none, an adjustment chooses
+            none, or an axis or adjustment sets what an override sets, to another value.
     """
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_CELLS:
@@ -198,7 +198,7 @@ def expand(
             "shorten an axis or divide the sweep"
         )
     common = {**base, **overrides}
-    without_effect = set(overrides)
+    hindered: dict[str, list[Node]] = {}
     unused = list(adjustments)
     cells = []
     for values in itertools.product(*(axis.values for axis in axes)):
@@ -210,7 +210,9 @@ def expand(
             if _chosen(labels, each.labels):
                 own |= each.fields
                 unused = [other for other in unused if other is not each]
-        without_effect &= own.keys()
+        for name in overrides.keys() & own.keys():
+            if own[name].plain() != overrides[name].plain():
+                hindered.setdefault(name, []).append(own[name])
         cells.append(_make_cell({**common, **own}, labels, metric, place))
     if not cells:
         raise InputError(f"{place}: no cell is left; shorten `except`")
@@ -218,9 +220,11 @@ def expand(
         raise InputError(
             f"{unused[0].place}: adjust: no cell has these labels; change or remove them"
         )
-    for name in without_effect:
+    for name, nodes in sorted(hindered.items()):
         overrides[name].fail(
-            f"it has no effect, because axes or `adjust` set {name} in every cell; change those"
+            f"it does not reach {len(nodes):,} of {len(cells):,} cells, for which an axis or "
+            f"`adjust` sets {name} (first at {nodes[0].place}: {nodes[0].plain()!r}); set it "
+            "there, in a file of your own that extends this one"
         )
     return tuple(cells)
 

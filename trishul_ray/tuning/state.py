@@ -156,6 +156,7 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
             tables=sweep.tables,
             figures=sweep.figures,
             cells=tuple(outcome(cell.experiment, cell.labels, cell.metric) for cell in sweep.cells),
+            overrides=sweep.overrides,
         )
         for sweep in sweeps
     )

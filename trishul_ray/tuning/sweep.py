@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -81,6 +82,8 @@ class Sweep:
         figures: Figures that the cells form.
         search: How values are found that no axis sets; None is the grid of the axes.
         early_stopping: How runs that lag behind are stopped; None is never.
+        overrides: The fields that the command line sets and that can change a number, as
+            ``field=value``.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Sweep:
     figures: tuple[FigureLayout, ...] = ()
     search: Search | None = None
     early_stopping: EarlyStopping | None = None
+    overrides: tuple[str, ...] = ()
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
@@ -102,7 +106,8 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
 
     Args:
         path: the file.
-        overrides: ``key=value`` strings; they win over ``base``, and the axes win over them.
+        overrides: ``key=value`` strings for every cell; they win over ``base``. One that an axis or
+            ``adjust`` sets, too, is refused.
 
     Raises:
         InputError: one line that names file, line, fault and remedy.
@@ -299,6 +304,8 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         varied = {f for axis in draft.axes.values() for v in axis.values for f in v.fields}
         varied |= {f for adjustment in adjustments for f in adjustment.fields}
         search = read_search(sections["search"], cells, varied)
+        for field in overrides.keys() & search.space.keys():
+            overrides[field].fail(f"`search` samples {field}, so it reaches no run; leave it out")
     if "early_stopping" in sections:
         early_stopping = read_early_stopping(sections["early_stopping"])
         if any(table.paper for table in tables):
@@ -318,4 +325,19 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         figures=read_figures(sections["figures"], axes, cells) if "figures" in sections else (),
         search=search,
         early_stopping=early_stopping,
+        overrides=tuple(
+            f"{field}={node.plain()}"
+            for field, node in overrides.items()
+            if any(_in_id(field, cell.experiment) for cell in cells)
+        ),
     )
+
+
+def _in_id(field: str, experiment: Experiment) -> bool:
+    """Return whether a field is part of an experiment's id."""
+    found: Any = experiment.identity()
+    for name in field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            return False
+        found = found[name]
+    return True
