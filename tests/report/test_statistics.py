@@ -1,41 +1,40 @@
 """Statistics of a page, on simulated tables of known truth and on small ones computed by hand."""
 
-import itertools
-
 import numpy as np
 import pytest
 from scipy import stats
 
-from trishul_ray.report import statistics
 from trishul_ray.report.statistics import (
     ALPHA,
+    MAX_SEEDS,
+    POWER,
     best_row,
     compare_rows,
     complete_block,
     estimate,
-    seeds_needed,
-    smallest_p_value,
 )
 
 
-def simulate(rng, means, seeds, *, shared=0.0, noise=0.5, tails=None, test_rows=None):
+def simulate(rng, means, seeds, *, shared=0.0, noise=0.5, tails=None, test_rows=None, spread=1.0):
     """Values [rows, seeds, columns] around the true ``means`` [rows, columns].
 
-    ``noise`` is independent; ``shared`` is what a seed gives a row in all columns. What a seed
-    gives a column in all rows is always there: pairs do not see it. With ``test_rows``, values are
-    accuracies on so many rows.
+    ``noise`` is independent; ``shared`` is what a seed gives a row in all columns; both are times
+    the ``spread`` of each row. What a seed gives a column in all rows is always there: pairs do not
+    see it. With ``test_rows``, values are accuracies on so many rows.
     """
     rows, columns = means.shape
     size = (rows, seeds, columns)
     draws = rng.normal(size=size) if tails is None else rng.standard_t(tails, size=size)
     of_seed = rng.normal(size=(rows, seeds, 1)) * shared
-    values = means[:, None, :] + noise * draws + of_seed + 2 * rng.normal(size=(1, seeds, columns))
+    spread = np.broadcast_to(spread, rows)[:, None, None]
+    own = spread * (noise * draws + of_seed)
+    values = means[:, None, :] + own + 2 * rng.normal(size=(1, seeds, columns))
     return values if test_rows is None else np.round(values * test_rows / 100) * 100 / test_rows
 
 
 def wrong(groups, truths):
-    """Whether a page calls a row worse than the best that truly is not."""
-    for comparison, means in zip(compare_rows(groups), truths, strict=True):
+    """Whether a table calls a row worse than the best that truly is not."""
+    for comparison, means in zip(compare_rows(groups).groups, truths, strict=True):
         levels = means.mean(axis=1)
         for row, result in enumerate(comparison.rows):
             if result and result.decided and levels[row] >= levels[comparison.best] - 1e-9:
@@ -59,6 +58,10 @@ def crossing(rng, rows, columns):
     return effects - effects.mean(axis=1, keepdims=True)
 
 
+#: Row after row with half the spread; one noisy row among quiet ones; two of seven.
+HALVING, ONE, TWO = 2.0 ** -np.arange(7), [10.0, *[1.0] * 6], [10.0, 10.0, *[1.0] * 5]
+
+
 @pytest.mark.parametrize(
     ("truth", "shape", "options"),
     [
@@ -67,43 +70,51 @@ def crossing(rng, rows, columns):
         (null, (7, 3, 8), {"shared": 1.0, "noise": 0.0}),
         (null, (7, 5, 4), {"shared": 0.7, "tails": 3}),
         (null, (2, 3, 6), {"shared": 0.5}),
+        (null, (2, 2, 1), {}),
         (null, (3, 10, 1), {"tails": 2}),
         (null, (5, 3, 2), {"shared": 2.0, "test_rows": 60}),
+        (null, (4, 3, 1), {"noise": 0.3, "test_rows": 200}),
         (mixed, (7, 3, 8), {"shared": 0.7}),
         (crossing, (7, 3, 8), {"shared": 0.3}),
         (crossing, (4, 6, 3), {}),
+        *(
+            (null, (7, seeds, 3), {"shared": 0.5, "spread": spread})
+            for seeds in (3, 10)
+            for spread in (HALVING, ONE, TWO)
+        ),
     ],
 )
-def test_decided_is_wrong_on_at_most_one_page_in_twenty(truth, shape, options, monkeypatch):
-    # Without the sign-flip test there are more wrong pages, and the simulation takes seconds.
-    monkeypatch.setattr(statistics, "_sign_flip_p_value", lambda *_: 0.0)
-    rng, pages = np.random.default_rng(7), 200
+def test_decided_is_wrong_on_at_most_one_table_in_twenty(truth, shape, options):
+    rng, tables = np.random.default_rng(7), 200
     rows, seeds, columns = shape
     count = 0
-    for _ in range(pages):
+    for _ in range(tables):
         truths = [truth(rng, rows, columns) for _ in range(2)]
         count += wrong([simulate(rng, means, seeds, **options) for means in truths], truths)
     # More than this has a chance of one in a thousand where the true share is ALPHA.
-    assert count <= stats.binom.ppf(0.999, pages, ALPHA)
+    assert count <= stats.binom.ppf(0.999, tables, ALPHA)
 
 
-def test_both_tests_together_are_wrong_on_at_most_one_page_in_twenty():
-    rng, pages = np.random.default_rng(3), 150
-    count = 0
-    for _ in range(pages):
-        truths = [mixed(rng, 4, 3), null(rng, 2, 6)]
-        groups = [simulate(rng, means, 5, shared=0.5) for means in truths]
-        count += wrong(groups, truths)
-    assert count <= stats.binom.ppf(0.999, pages, ALPHA)
+def test_decided_is_wrong_on_at_most_one_table_in_twenty_if_runs_are_missing():
+    rng, tables, count = np.random.default_rng(8), 200, 0
+    for _ in range(tables):
+        truth = np.zeros((6, 4))
+        values = simulate(rng, truth, 4, shared=0.5)
+        values[rng.random(values.shape) < 0.2] = np.nan
+        count += wrong([values], [truth])
+    assert count <= stats.binom.ppf(0.999, tables, ALPHA)
 
 
-def test_the_sign_flip_test_alone_would_be_wrong_where_columns_share_their_seeds(monkeypatch):
+def test_the_pooled_spread_alone_would_be_wrong_where_one_row_is_noisier():
     """Why there are two tests."""
-    monkeypatch.setattr(statistics, "_student_p_value", lambda _: 0.0)
-    rng = np.random.default_rng(0)
-    truth = np.zeros((4, 6))
-    count = sum(wrong([simulate(rng, truth, 3, shared=1.0)], [truth]) for _ in range(30))
-    assert count > 10
+    rng, count, truth = np.random.default_rng(0), 0, np.zeros((7, 1))
+    for _ in range(200):
+        values = simulate(rng, truth, 3, spread=ONE)[:, :, 0]
+        rest = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
+        error = np.sqrt(2 * (rest**2).sum() / 12 / 3)
+        count += np.ptp(values.mean(axis=1)) / error > stats.t.isf(ALPHA / 2 / 21, 12)
+    assert count > 20
+    assert not wrong([simulate(rng, truth, 3, spread=ONE)], [truth])
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
@@ -127,7 +138,7 @@ def test_large_differences_are_decided_with_three_seeds():
     truth = np.zeros((7, 8))
     truth[3] = 12
     for _ in range(5):
-        (result,) = compare_rows([simulate(rng, truth, 3)])
+        (result,) = compare_rows([simulate(rng, truth, 3)]).groups
         assert result.best == 3
         found += sum(row.decided for row in result.rows if row)
     assert found >= 0.9 * 5 * 6
@@ -137,57 +148,90 @@ def test_moderate_differences_are_decided_with_more_seeds():
     rng, found = np.random.default_rng(2), 0
     truth = np.array([[0.0] * 4, [1.0] * 4, [0.0] * 4])
     for _ in range(10):
-        (result,) = compare_rows([simulate(rng, truth, 8, shared=0.2)])
+        (result,) = compare_rows([simulate(rng, truth, 8, shared=0.2)]).groups
         found += sum(row.decided for row in result.rows if row)
     assert found >= 15
 
 
-@pytest.mark.parametrize("gap", [0.5, 5.0, 500.0])
-def test_three_seeds_do_not_decide_one_column(gap):
-    values = np.array([[[80.0], [80.1], [80.2]], [[80.0], [80.1], [80.3]]])
-    values[0] += gap
-    (result,) = compare_rows([values])
+def test_three_seeds_decide_one_column_of_few_rows():
+    values = 80 + np.array([0.0, -5.0, -30.0])[:, None, None] + np.zeros((3, 3, 1))
+    values[:, :, 0] += np.array([[0.0, 0.1, 0.2], [0.1, 0.1, 0.3], [0.0, 0.2, 0.1]])
+    (result,) = compare_rows([values]).groups
     assert result.best == 0
-    assert not result.rows[1].decided
-    assert result.rows[1].difference == pytest.approx(1 / 30 - gap)
-    assert smallest_p_value(3, 1) == 0.25
-    assert smallest_p_value(1, 8) == 1.0
+    assert [row.decided for row in result.rows[1:]] == [True, True]
+    # Each p-value is that of its own runs: no floor that all share.
+    assert result.rows[2].p_value < result.rows[1].p_value / 10
 
 
-def test_p_values_are_those_of_an_exact_test():
-    """Six seeds in two columns, all 4,096 flips counted by hand."""
+def test_p_values_are_the_larger_of_two_exact_tests():
     rng = np.random.default_rng(5)
-    differences = rng.normal(1.0, 1.0, size=(6, 2))
-    values = np.stack([differences, np.zeros_like(differences)])
-    (result,) = compare_rows([values])
-    signs = np.array(list(itertools.product([-1, 1], repeat=12)))
-    sums = np.abs(signs @ differences.ravel())
-    flipped = float((sums >= abs(differences.sum()) - 1e-9).mean())
-    student = stats.ttest_1samp(differences.mean(axis=1), 0.0).pvalue
-    assert result.rows[1].p_value == pytest.approx(max(flipped, student))
-    assert result.rows[1].difference == pytest.approx(-differences.mean())
+    values = simulate(rng, np.array([[1.0] * 2, [0.0] * 2, [-1.0] * 2]), 6)
+    comparison = compare_rows([values])
+    (result,) = comparison.groups
+    assert comparison.pairs == 3
+    means = values.mean(axis=2)
+    # The pooled variance is that of the residuals of a two-way analysis of variance.
+    rest = means - means.mean(axis=0) - means.mean(axis=1, keepdims=True) + means.mean()
+    error = np.sqrt((rest**2).sum() / 10)
+    for row in {0, 1, 2} - {result.best}:
+        paired = means[row] - means[result.best]
+        t = abs(paired.mean()) / (error * np.sqrt(2 / 6))
+        pooled = 3 * 2 * stats.t.sf(t, 10)
+        own = 2 * stats.ttest_1samp(paired, 0.0).pvalue
+        assert result.rows[row].p_value == pytest.approx(min(1, max(pooled, own)))
+        assert result.rows[row].difference == pytest.approx(paired.mean())
 
 
-def test_more_pairs_on_the_page_make_every_decision_harder():
+def test_the_threshold_is_the_smallest_difference_that_is_decided():
+    values = simulate(np.random.default_rng(2), np.array([[3.0] * 2, [0.0] * 2, [0.0] * 2]), 4)
+    (result,) = compare_rows([values]).groups
+    row = result.rows[1]
+    for factor, decided in ((1.001, True), (0.999, False)):
+        moved = values.copy()
+        moved[0] += factor * row.threshold + row.difference
+        moved[2] -= 100  # the best stays the best
+        assert compare_rows([moved]).groups[0].rows[1].decided == decided
+
+
+def test_the_verdict_of_a_table_depends_on_its_own_pairs_alone():
     rng = np.random.default_rng(4)
     truth = np.zeros((2, 4))
     truth[0] = 2
-    page = [simulate(rng, truth, 5) for _ in range(12)]
-    alone = compare_rows(page[:1])[0].rows
-    together = compare_rows(page)[0].rows
-    p_value = [row.p_value or 1.0 for rows in (alone, together) for row in rows if row]
-    assert p_value[0] < p_value[1]
-    # Pairs that nothing could decide do not count.
-    hopeless = [np.zeros((5, 3, 1)) for _ in range(9)]
-    assert compare_rows([page[0], *hopeless])[0].rows == alone
+    groups = [simulate(rng, truth, 5) for _ in range(12)]
+    alone, together = compare_rows(groups[:1]), compare_rows(groups)
+    assert (alone.pairs, together.pairs) == (1, 12)
+    p_values = [r.p_value for t in (alone, together) for r in t.groups[0].rows if r]
+    assert p_values[0] < p_values[1]
+    # Groups, and rows of a group, that are the same runs count once.
+    assert compare_rows([groups[0], groups[0]]).groups[0] == alone.groups[0]
+    twice = compare_rows([np.concatenate([groups[0], groups[0][1:]])])
+    assert (twice.pairs, twice.groups[0].rows[1]) == (1, alone.groups[0].rows[1])
+    # Rows without numbers are no pairs.
+    empty = np.full((3, 5, 4), np.nan)
+    assert compare_rows([np.concatenate([groups[0], empty]), empty]).groups[0].rows[:2] == (
+        alone.groups[0].rows
+    )
 
 
 def test_equal_rows_are_not_decided():
     values = np.repeat(np.arange(12.0).reshape(1, 3, 4), 3, axis=0)
     values[2] += 0.1 + 0.2 - 0.3  # not zero, but no difference either
-    (result,) = compare_rows([values])
+    (result,) = compare_rows([values]).groups
     assert not any(row.decided for row in result.rows if row)
     assert all(row.seeds_needed is None for row in result.rows if row)
+    assert [row.difference for row in result.rows if row] == [0, 0]
+
+
+def test_seeds_that_show_no_spread_decide_nothing():
+    values = np.array([[[80.0]] * 3, [[50.0]] * 3])
+    for shown in (values, values + np.array([0.0, 1.0, 5.0])[:, None], values[:, :1]):
+        (row,) = (row for row in compare_rows([shown]).groups[0].rows if row)
+        assert (row.decided, row.p_value, row.threshold, row.seeds_needed) == (False, *[None] * 3)
+        assert row.difference == -30
+    # A pair that agrees by rounding is judged by the spread of the other rows.
+    third = np.array([[[20.0], [21.0], [19.0]]])
+    row = compare_rows([np.concatenate([values, third])]).groups[0].rows[1]
+    assert 0 < row.p_value < 0.05
 
 
 def test_missing_runs():
@@ -197,18 +241,18 @@ def test_missing_runs():
     values[0, :, 0] = np.nan
     values[1] += 10
     values[2, 1:, 1:] = np.nan
-    (result,) = compare_rows([values])
+    (result,) = compare_rows([values]).groups
     assert result.best == 1  # though the first row has by far the highest mean
     assert (result.rows[0].seeds, result.rows[0].columns) == (3, 3)
-    assert (result.rows[2].seeds, result.rows[2].columns) == (1, 4)
-    assert result.rows[2].seeds_needed is None
+    # Three seeds of one column, and not four columns of one seed.
+    assert (result.rows[2].seeds, result.rows[2].columns) == (3, 1)
     empty = np.full((2, 3, 4), np.nan)
-    assert compare_rows([empty])[0].best is None
+    assert compare_rows([empty]).groups[0].best is None
     assert best_row(values[:1]) is None
     # Rows that share no column.
     empty[0, :, 0], empty[1, :, 1] = 1, 2
-    assert set(compare_rows([empty])[0].rows) == {None}
-    assert compare_rows([]) == ()
+    assert set(compare_rows([empty]).groups[0].rows) == {None}
+    assert compare_rows([]).groups == ()
 
 
 def test_a_row_without_the_difficult_column_is_not_the_best_for_it():
@@ -227,42 +271,59 @@ def test_a_row_without_the_difficult_seed_is_not_the_best_for_it():
 
 def test_a_row_that_is_ahead_in_what_both_have_is_not_called_worse(monkeypatch):
     """Where runs are missing, it may still not be the best."""
-    monkeypatch.setattr(statistics, "best_row", lambda _: 1)
+    monkeypatch.setattr("trishul_ray.report.statistics.best_row", lambda _: 1)
     values = simulate(np.random.default_rng(0), np.array([[1.0] * 8, [0.0] * 8]), 4, noise=0.01)
-    (result,) = compare_rows([values])
+    (result,) = compare_rows([values]).groups
     assert result.rows[0].difference == pytest.approx(1, abs=0.01)
     assert not result.rows[0].decided
 
 
 def test_the_largest_complete_part_is_compared():
-    differences = np.arange(12.0).reshape(3, 4)
-    assert complete_block(differences) is differences
-    differences[1, 1:] = np.nan
-    assert complete_block(differences).tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    differences[2, 2:] = np.nan
-    # Four numbers either way: with more seeds.
-    assert complete_block(differences).tolist() == [[0, 1], [8, 9]]
-    assert complete_block(np.full((2, 2), np.nan)).size == 0
+    known = np.ones((3, 4), dtype=bool)
+
+    def block():
+        return [indices.tolist() for indices in complete_block(known)]
+
+    assert block() == [[0, 1, 2], [0, 1, 2, 3]]
+    known[1, 1:] = False
+    assert block() == [[0, 2], [0, 1, 2, 3]]
+    known[2, 2:] = False
+    # Four numbers either way: with several seeds.
+    assert block() == [[0, 2], [0, 1]]
+    known[2, 1:] = False
+    assert block() == [[0, 1, 2], [0]]  # and not the four columns of one seed
+    known[:] = False
+    assert block() == [[], []]
 
 
-def test_the_number_of_seeds_needed():
-    rng = np.random.default_rng(9)
-    differences = rng.normal(0.6, 0.5, size=(3, 4))
-    needed = seeds_needed(differences, 0.01)
-    assert 3 < needed < 30
-    # It is needed: more seeds of the same mean and spread decide, one fewer does not.
-    means = differences.mean(axis=1)
-    for count, enough in ((needed, True), (needed - 1, False)):
-        t = means.mean() * np.sqrt(count) / means.std(ddof=1)
-        assert (2 * stats.t.sf(t, count - 1) <= 0.01) == enough
-    assert seeds_needed(differences, 0.001) > needed
-    # The floor of the sign-flip test: 2 / 2^n.
-    clear = np.array([[50.0], [50.1], [50.2]])
-    assert seeds_needed(clear, 0.05) >= 6
-    assert seeds_needed(clear, 0.001) >= 11
-    unclear = np.array([[1.0, -0.9], [-1.0, 0.8], [0.5, -0.3]])
-    assert seeds_needed(unclear, 0.001) is None
-    assert seeds_needed(clear[:1], 0.05) is None
+def test_the_seeds_needed_decide_four_tables_in_five():
+    rng, truth = np.random.default_rng(9), np.array([[0.6], [0.0], [0.0], [0.0]])
+
+    def share(seeds):
+        tables = (compare_rows([simulate(rng, truth, seeds, noise=0.3)]) for _ in range(200))
+        rows = (table.groups[0].rows[1] for table in tables)
+        return sum(row is not None and row.decided for row in rows) / 200
+
+    enough = next(seeds for seeds in range(3, 30) if share(seeds) >= POWER)
+    assert 5 <= enough <= 9
+    # What three seeds say, whose difference is the true one: both ends of an interval around it.
+    found = []
+    for _ in range(200):
+        values = simulate(rng, truth, 3, noise=0.3)
+        values += truth[:, None] - values.mean(axis=1, keepdims=True)
+        row = compare_rows([values]).groups[0].rows[1]
+        assert (row.seeds_needed is None) == row.decided
+        if row.seeds_needed:
+            found.append(row.seeds_needed)
+    assert len(found) > 50
+    assert np.mean([few - 1 <= enough <= many + 1 for few, many in found]) >= 0.95
+    assert all(3 < few <= many for few, many in found)
+
+
+def test_more_seeds_are_needed_than_we_look_for():
+    values = 80 + np.array([[[0.0], [5.0], [-5.0]], [[0.0], [-5.0], [5.01]]])
+    row = next(row for row in compare_rows([values]).groups[0].rows if row)
+    assert row.seeds_needed[1] == MAX_SEEDS + 1
 
 
 def test_estimates():
@@ -273,14 +334,3 @@ def test_estimates():
     two = estimate([80.0, np.nan, 82.0])
     assert (two.mean, two.count) == (81.0, 2)
     assert two.interval() == pytest.approx((81 - 12.706, 81 + 12.706), abs=1e-3)
-
-
-def test_decisions_are_reproducible():
-    rng = np.random.default_rng(6)
-    truth = np.zeros((3, 7))
-    truth[0] = 4
-    groups = [simulate(rng, truth, 4)]
-    first = compare_rows(groups)
-    statistics._sign_flip_p_value.cache_clear()
-    assert compare_rows(groups) == first
-    assert any(row.decided for row in first[0].rows if row)

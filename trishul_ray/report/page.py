@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, Status, SweepOutcome, departures
 from trishul_ray.report.paper import paper_value
-from trishul_ray.report.statistics import ALPHA
+from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.sweep_tables import (
     PaperValue,
     SweepTable,
@@ -30,7 +30,6 @@ from trishul_ray.report.sweep_tables import (
 from trishul_ray.report.switches import Switch, read_switches
 from trishul_ray.report.table_formats import (
     escape_markdown,
-    seeds_text,
     to_csv,
     to_latex,
     to_markdown,
@@ -216,9 +215,9 @@ def write_report(
     templates.filters |= {"duration": format_duration, "markdown": escape_markdown}
     templates.globals |= {
         "ALPHA": ALPHA,
+        "POWER": POWER,
         "comparable": comparable,
         "labels_text": labels_text,
-        "seeds_text": seeds_text,
         "statuses": _STATUSES,
         "to_markdown": to_markdown,
     }

@@ -1,28 +1,31 @@
-"""What the numbers of a page decide: means, intervals, and which rows are worse than the best.
+"""What the numbers of a table decide: means, intervals, and which rows are worse than the best.
 
 Arrays of a group of rows are [rows, seeds, columns], oriented so that larger is better, NaN where a
-run is not finished. Everything here is a pure function of its numbers: the same page gives the same
-decisions.
+run is not finished. Everything here is a pure function of its numbers: the same table gives the
+same decisions.
 """
 
-import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
+from scipy import special
 
-#: Chance that a page without any true difference shows one as decided.
+#: Chance that a table without any true difference shows one as decided.
 ALPHA = 0.05
-#: :func:`seeds_needed` looks no further.
+#: Chance with which :attr:`Comparison.seeds_needed` decide a row.
+POWER = 0.8
+#: :attr:`Comparison.seeds_needed` looks no further.
 MAX_SEEDS = 100
 #: Differences below this, in the unit of the table, are rounding errors of the subtraction.
 _DECIMALS = 9
 
 Array = NDArray[np.float64]
+#: Indices of seeds and columns.
+Block = tuple[NDArray[np.intp], NDArray[np.intp]]
 
 
 @dataclass(frozen=True)
@@ -66,21 +69,26 @@ class Comparison:
         difference: Mean of the row minus that of the best, over the runs that both have.
         seeds: Number of seeds that the comparison rests on.
         columns: Number of columns that it rests on.
-        p_value: Adjusted for all pairs of the page; None if nothing is decided.
-        seeds_needed: For an undecided row, about how many seeds would decide it; None if there are
-            more than :data:`MAX_SEEDS`, or the spread is not known because there is one seed.
+        p_value: Adjusted for all pairs of the table; None if the seeds show no spread.
+        threshold: The smallest difference that would be decided with this spread; None likewise.
+        seeds_needed: For an undecided row, from how many to how many seeds decide it with a chance
+            of :data:`POWER`, if the difference is truly the one seen: the two numbers are for both
+            ends of the 95 % interval of the spread. :data:`MAX_SEEDS` + 1 stands for more than
+            :data:`MAX_SEEDS`; None if the row is decided, or no spread or difference is seen.
     """
 
     difference: float
     seeds: int
     columns: int
     p_value: float | None
-    seeds_needed: int | None
+    threshold: float | None
+    seeds_needed: tuple[int, int] | None
 
     @property
     def decided(self) -> bool:
         """Whether the row is worse than the best."""
-        return self.p_value is not None
+        # Where runs are missing, a row may be ahead of the best in what both have.
+        return self.p_value is not None and self.p_value <= ALPHA and self.difference < 0
 
 
 @dataclass(frozen=True)
@@ -97,62 +105,174 @@ class GroupComparison:
     rows: tuple[Comparison | None, ...]
 
 
-def compare_rows(groups: Sequence[Array], alpha: float = ALPHA) -> tuple[GroupComparison, ...]:
-    """Compare each row of a page with the best row of its group.
+@dataclass(frozen=True)
+class TableComparison:
+    """The groups of a table, compared; and the number of pairs of rows that the level is for."""
 
-    A row is *decided* to be worse if two paired tests of its differences from the best agree: a
-    sign-flip test over all seeds and columns, which assumes no distribution, and Student's test of
-    the means of the seeds. The first takes the columns of a seed to be independent. They are not
-    quite, because runs of one seed share their frozen bases and draws: where a seed favours one row
-    in every column, the sign-flip test alone is wrong on most pages. Student's test is not affected
-    by what columns share, but is easily misled by few seeds in one column.
+    groups: tuple[GroupComparison, ...]
+    pairs: int
 
-    The level holds for the page: the chance that *any* row is wrongly called worse is at most
-    ``alpha``, by Holm's correction over *all* pairs of rows of all groups. A false discovery rate
-    (Benjamini-Hochberg) would bound the expected share of wrong decisions instead, so that a page
-    with many right ones could hold some wrong ones; and it would need the pairs to be chosen before
-    the numbers are seen, while the best row is chosen by looking. With all pairs in the family,
-    every possible choice of the best is accounted for. Pairs that have too few runs to be decided
-    whatever their numbers are (:func:`smallest_p_value`) are not part of it (Tarone 1990).
+
+@dataclass(frozen=True)
+class _Family:
+    """What a table compares.
+
+    Attributes:
+        groups: Values [rows, seeds, columns] of its distinct groups, each distinct row once.
+        pairs: Number of pairs of rows within groups.
+        rivals: Number of rows beside the best of their group.
+    """
+
+    groups: tuple[Array, ...]
+    pairs: int
+    rivals: int
+
+
+def compare_rows(groups: Sequence[Array]) -> TableComparison:
+    """Compare each row of a table with the best row of its group.
+
+    The means over columns of each seed are compared, by paired differences: what a seed gives all
+    rows does not matter, and what a seed gives a row in all columns is part of the spread. A row is
+    *decided* to be worse if two tests agree, and its p-value is the larger of theirs:
+
+    1. Student's test with the variance *pooled* over all rows of the table: that of the residuals
+       of an additive fit of rows and seeds, which has (rows - 1)(seeds - 1) degrees of freedom
+       instead of seeds - 1. It is adjusted for all pairs of rows of the table (Bonferroni), since
+       the best row is chosen by looking at the numbers.
+    2. The same with the pair's *own* variance, adjusted for the rows that are compared with a best
+       one. It guards the first against rows of unequal spread: where one row is noisier than the
+       others, the pooled variance is too small for it.
+
+    The level holds for the table: the chance that *any* of its rows is wrongly called worse is at
+    most :data:`ALPHA`. A table is judged alone, so that its verdicts do not change with what else
+    is on a page. ``benchmarks/decisions.py`` simulates whole pages, with equal and unequal spreads.
+    Tukey's studentized range instead of Bonferroni's correction decides one comparison in a
+    thousand more.
 
     Args:
-        groups: Values [rows, seeds, columns] of each group.
-        alpha: Chance of a wrong decision on the page.
+        groups: Values [rows, seeds, columns] of each group; seeds and columns are those of the
+            table. Equal groups, and equal rows of a group, are the same runs: they count once.
     """
-    pairs = [
-        (group, first, second)
-        for group, values in enumerate(groups)
-        for first, second in itertools.combinations(range(len(values)), 2)
-    ]
-    blocks = [complete_block(groups[g][first] - groups[g][second]) for g, first, second in pairs]
-    adjusted, level = _adjusted_p_values(blocks, alpha)
-    by_pair = dict(zip(pairs, zip(blocks, adjusted, strict=True), strict=True))
-
-    def compare(group: int, row: int, best: int) -> Comparison | None:
-        block, p_value = by_pair[group, min(row, best), max(row, best)]
-        if not block.size:
-            return None
-        mean = round(float(block.mean()), _DECIMALS) + 0.0
-        difference = mean if row < best else 0.0 - mean
-        # Where runs are missing, a row may be ahead of the best in what both have.
-        decided = p_value <= alpha and difference < 0
-        return Comparison(
-            difference=difference,
-            seeds=block.shape[0],
-            columns=block.shape[1],
-            p_value=p_value if decided else None,
-            seeds_needed=None if decided else seeds_needed(block, level),
-        )
-
+    compared = [values for values in groups if best_row(values) is not None]
+    known = [values[np.isfinite(values).any(axis=(1, 2))] for values in compared]
+    unique = _distinct(np.stack(_distinct(values)) for values in known)
+    family = _Family(
+        tuple(unique),
+        sum(math.comb(len(rows), 2) for rows in unique),
+        sum(len(rows) - 1 for rows in unique),
+    )
     result = []
-    for index, values in enumerate(groups):
+    for values in groups:
         best = best_row(values)
         rows = (
-            None if best is None or row == best else compare(index, row, best)
+            None if best is None or row == best else _compare(values[row] - values[best], family)
             for row in range(len(values))
         )
         result.append(GroupComparison(best, tuple(rows)))
-    return tuple(result)
+    return TableComparison(tuple(result), family.pairs)
+
+
+def _distinct(arrays: Iterable[Array]) -> list[Array]:
+    return list({array.tobytes(): array for array in arrays}.values())
+
+
+def _compare(differences: Array, family: _Family) -> Comparison | None:
+    """Compare a row with the best, given their paired differences [seeds, columns]."""
+    place = complete_block(np.isfinite(differences))
+    seeds, columns = (len(indices) for indices in place)
+    if not seeds:
+        return None
+    paired = np.round(differences[np.ix_(*place)].mean(axis=1), _DECIMALS)
+    difference = round(float(paired.mean()), _DECIMALS) + 0.0
+    pooled, freedom = _pooled_deviation(family.groups, place)
+    if not pooled:
+        return Comparison(difference, seeds, columns, None, None, None)
+    # Seeds that agree by rounding show no spread of their own.
+    own = _deviation(float(((paired - paired.mean()) ** 2).sum()), seeds - 1) or pooled
+    tests = (
+        _Test(pooled, freedom / (seeds - 1), family.pairs),
+        _Test(own, 1.0, family.rivals),
+    )
+    p_value = max(test.p_value(abs(difference), seeds) for test in tests)
+    needed = None
+    if difference and not (p_value <= ALPHA and difference < 0):
+        quantiles = special.chdtri(freedom, [0.025, 0.975])
+        low, high = (pooled * np.sqrt(freedom / quantiles)).tolist()
+        needed = (
+            _seeds_needed(abs(difference), low, seeds, tests),
+            _seeds_needed(abs(difference), max(high, own), seeds, tests),
+        )
+    threshold = max(test.threshold(seeds) for test in tests)
+    return Comparison(difference, seeds, columns, p_value, threshold, needed)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """Student's test of a mean of paired differences, two-sided.
+
+    Attributes:
+        deviation: Standard deviation of a paired difference.
+        freedom: Degrees of freedom of that, for each seed beyond the first.
+        count: Number of comparisons that the level is for.
+    """
+
+    deviation: float
+    freedom: float
+    count: int
+
+    def p_value(self, difference: float, seeds: int) -> float:
+        t = difference * math.sqrt(seeds) / self.deviation
+        tail = float(special.stdtr(self.freedom * (seeds - 1), -t))
+        return min(1.0, 2 * self.count * tail)
+
+    def quantile(self, seeds: ArrayLike) -> Any:
+        freedom = self.freedom * (np.asarray(seeds) - 1)
+        return -special.stdtrit(freedom, ALPHA / (2 * self.count))
+
+    def threshold(self, seeds: int) -> float:
+        return float(self.quantile(seeds)) * self.deviation / math.sqrt(seeds)
+
+    def power(self, difference: float, deviation: float, seeds: NDArray[np.int64]) -> Array:
+        """Return the chance to decide a true difference (Johnson and Welch 1940)."""
+        freedom, quantile = self.freedom * (seeds - 1), self.quantile(seeds)
+        excess = difference * np.sqrt(seeds) / deviation - quantile * (1 - 1 / (4 * freedom))
+        chance: Array = special.ndtr(excess / np.sqrt(1 + quantile**2 / (2 * freedom)))
+        return chance
+
+
+def _seeds_needed(difference: float, deviation: float, seeds: int, tests: tuple[_Test, ...]) -> int:
+    """Return how many seeds decide a true difference with a chance of :data:`POWER`."""
+    numbers = np.arange(seeds + 1, MAX_SEEDS + 1)
+    # The tests share their numerator: both reject nearly as often as the weaker one.
+    power = np.min([test.power(difference, deviation, numbers) for test in tests], axis=0)
+    enough = numbers[power >= POWER]
+    return int(enough[0]) if enough.size else MAX_SEEDS + 1
+
+
+def _pooled_deviation(groups: Sequence[Array], place: Block) -> tuple[float, int]:
+    """Return the deviation of a paired difference, pooled over rows; and its degrees of freedom.
+
+    It is that of the rows that have all seeds and columns of ``place``: a mean over fewer columns
+    has another spread.
+    """
+    squares, freedom = 0.0, 0
+    for values in groups:
+        part = values[:, place[0]][:, :, place[1]]
+        complete = part[np.isfinite(part).all(axis=(1, 2))]
+        if len(complete) < 2:
+            continue
+        means = complete.mean(axis=2)
+        rest = means - means.mean(axis=0, keepdims=True)
+        rest -= rest.mean(axis=1, keepdims=True)
+        squares += float((rest**2).sum())
+        freedom += (len(means) - 1) * (means.shape[1] - 1)
+    return _deviation(2 * squares, freedom), freedom
+
+
+def _deviation(squares: float, freedom: int) -> float:
+    """Return a standard deviation; 0 for one that is a rounding error or has no freedom."""
+    deviation = math.sqrt(squares / freedom) if freedom > 0 else 0.0
+    return deviation if deviation > 10.0**-_DECIMALS else 0.0
 
 
 def best_row(values: Array) -> int | None:
@@ -174,125 +294,19 @@ def best_row(values: Array) -> int | None:
     return int(np.argmax(np.where(known, np.round(effects, _DECIMALS), -np.inf)))
 
 
-def complete_block(differences: Array) -> Array:
-    """Return the largest part of [seeds, columns] without NaN: some seeds in some columns.
+def complete_block(known: NDArray[np.bool_]) -> Block:
+    """Return seeds and columns of the largest complete part of [seeds, columns].
 
     With every column for every seed, what is easy or difficult about a column does not mix with
-    the spread over seeds. Among equal parts, the one with most seeds is returned.
+    the spread over seeds. A part with several seeds comes before one with a single seed, which
+    shows no spread; among equal parts, that with most seeds is returned.
     """
-    known = np.isfinite(differences)
-    if known.all():
-        return differences
-    best = differences[:0, :0]
+    best = (np.arange(0), np.arange(0))
     order = np.argsort(-known.sum(axis=1), kind="stable")
+    rank = (False, 0)
     for count in range(1, len(order) + 1):
         seeds = np.sort(order[:count])
-        part = differences[np.ix_(seeds, known[seeds].all(axis=0))]
-        if part.size and part.size >= best.size:
-            best = part
+        columns = np.flatnonzero(known[seeds].all(axis=0))
+        if columns.size and (count > 1, count * columns.size) >= rank:
+            best, rank = (seeds, columns), (count > 1, count * columns.size)
     return best
-
-
-def smallest_p_value(seeds: int, columns: int) -> float:
-    """Return the smallest p-value that a comparison of this size can have: 2 / 2^(runs).
-
-    Of all flips of signs, at least the observed one and its opposite are as extreme. One seed shows
-    no spread, and decides nothing.
-    """
-    return 2.0 ** (1 - seeds * columns) if seeds > 1 and columns > 0 else 1.0
-
-
-def seeds_needed(differences: Array, alpha: float) -> int | None:
-    """Return about how many seeds would decide a row that these do not.
-
-    It is the smallest number at which both tests of :func:`compare_rows` reach ``alpha`` if mean
-    and spread of the differences stay as they are.
-
-    Args:
-        differences: Paired differences [seeds, columns], without NaN.
-        alpha: Level of the one comparison, corrected for all others.
-
-    Returns:
-        The number; None if it exceeds :data:`MAX_SEEDS`, or if there is one seed.
-    """
-    done, columns = differences.shape
-    if done < 2:
-        return None
-    numbers = np.arange(done + 1, MAX_SEEDS + 1)
-    if not numbers.size:
-        return None
-    means = np.round(differences, _DECIMALS).mean(axis=1)
-    size, spread = abs(float(means.mean())), float(means.std(ddof=1))
-    total = math.sqrt(float(np.mean(differences**2)))
-    if size == 0:
-        return None
-    with np.errstate(divide="ignore"):
-        student = 2 * special.stdtr(numbers - 1, -size * np.sqrt(numbers) / np.float64(spread))
-    # The sign-flip test's mean is nearly normal, and never below its floor.
-    flips = 2 * special.ndtr(-size * np.sqrt(numbers * columns) / total)
-    floor = 2.0 ** (1 - numbers * columns)
-    enough = numbers[np.maximum(np.maximum(student, flips), floor) <= alpha]
-    return int(enough[0]) if enough.size else None
-
-
-def _adjusted_p_values(blocks: Sequence[Array], alpha: float) -> tuple[list[float], float]:
-    """Return the adjusted p-value of each block [seeds, columns], and the level of one comparison.
-
-    Adjusted values are exact where they are at most ``alpha``, and otherwise above it. The level is
-    what the first pair that is not decided would have to reach, if all pairs could be tested.
-    """
-    floors = np.array([smallest_p_value(*block.shape) for block in blocks])
-    # Tarone: test only the k pairs that could be decided at alpha / k.
-    size = 1
-    while (floors <= alpha / size).sum() > size:
-        size += 1
-    testable = np.flatnonzero(floors <= alpha / size).tolist()
-    p_values = np.array([_student_p_value(blocks[i]) for i in testable])
-    # The second test can only raise a p-value: what the first leaves undecided needs none.
-    for position in np.flatnonzero(_holm(p_values) <= alpha).tolist():
-        block = np.ascontiguousarray(np.round(blocks[testable[position]], _DECIMALS))
-        # Enough flips for p-values of half the strictest level.
-        flips = math.ceil(4 * len(testable) / alpha)
-        p_values[position] = max(p_values[position], _sign_flip_p_value(block.tobytes(), flips))
-    adjusted = np.ones(len(blocks))
-    adjusted[testable] = _holm(p_values)
-    undecided = sum(block.size > 0 for block in blocks) - int((adjusted <= alpha).sum())
-    return adjusted.tolist(), alpha / max(undecided, 1)
-
-
-def _holm(p_values: Array) -> Array:
-    """Return Holm's adjusted p-values: at most α for a family-wise error of at most α."""
-    order = np.argsort(p_values, kind="stable")
-    steps = p_values[order] * np.arange(len(order), 0, -1)
-    adjusted = np.empty_like(p_values)
-    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
-    return adjusted
-
-
-def _student_p_value(differences: Array) -> float:
-    """Return the two-sided p-value of Student's test of the means of the seeds."""
-    means = np.round(differences, _DECIMALS).mean(axis=1)
-    mean, count = abs(float(means.mean())), len(means)
-    error = float(means.std(ddof=1)) / math.sqrt(count)
-    if mean == 0 or error == 0:
-        return float(mean == 0)
-    return 2 * float(special.stdtr(count - 1, -mean / error))
-
-
-@functools.lru_cache(maxsize=4096)
-def _sign_flip_p_value(differences: bytes, flips: int) -> float:
-    """Return the two-sided p-value of the mean if each sign could as well be the opposite.
-
-    All flips are tried if they are at most ``flips``, otherwise as many random ones, always the
-    same.
-    """
-    result = stats.permutation_test(
-        (np.frombuffer(differences),),
-        lambda sample, axis: np.mean(sample, axis=axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=flips,
-        batch=4096,
-        rng=np.random.default_rng(0),
-    )
-    return float(result.pvalue)

@@ -1,7 +1,6 @@
 """Tables that the cells of sweeps form: means over seeds, the best in bold, and what is decided.
 
-:func:`build_tables` makes all tables of a page at once, because what is decided depends on how much
-the page compares. :mod:`trishul_ray.report.table_formats` writes them.
+:mod:`trishul_ray.report.table_formats` writes them.
 """
 
 import itertools
@@ -29,7 +28,6 @@ from trishul_ray.report.statistics import (
     Estimate,
     compare_rows,
     estimate,
-    smallest_p_value,
 )
 
 #: Returns the number that the paper prints at a position of a table, by table key and labels.
@@ -63,6 +61,7 @@ class TableCell:
         paper: The paper's number.
         difference: Mean minus the paper's number; None unless the two may be compared.
         best: Whether it is the best of its column within the group of rows.
+        left_out: Number of columns that an average lacks, because the sweep leaves them out.
     """
 
     runs: tuple[CellOutcome, ...]
@@ -71,6 +70,7 @@ class TableCell:
     paper: float | None = None
     difference: float | None = None
     best: bool = False
+    left_out: int = 0
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -88,6 +88,15 @@ class TableCell:
         return self.estimate is not None and self.estimate.count < len(self.seeds)
 
     @property
+    def lacks(self) -> str:
+        """Which seeds or columns the mean lacks, as text; empty if none."""
+        if self.estimate is None:
+            return ""
+        seeds = f"{self.estimate.count} of {len(self.seeds)} seeds" if self.partial else ""
+        columns = f"{self.left_out} column{'s' * (self.left_out > 1)} left out"
+        return ", ".join(filter(None, (seeds, columns * (self.left_out > 0))))
+
+    @property
     def gap(self) -> str:
         """Why a number is missing or lacks seeds, in a word: the gravest state of its runs."""
         states = {run.status for run in self.runs if run.value is None}
@@ -98,9 +107,9 @@ class TableCell:
         return f"{value:.2f}" if self.percent else f"{value:.4f}"
 
     def format_difference(self, value: float) -> str:
-        """Return a difference as text, with its sign."""
+        """Return a difference as text, with its sign; one that is displayed as 0 has none."""
         size = self.format(abs(value))
-        sign = "±" if float(size) == 0 else "−" if value < 0 else "+"
+        sign = "" if float(size) == 0 else "−" if value < 0 else "+"
         return sign + size
 
 
@@ -109,37 +118,54 @@ class Verdict:
     """How a row stands against the best of its group.
 
     Attributes:
-        kind: ``best`` has the best mean; ``worse`` is decided to be worse than the best;
-            ``undecided`` is not; ``reference`` is not compared; ``apart`` has numbers, but no
-            seed and column in common with the best; ``none`` has nothing to compare.
+        kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse``
+            is decided to be worse than the best; ``undecided`` is not; ``reference`` is not
+            compared; ``apart`` has numbers, but no seed and column in common with the best;
+            ``none`` has nothing to compare.
         best: Label of the best row; empty if there is none.
-        comparison: The numbers of ``worse`` and ``undecided``.
+        comparison: The numbers of ``worse``, ``undecided``, and all but one of ``tied``.
     """
 
-    kind: Literal["best", "worse", "undecided", "reference", "apart", "none"]
+    kind: Literal["best", "tied", "worse", "undecided", "reference", "apart", "none"]
     best: str = ""
     comparison: Comparison | None = None
 
     @property
     def label(self) -> str:
         """The verdict in a word or two."""
-        labels = {"best": "best mean", "worse": "worse, decided", "apart": "no run to compare"}
-        return "" if self.kind == "none" else labels.get(self.kind, self.kind)
+        labels = {
+            "best": "best mean",
+            "tied": "tied for the best mean",
+            "worse": "worse, decided",
+            "apart": "no run to compare",
+            "none": "",
+        }
+        return labels.get(self.kind, self.kind)
+
+    @property
+    def p_value(self) -> str:
+        """The adjusted p-value, or why there is none; empty for a row that is not judged."""
+        if self.comparison is None or self.kind == "tied":
+            return ""
+        p_value = self.comparison.p_value
+        if p_value is None:
+            return "one seed" if self.comparison.seeds == 1 else "no spread between seeds"
+        return "p < 0.0001" if p_value < 1e-4 else f"p = {p_value:.2g}"
 
     @property
     def detail(self) -> str:
-        """How sure it is, or what would decide it."""
-        if self.comparison is None:
-            return ""
-        if self.comparison.p_value is not None:
-            return f"p = {self.comparison.p_value:.2g}"
-        if self.comparison.difference == 0:
-            return "equal means"
-        if self.comparison.seeds == 1:
-            return "one seed"
-        if self.comparison.seeds_needed is None:
-            return f"more than {MAX_SEEDS} seeds needed"
-        return f"about {self.comparison.seeds_needed} seeds needed"
+        """How sure it is, and what would decide it."""
+        needed = None if self.comparison is None else self.comparison.seeds_needed
+        if self.kind != "undecided" or needed is None:
+            return self.p_value
+        few, many = needed
+        if few > MAX_SEEDS:
+            text = f"more than {MAX_SEEDS}"
+        elif many > MAX_SEEDS:
+            text = f"{few} to more than {MAX_SEEDS}"
+        else:
+            text = str(few) if few == many else f"{few} to {many}"
+        return f"{self.p_value}, {text} seeds needed"
 
     @property
     def text(self) -> str:
@@ -183,6 +209,7 @@ class SweepTable:
         groups: Groups of rows.
         metrics: Metrics that are shown, in order.
         cells: The runs that it shows.
+        pairs: Number of pairs of rows that its verdicts are about.
     """
 
     sweep: SweepOutcome
@@ -191,6 +218,7 @@ class SweepTable:
     groups: tuple[RowGroup, ...]
     metrics: tuple[str, ...]
     cells: tuple[CellOutcome, ...]
+    pairs: int = 0
 
     @property
     def profile(self) -> str:
@@ -247,15 +275,34 @@ class SweepTable:
         return Counter({cell.id: cell.status for cell in self.cells}.values())
 
     @property
-    def undecidable(self) -> float | None:
-        """The smallest attainable p-value, if it is too large to decide any row; else None."""
-        sizes = [
-            (row.verdict.comparison.seeds, row.verdict.comparison.columns)
-            for row in self.rows
-            if row.verdict.comparison is not None
-        ]
-        smallest = min((smallest_p_value(*size) for size in sizes), default=0.0)
-        return smallest if smallest > ALPHA else None
+    def _comparisons(self) -> list[Comparison]:
+        return [row.verdict.comparison for row in self.rows if row.verdict.comparison is not None]
+
+    @property
+    def undecidable(self) -> bool:
+        """Whether rows are compared, and none could be decided however large its difference."""
+        return bool(self._comparisons) and all(c.threshold is None for c in self._comparisons)
+
+    @property
+    def power(self) -> str:
+        """What the table can decide, in a sentence; empty if it compares no rows."""
+        if not self._comparisons:
+            return ""
+        pairs = f"{self.pairs} pairs of rows" if self.pairs > 1 else "one pair of rows"
+        if self.undecidable:
+            several = any(comparison.seeds > 1 for comparison in self._comparisons)
+            why = "its seeds do not differ" if several else "one seed shows no spread"
+            return (
+                "This table cannot decide any row, at the level of "
+                f"{100 * ALPHA:g} % for its {pairs}: {why}."
+            )
+        percent = not all(map(is_loss, self.metrics))
+        least = min(c.threshold for c in self._comparisons if c.threshold is not None)
+        text = TableCell((), {}, percent).format(least) + " points" * percent
+        return (
+            f"The level of {100 * ALPHA:g} % is for the {pairs} of this table together; with the "
+            f"spread of its seeds it cannot decide a difference below {text}."
+        )
 
     def header(self) -> list[list[tuple[str, int]]]:
         """Return the levels of the column header: labels, and how many columns each spans."""
@@ -285,29 +332,35 @@ def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
 
 
 def build_tables(sweeps: Sequence[SweepOutcome], paper: PaperValue) -> tuple[SweepTable, ...]:
-    """Make the tables of a page, and decide which of their rows are worse than the best.
+    """Make the tables of sweeps, and decide which of their rows are worse than the best.
 
     Args:
-        sweeps: All sweeps of the page.
+        sweeps: The sweeps.
         paper: Returns the paper's numbers, in percent.
     """
-    tables = [_build(sweep, layout, paper) for sweep in sweeps for layout in sweep.tables]
-    results = iter(compare_rows([_oriented(t, group) for t in tables for group in t.groups]))
-    judged = []
-    for table in tables:
-        # Larger is better in a comparison; a table shows differences of what it shows.
-        sign = -1.0 if table.metrics and all(map(is_loss, table.metrics)) else 1.0
-        new = []
-        for group in table.groups:
-            result = next(results)
-            best = "" if result.best is None else group.rows[result.best].label
-            rows = [
-                replace(row, verdict=_verdict(row, index == result.best, best, comparison, sign))
-                for index, (row, comparison) in enumerate(zip(group.rows, result.rows, strict=True))
-            ]
-            new.append(replace(group, rows=tuple(rows)))
-        judged.append(replace(table, groups=tuple(new)))
-    return tuple(judged)
+    return tuple(
+        _judge(_build(sweep, layout, paper)) for sweep in sweeps for layout in sweep.tables
+    )
+
+
+def _judge(table: SweepTable) -> SweepTable:
+    """Add how each row stands against the best of its group."""
+    compared = compare_rows(_oriented(table))
+    # Larger is better in a comparison; a table shows differences of what it shows.
+    sign = -1.0 if table.metrics and all(map(is_loss, table.metrics)) else 1.0
+    groups = []
+    for group, result in zip(table.groups, compared.groups, strict=True):
+        best = "" if result.best is None else group.rows[result.best].label
+        verdicts = [
+            _verdict(row, index == result.best, best, comparison, sign)
+            for index, (row, comparison) in enumerate(zip(group.rows, result.rows, strict=True))
+        ]
+        if result.best is not None and any(verdict.kind == "tied" for verdict in verdicts):
+            verdicts[result.best] = Verdict("tied", best)
+        pairs = zip(group.rows, verdicts, strict=True)
+        rows = tuple(replace(row, verdict=verdict) for row, verdict in pairs)
+        groups.append(replace(group, rows=rows))
+    return replace(table, groups=tuple(groups), pairs=compared.pairs)
 
 
 def _verdict(
@@ -320,27 +373,35 @@ def _verdict(
     if comparison is None:
         has_numbers = any(cell.estimate is not None for cell in row.cells)
         return Verdict("apart" if best and has_numbers else "none", best)
-    kind: Literal["worse", "undecided"] = "worse" if comparison.decided else "undecided"
+    kind: Literal["worse", "tied", "undecided"]
+    if comparison.decided:
+        kind = "worse"
+    else:
+        tied = float(row.cells[0].format(abs(comparison.difference))) == 0
+        kind = "tied" if tied else "undecided"
     return Verdict(kind, best, replace(comparison, difference=sign * comparison.difference))
 
 
-def _oriented(table: SweepTable, group: RowGroup) -> Array:
-    """Return the values [rows, seeds, columns] to compare, larger is better.
+def _oriented(table: SweepTable) -> list[Array]:
+    """Return the values [rows, seeds, columns] of each group to compare, larger is better.
 
     References have none, and nothing is compared over columns in different units.
     """
     columns = len(table.columns) - table.layout.average
-    seeds = list(dict.fromkeys(s for row in group.rows for cell in row.cells for s in cell.seeds))
-    values = np.full((len(group.rows), len(seeds), columns), np.nan)
-    if len({is_loss(metric) for metric in table.metrics}) > 1:
-        return values
-    for r, row in enumerate(group.rows):
-        for c, cell in enumerate([] if row.is_reference else row.cells[:columns]):
-            sign = 1.0 if cell.percent else -1.0
-            for seed, value in cell.seeds.items():
-                if value is not None:
-                    values[r, seeds.index(seed), c] = sign * value
-    return values
+    seeds = list(dict.fromkeys(s for row in table.rows for cell in row.cells for s in cell.seeds))
+    comparable = len({is_loss(metric) for metric in table.metrics}) == 1
+    found = []
+    for group in table.groups:
+        values = np.full((len(group.rows), len(seeds), columns), np.nan)
+        for r, row in enumerate(group.rows):
+            shown = row.cells[:columns] if comparable and not row.is_reference else ()
+            for c, cell in enumerate(shown):
+                sign = 1.0 if cell.percent else -1.0
+                for seed, value in cell.seeds.items():
+                    if value is not None:
+                        values[r, seeds.index(seed), c] = sign * value
+        found.append(values)
+    return found
 
 
 def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> SweepTable:
@@ -423,7 +484,8 @@ def _mean(cells: Sequence[TableCell]) -> TableCell:
     seeds = {seed: _mean_of([cell.seeds.get(seed) for cell in planned]) for seed in names}
     if len({cell.percent for cell in planned}) > 1:
         seeds = {}  # a mean of different units says nothing
-    return TableCell((), seeds, all(cell.percent for cell in planned))
+    percent = all(cell.percent for cell in planned)
+    return TableCell((), seeds, percent, left_out=len(cells) - len(planned))
 
 
 def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:
@@ -442,7 +504,7 @@ def _with_paper(
     if key is None or not cell.planned:
         return cell
     value = paper(key, labels)
-    if value is None or cell.estimate is None or not comparable:
+    if value is None or cell.estimate is None or cell.left_out or not comparable:
         return replace(cell, paper=value)
     return replace(cell, paper=value, difference=cell.estimate.mean - value)
 
@@ -450,17 +512,21 @@ def _with_paper(
 def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
     """Mark the best of each column, as displayed; where all numbers are equal, none is.
 
-    A mean that lacks seeds which another has is not compared.
+    A mean that lacks seeds or columns which another has is not compared.
     """
     marks = [[False] * len(row.cells) for row in rows]
     for c in range(len(rows[0].cells)):
         means = {
-            r: (cell.estimate, float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1))
+            r: cell
             for r, cell in enumerate(row.cells[c] for row in rows)
             if cell.estimate is not None and not rows[r].is_reference
         }
-        most = max((estimate.count for estimate, _ in means.values()), default=0)
-        known = {r: value for r, (estimate, value) in means.items() if estimate.count == most}
+        most = max((_size(cell) for cell in means.values()), default=(0, 0))
+        known = {
+            r: float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
+            for r, cell in means.items()
+            if cell.estimate is not None and _size(cell) == most
+        }
         for r, value in known.items():
             marks[r][c] = value == max(known.values()) > min(known.values())
     return tuple(
@@ -470,3 +536,8 @@ def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
         )
         for row, mark in zip(rows, marks, strict=True)
     )
+
+
+def _size(cell: TableCell) -> tuple[int, int]:
+    """Return how much a mean lacks and has: columns left out, as a negative number, and seeds."""
+    return -cell.left_out, cell.estimate.count if cell.estimate is not None else 0

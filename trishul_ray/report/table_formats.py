@@ -90,13 +90,7 @@ def _plain_cell(
     text = bold(mean) if cell.best else mean
     if cell.estimate.deviation is not None:
         text += f" {sign} {cell.format(cell.estimate.deviation)}"
-    return text + f" {quote(f'({seeds_text(cell)})')}" * cell.partial
-
-
-def seeds_text(cell: TableCell) -> str:
-    """Return how many of a cell's seeds its mean has."""
-    count = cell.estimate.count if cell.estimate is not None else 0
-    return f"{count} of {len(cell.seeds)} seeds"
+    return text + (f" {quote(f'({cell.lacks})')}" if cell.lacks else "")
 
 
 def to_latex(table: SweepTable) -> str:
