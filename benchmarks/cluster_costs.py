@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.tuning.cost import work_of
-from trishul_ray.tuning.sweep import find_sweeps
+from trishul_ray.tuning.sweep import distinct, find_sweeps
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-a-cluster-costs.md"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
@@ -69,14 +69,12 @@ def finish_time(hours: Iterable[float], gpus: int) -> float:
 
 
 def by_table() -> dict[str, dict[str, Experiment]]:
-    """Return the runs of each table that no earlier table has."""
-    seen: set[str] = set()
-    tables = {}
-    for sweep in find_sweeps(["all"], "paper", []):
-        runs = {cell.experiment.id: cell.experiment for cell in sweep.cells}
-        tables[sweep.name] = {id: run for id, run in runs.items() if id not in seen}
-        seen |= runs.keys()
-    return tables
+    """Return the runs of each table that no earlier table has, scored as they all ask for."""
+    sweeps = find_sweeps(["all"], "paper", [])
+    left = distinct(sweeps)
+    return {
+        sweep.name: {id: left.pop(id) for id in distinct([sweep]) if id in left} for sweep in sweeps
+    }
 
 
 def numbers(machines: Iterable[Machine] = MACHINES) -> str:

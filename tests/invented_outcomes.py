@@ -98,7 +98,7 @@ def invent_sweep(
         name=name,
         title=title,
         profile=profile,
-        description=f"Reproduces nothing: {name} is invented.\nCost: none.",
+        description=f"Reproduces nothing: {name} is invented.\nExpected: nothing.",
         axes=axes,
         shown=shown or {},
         tables=(TableLayout(name, title, tuple(rows), tuple(columns), **layout),),

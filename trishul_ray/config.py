@@ -67,6 +67,17 @@ def _noted_hash(note: str | None, path: str | None) -> str | None:
     return hash_ if hash_ and noted_path == path else None
 
 
+def default_in_id(default: Any, description: str, **limits: Any) -> Any:
+    """Return a field that cannot change a run's id, which has it at its default.
+
+    A field that was part of the id, and need not have been, is one of these: the runs that had it
+    at its default keep their ids.
+    """
+    return Field(
+        default, description=description, json_schema_extra={"identity": "default"}, **limits
+    )
+
+
 #: A name or a path that the file system accepts.
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
@@ -368,7 +379,12 @@ class FederationConfig(Section):
 class EvaluationConfig(Section):
     """What is measured, and how often."""
 
-    every: int = Field(1, ge=1, description="rounds between evaluations; always after the last")
+    every: int = default_in_id(
+        1,
+        "rounds between scores on the test rows; 0: none between the untouched model and the last "
+        "round, which are always scored",
+        ge=0,
+    )
     batch_size: int = Field(64, ge=1, description="examples per evaluation batch")
     limit: int | None = Field(
         None,
@@ -399,6 +415,13 @@ class EvaluationConfig(Section):
         """Return whether the uploads of a round (from 1) are diagnosed."""
         every = self.diagnostics_every
         return every > 0 and (round_number % every == 0 or round_number in (1, rounds))
+
+    def scored_rounds(self, rounds: int) -> frozenset[int]:
+        """Return the rounds of a run of ``rounds`` after which it is scored; 0 is before the first.
+
+        The model of a round does not depend on which rounds are scored.
+        """
+        return frozenset({*range(0, rounds, self.every or rounds), rounds})
 
 
 class ResourcesConfig(Section):

@@ -7,6 +7,7 @@ Fields that cannot (folders, tracking, number of actors) are left out.
 
 import hashlib
 import json
+import math
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -139,6 +140,19 @@ class Experiment(Section):
         text = json.dumps({"numerics": NUMERICS, **self.identity()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    @property
+    def scored_rounds(self) -> frozenset[int]:
+        """The rounds after which the model is scored on the test rows; 0 is before the first."""
+        return self.evaluation.scored_rounds(self.federation.rounds)
+
+    def scored_as(self, other: "Experiment") -> "Experiment":
+        """Return the run that serves this and another one of its id: scored where either is."""
+        every = math.gcd(self.evaluation.every, other.evaluation.every)
+        if every == self.evaluation.every:
+            return self
+        evaluation = self.evaluation.model_copy(update={"every": every})
+        return self.model_copy(update={"evaluation": evaluation})
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON values, for ``Experiment.model_validate``."""
         return self.model_dump(mode="json")
@@ -157,6 +171,8 @@ def _identity_of(section: BaseModel) -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(extra, dict) and extra.get("identity") == "if set" and value == field.default:
             continue
+        if isinstance(extra, dict) and extra.get("identity") == "default":
+            value = field.default
         if isinstance(value, BaseModel):
             nested = _identity_of(value)
             if nested:

@@ -157,7 +157,7 @@ def numbers(finished):
     [
         (2, [], [2, 3, 3]),
         (2, ["optimizer.schedule=cosine"], [0, 1, 2, 3, 3]),
-        (1, ["evaluation.every=2"], [0, 1, 2, 3, 3]),  # measured because it was the last
+        (1, ["evaluation.diagnostics_every=2"], [0, 1, 2, 3, 3]),  # as the last, it has some
     ],
 )
 def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expected):
@@ -171,6 +171,52 @@ def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expec
     assert extended.summary["state_sha256"] == whole.summary["state_sha256"]
     assert extended.summary["attempt"] == json.loads(extended.home.read("attempt.json"))["attempt"]
     assert numbers(extended) == numbers(whole)
+
+
+def test_the_numbers_of_a_run_do_not_depend_on_which_rounds_are_scored(tiny):
+    runs = {
+        every: run_experiment(
+            tiny("federation.rounds=3", f"evaluation.every={every}", runs=str(every)), quiet()
+        )
+        for every in (1, 2, 0)
+    }
+    scored = {every: run.summary["scored_rounds"] for every, run in runs.items()}
+    assert scored == {1: [0, 1, 2, 3], 2: [0, 2, 3], 0: [0, 3]}
+    whole = runs.pop(1)
+    for every, run in runs.items():
+        for name in ("id", "final", "untouched", "state_sha256", "diagnostics"):
+            assert run.summary[name] == whole.summary[name], name
+        for mine, full in zip(numbers(run), numbers(whole), strict=True):
+            assert mine.items() <= full.items()
+            assert ("accuracy" in mine) == (mine["round"] in scored[every])
+
+
+def test_a_result_serves_where_fewer_rounds_are_scored_and_not_where_more_are(tiny):
+    few, all_ = (tiny("federation.rounds=3", f"evaluation.every={every}") for every in (0, 1))
+    first = run_experiment(few, quiet())
+    console = Console(file=io.StringIO(), width=200)
+    second = run_experiment(all_, RunProgress(3, console))
+    assert not second.repeated and second.summary["scored_rounds"] == [0, 1, 2, 3]
+    said = "no score of round 1 and 1 more, which evaluation.every=1 asks for: the run starts over"
+    assert said in console.file.getvalue()
+    assert second.summary["state_sha256"] == first.summary["state_sha256"]
+    assert second.summary["attempt"] != first.summary["attempt"]  # another run in MLflow
+    again = run_experiment(few, quiet())
+    assert again.repeated and again.summary["scored_rounds"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"), [(0, 1, [0, 1, 2, 3, 3]), (1, 0, [2, 3, 3])]
+)
+def test_a_stopped_run_goes_on_unless_its_rounds_lack_a_score(tiny, before, now, expected):
+    words = ["federation.rounds=3"]
+    steps = run_steps(tiny(*words, f"evaluation.every={before}"), quiet(), extras=False)
+    assert [next(steps).round for _ in range(3)] == [0, 1, 2]
+    steps.close()
+    goes_on = run_steps(tiny(*words, f"evaluation.every={now}"), quiet(), extras=False)
+    reports, finished = drain(goes_on)
+    assert [report.round for report in reports] == expected
+    assert finished.summary["scored_rounds"] == ([0, 1, 2, 3] if now else [0, 1, 3])
 
 
 @pytest.mark.slow

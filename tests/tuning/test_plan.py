@@ -83,12 +83,12 @@ def test_the_time_of_a_similar_run_counts_more_than_the_model(sweeps):
     other_rate = ravan.model_copy(
         update={"seed": 9, "optimizer": ravan.optimizer.model_copy(update={"lr": 0.5})}
     )
-    seldom = ravan.model_copy(
-        update={"evaluation": ravan.evaluation.model_copy(update={"every": 5})}
+    longer = ravan.model_copy(
+        update={"federation": ravan.federation.model_copy(update={"rounds": 20, "clients": 50})}
     )
     h100 = ["NVIDIA H100 80GB HBM3"]
     measured = [
-        result(seldom, 1.0, gpus=h100),
+        result(longer, 1.0, gpus=h100),
         result(other_rate, 72.0, gpus=h100, rounds=5, wall=5 * 72 + 36),
         result(cells["trishul"], 5.0, gpus=["NVIDIA L4"]),
         result(cells["trishul"], 5.0),
@@ -100,6 +100,47 @@ def test_the_time_of_a_similar_run_counts_more_than_the_model(sweeps):
     # The rounds of the nearest run, as many as this one has, and what that run took around them.
     assert only.hours_left == pytest.approx(2 * (10 * 72 + 36) / 3600 + 2 * trishul)
     assert make_plan(sweeps[1:], states_of(sweeps), "a100", measured).sweeps[0].measured == 0
+
+
+def test_the_plan_counts_the_scores_that_are_asked_for_and_says_what_all_would_cost():
+    def hours(every):
+        cell = sweep_from_axes([], [*BASE, "method=ravan", f"evaluation.every={every}"]).cells[0]
+        return work_of(cell.experiment).seconds("h100", "fp32") / 3600
+
+    def plan(*every, measured=()):
+        sweeps = [
+            sweep_from_axes(["seed=0..2"], [*BASE, "method=ravan", f"evaluation.every={n}"])
+            for n in every
+        ]
+        return make_plan(sweeps, states_of(sweeps), "h100", measured)
+
+    few = plan(0)
+    assert few.total.hours_left == pytest.approx(3 * hours(0)) and hours(0) < hours(1)
+    assert few.total.hours_scored == pytest.approx(3 * hours(1))
+    assert "if every round were scored" in "\n".join(plan_notes(few, {}, 1))
+    # One that shares its runs with a curve scores every round of them.
+    both = plan(0, 1)
+    assert both.sweeps[0].hours_left == both.total.hours_scored == pytest.approx(3 * hours(1))
+    assert "if every round were scored" not in "\n".join(plan_notes(both, {}, 1))
+    # A finished run that was scored in every round took longer than one will that is not.
+    (cell,) = sweep_from_axes([], [*BASE, "method=ravan", "seed=7"]).cells
+    measured = plan(0, measured=[result(cell.experiment, 100.0, gpus=["NVIDIA H100"])])
+    assert measured.total.measured == 3
+    expected = 3 * 1000 / 3600 * hours(0) / hours(1)
+    assert measured.total.hours_left == pytest.approx(expected)
+
+
+def test_more_devices_do_not_shorten_the_longest_run(sweeps):
+    plan = make_plan(sweeps, states_of(sweeps), "h100")
+    longest = max(
+        work_of(cell.experiment).seconds("h100", "fp32") / 3600
+        for sweep in sweeps
+        for cell in sweep.cells
+    )
+    assert plan.total.longest == pytest.approx(longest)
+    assert plan.total.hours_on(2) == plan.total.hours_left / 2
+    assert plan.total.hours_on(1000) == plan.total.longest
+    assert f"the longest run takes {longest:.2f} hours" in "\n".join(plan_notes(plan, {}, 1000))
 
 
 def test_device_hours_are_hours_times_what_the_run_held(sweeps):
@@ -160,6 +201,8 @@ def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
     row = dict(zip(*cells, strict=True))
     assert (row["sweep"], row["cells"], row["runs"], row["missing"]) == ("vision", *["360"] * 3)
     assert float(row["cost"]) == pytest.approx(2.5 * float(row["hours"]), rel=0.02)
+    monkeypatch.setenv("COLUMNS", "40")  # no number is cut, as by a pipe's 80 columns
+    assert called("plan", "vision", "--price", "2.5", "--device", "h100")[1] == out
     assert "360 distinct runs; hours on one H100: 0 runs measured, 360 from the cost model" in out
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -155,6 +155,19 @@ def test_a_result_from_other_data_or_weights_is_stale(cell, place):
     assert state_of(cell).reason == reason
 
 
+def test_a_result_without_a_score_that_is_asked_for_is_stale(cell, place, cache):
+    seldom = experiment_in(place, cache, "evaluation.every=0")
+    assert seldom.id == cell.id and state_of(seldom).status == "finished"  # it has more
+    few, all_ = (
+        experiment_in(place, cache, "seed=3", f"evaluation.every={every}") for every in (0, 1)
+    )
+    finish(few)
+    assert state_of(few).status == "finished"
+    state = state_of(all_)
+    reason = "no score of round 1, which evaluation.every=1 asks for"
+    assert (state.status, state.reason) == ("stale", reason)
+
+
 def test_what_is_not_on_this_machine_is_not_compared_but_noted(cell, place):
     shutil.rmtree(place / "hub/me/notes")
     state = state_of(cell)

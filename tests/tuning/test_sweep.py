@@ -550,3 +550,15 @@ def test_any_text_is_a_sweep_or_one_line_of_error(tmp_path_factory, text):
         load_sweep(path)
     except InputError as error:
         assert "any.yaml" in str(error) and "\n" not in str(error)
+
+
+def test_a_run_that_sweeps_share_is_scored_where_one_of_them_asks_for_it():
+    def asking(*every):
+        return [sweep_from_axes(["seed=0..1"], [f"evaluation.every={n}"]) for n in every]
+
+    for every, rounds in [((0, 0), {0, 25}), ((0, 1), {*range(26)}), ((5, 0), {*range(0, 26, 5)})]:
+        for sweeps in (asking(*every), asking(*reversed(every))):
+            runs = distinct(sweeps).values()
+            assert [set(run.scored_rounds) for run in runs] == [rounds] * 2
+    run, _ = distinct(asking(4, 6)).values()
+    assert run.scored_rounds >= {*range(0, 25, 4), *range(0, 25, 6)}

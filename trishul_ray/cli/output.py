@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 out = Console()
 err = Console(stderr=True)
@@ -14,6 +15,12 @@ err = Console(stderr=True)
 def print_line(text: str, console: Console = out) -> None:
     """Print plain text without wrapping it, so that paths and commands can be copied."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table on standard output, however wide: to 80 columns, as of a pipe, Rich cuts."""
+    whole = Console(width=10**4).measure(table).maximum
+    Console(width=max(out.width, whole)).print(table)
 
 
 def print_field(label: str, text: object) -> None:

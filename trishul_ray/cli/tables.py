@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import as_typed, err, out, print_field, print_line
+from trishul_ray.cli.output import as_typed, err, out, print_field, print_line, print_whole
 from trishul_ray.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def plan(
         measured = other_results(experiments, report)
     device = device or usual_device({sweep.profile for sweep in sweeps})
     made = make_plan(sweeps, states, device, measured)
-    # A pipe has 80 columns, which would cut the headings.
-    out.print(plan_table(made, devices=devices, price=price), width=max(out.width, 100))
+    print_whole(plan_table(made, devices=devices, price=price))
     for note in plan_notes(made, states, devices):
         print_line(note)
 

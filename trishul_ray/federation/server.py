@@ -283,10 +283,9 @@ class Server:
             return broadcast_of(self.method, self.state, self.survey)
 
     def _evaluation_jobs(self) -> list[EvalJob]:
-        options, last = self.experiment.evaluation, self.experiment.federation.rounds
-        if self.round % options.every and self.round != last:
+        if self.round not in self.experiment.scored_rounds:
             return []
-        size = options.batch_size
+        size = self.experiment.evaluation.batch_size
 
         def chunks(count: int) -> list[tuple[int, int]]:
             return [(start, min(start + size, count)) for start in range(0, count, size)]

@@ -123,7 +123,7 @@ class SweepOutcome:
         title: One line.
         profile: ``paper``, ``small``, ``smoke`` or ``custom``: what its numbers may be compared
             with.
-        description: What it reproduces, at which cost, with which expected result.
+        description: What it reproduces, with which expected result.
         axes: Labels of each axis, in order.
         shown: How labels are displayed, by axis and label, where that differs from the label.
         tables: Tables that the cells form.

@@ -63,7 +63,8 @@ def extend_shorter(
     """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
 
     Its rounds are the same where nothing but the end depends on that number: not with a schedule
-    over the run, nor where the last round was measured because it was the last.
+    over the run, nor where the last round was diagnosed because it was the last, or rounds that are
+    asked for have no score.
     """
     own = open_checkpoints(experiment)
     if depends_on_rounds(experiment.optimizer) or own.store.names():
@@ -81,8 +82,10 @@ def extend_shorter(
             continue
         if checkpoint is None or changed_sources(checkpoint.sources, prepared.sources):
             continue
-        intervals = (measured.every, measured.diagnostics_every or 1)
-        if checkpoint.round == rounds and any(rounds % each for each in intervals):
+        if checkpoint.round == rounds and rounds % (measured.diagnostics_every or 1):
+            continue
+        scored = {record["round"] for record in checkpoint.records if "loss" in record}
+        if any(r not in scored for r in experiment.scored_rounds if r < checkpoint.round):
             continue
         own.save(replace(checkpoint, experiment_id=experiment.id, attempt=attempt))
         progress.note(f"extending run {shorter.id}, which has {checkpoint.round} of these rounds")

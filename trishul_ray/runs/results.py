@@ -225,6 +225,7 @@ def summarize(
         "status": "finished",
         "headline": task.headline,
         "data": coverage.to_json(),
+        "scored_rounds": [r["round"] for r in measured],
         "final": _metrics(measured[-1], ("round", *names)),
         "best": _metrics(best, ("round", *names)) | {"chosen_on": chosen_on},
         "untouched": _metrics(measured[0], names),
@@ -307,6 +308,20 @@ def read_result(home: Store) -> dict[str, Any]:
     if summary["id"] != home.root.rpartition("/")[2]:
         raise CorruptFileError(f"{place} belongs to run {summary['id']}")
     return summary
+
+
+def unscored(experiment: Experiment, summary: dict[str, Any]) -> str:
+    """Return what a finished run lacks of the scores that are asked for now; empty if nothing.
+
+    A result with more scored rounds serves where fewer are asked for, since its numbers are equal.
+    """
+    # A result of an older version does not say it: all were scored, or its id is another.
+    lacking = experiment.scored_rounds - {*summary.get("scored_rounds", experiment.scored_rounds)}
+    if not lacking:
+        return ""
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    every = experiment.evaluation.every
+    return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
 
 
 def _checksum(summary: dict[str, Any]) -> str:

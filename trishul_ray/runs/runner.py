@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
@@ -59,6 +60,7 @@ from trishul_ray.runs.results import (
     result_json,
     seconds_until,
     summarize,
+    unscored,
     write_tables,
 )
 from trishul_ray.runs.tracked import (
@@ -162,6 +164,9 @@ def run_steps(
         )
     with _locked(home, experiment, read_only=not fresh):
         summary = None if fresh else _read_result(home, progress)
+        if not fresh and (why := _without_scores(experiment, summary, home)):
+            progress.note(f"{why}: the run starts over, and its numbers are the same")
+            summary, fresh = None, True
         if summary is not None:
             _check_sources(experiment, summary, progress)
             summary = _restore_files(experiment, summary, home, progress, extras=extras)
@@ -235,6 +240,19 @@ def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
     except CorruptFileError as error:
         progress.note(f"{error}; it will be written again")
         return None
+
+
+def _without_scores(experiment: Experiment, summary: dict[str, Any] | None, home: Store) -> str:
+    """Return what an earlier call of the run left out of the scores that are asked for now."""
+    if summary is not None:
+        return unscored(experiment, summary)
+    try:
+        config = yaml.safe_load(home.read("config.yaml"))
+        before = experiment.evaluation.model_copy(update={"every": config["evaluation"]["every"]})
+        scored = before.scored_rounds(experiment.federation.rounds)
+    except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError):
+        return ""  # not begun, or damaged: the result will say which rounds are scored
+    return unscored(experiment, {"scored_rounds": scored})
 
 
 def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:

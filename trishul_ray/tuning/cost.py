@@ -164,7 +164,7 @@ def work_of(experiment: Experiment) -> Work:
         adapters=steps * extra(fed.batch_size, training=True),
         layers=steps * 3 * len(shape.widths),
     )
-    evaluations = len({*range(0, fed.rounds + 1, options.every), fed.rounds})
+    evaluations = len(experiment.scored_rounds)
     scored = evaluated_rows(experiment)
     rows = sum(scored)
     batches = evaluations * sum(-(-each // options.batch_size) for each in scored)

@@ -23,7 +23,7 @@ from trishul_ray.runs.results import flatten
 from trishul_ray.tuning.cost import DEVICES, work_of
 from trishul_ray.tuning.samples import is_adaptive
 from trishul_ray.tuning.state import CellState
-from trishul_ray.tuning.sweep import Sweep
+from trishul_ray.tuning.sweep import Sweep, distinct
 
 #: What a run's status should not be; shown where it is.
 RARE: tuple[Status, ...] = ("failed", "stale", "corrupt")
@@ -48,6 +48,8 @@ class SweepPlan:
         measured: Number of runs to do whose time is that of a finished one of the same kind.
         unknown: Number of runs to do whose time is not known, because their model or data are not.
         hours_left: Device-hours of the runs to do, without the unknown ones.
+        hours_scored: The same if every round of them were scored on the test rows.
+        longest: Hours of the longest of them on its slice: more devices do not shorten it.
         hours_done: Device-hours of the finished runs.
     """
 
@@ -59,12 +61,18 @@ class SweepPlan:
     measured: int = 0
     unknown: int = 0
     hours_left: float = 0.0
+    hours_scored: float = 0.0
+    longest: float = 0.0
     hours_done: float = 0.0
 
     @property
     def to_do(self) -> int:
         """Number of runs that are not finished."""
         return self.runs - self.states["finished"]
+
+    def hours_on(self, devices: int) -> float:
+        """Return the hours that the runs to do take on that many devices, at least."""
+        return max(self.hours_left / devices, self.longest)
 
 
 @dataclass(frozen=True)
@@ -105,11 +113,13 @@ def make_plan(
         raise InputError(f"device {device!r} is unknown; known: {', '.join(DEVICES)}")
     finished = [state.summary for state in states.values() if state.summary is not None]
     clock = _Clock(device, [*finished, *measured])
+    shared = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
     seen: set[str] = set()
     plans = []
     for sweep in sweeps:
         samples = sweep.search.samples if sweep.search and is_adaptive(sweep) else None
         runs = {cell.experiment.id: cell.experiment for cell in sweep.cells}
+        runs |= {id: shared[id] for id in runs if id in shared}
         own = {id: experiment for id, experiment in runs.items() if samples or id not in seen}
         if samples:
             counts = Counter[Status]({"missing": samples * len(own)})
@@ -127,10 +137,12 @@ def make_plan(
                 runs=len(own) * (samples or 1),
                 shared=len(runs) - len(own),
                 states=counts,
-                measured=sum(measured for _, measured in estimates),
-                unknown=sum(hours is None for hours, _ in estimates),
-                hours_left=sum(hours or 0.0 for hours, _ in estimates),
-                hours_done=sum(_device_hours(summary) for summary in done),
+                measured=sum(each.measured for each in estimates),
+                unknown=sum(each.hours is None for each in estimates),
+                hours_left=sum(each.hours or 0.0 for each in estimates),
+                hours_scored=sum(each.hours_scored for each in estimates),
+                longest=max((each.alone for each in estimates), default=0.0),
+                hours_done=sum(_wall_hours(summary) * _share(summary) for summary in done),
             )
         )
     return Plan(tuple(plans), _sum(plans), device, tuple(clock.why_unknown))
@@ -146,8 +158,27 @@ def _sum(plans: Sequence[SweepPlan]) -> SweepPlan:
         measured=sum(plan.measured for plan in plans),
         unknown=sum(plan.unknown for plan in plans),
         hours_left=sum(plan.hours_left for plan in plans),
+        hours_scored=sum(plan.hours_scored for plan in plans),
+        longest=max((plan.longest for plan in plans), default=0.0),
         hours_done=sum(plan.hours_done for plan in plans),
     )
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """What a run takes.
+
+    Attributes:
+        hours: Device-hours; None if unknown.
+        hours_scored: The same if every round were scored on the test rows.
+        alone: Hours on what it holds of its machine.
+        measured: Whether they are those of a finished run.
+    """
+
+    hours: float | None
+    hours_scored: float = 0.0
+    alone: float = 0.0
+    measured: bool = False
 
 
 class _Clock:
@@ -157,29 +188,41 @@ class _Clock:
         self.device = device
         self.why_unknown: dict[str, None] = {}
         self._measured: dict[str, list[Mapping[str, Any]]] = {}
-        self._modelled: dict[frozenset[tuple[str, str]], float | None] = {}
+        self._modelled: dict[tuple[frozenset[tuple[str, str]], int], float | None] = {}
         for result in results:
             if result["round_seconds"] and device_of(result) == device:
                 self._measured.setdefault(_kind(result["identity"]), []).append(result)
 
-    def estimate(self, experiment: Experiment) -> tuple[float | None, bool]:
-        """Return the hours, None if unknown, and whether they are from a measurement."""
+    def estimate(self, experiment: Experiment) -> _Estimate:
+        """Return what a run takes."""
         identity = experiment.identity()
         ours = _decisive(identity)
+        hours, scored = (self._model(experiment, ours, n) for n in (experiment.evaluation.every, 1))
         if alike := self._measured.get(_kind(identity)):
             nearest = min(alike, key=lambda result: len(ours ^ _decisive(result["identity"])))
-            return _device_hours(nearest, experiment.federation.rounds), True
-        if ours not in self._modelled:
-            self._modelled[ours] = self._model(experiment)
-        return self._modelled[ours], False
+            # If other rounds of it were scored, the model says by how much that differs.
+            then = self._model(experiment, ours, nearest["config"]["evaluation"]["every"])
+            alone = _wall_hours(nearest, experiment.federation.rounds)
+            ratios = [modelled / then if modelled and then else 1 for modelled in (hours, scored)]
+            here, everywhere = (alone * ratio for ratio in ratios)
+            share = _share(nearest)
+            return _Estimate(here * share, everywhere * share, here, measured=True)
+        return _Estimate(hours, scored or 0.0, hours or 0.0)
 
-    def _model(self, experiment: Experiment) -> float | None:
-        try:
-            work = work_of(experiment)
-        except InputError as error:
-            self.why_unknown[str(error)] = None
-            return None
-        return work.seconds(self.device, experiment.model.precision) / 3600
+    def _model(
+        self, experiment: Experiment, decisive: frozenset[tuple[str, str]], every: int
+    ) -> float | None:
+        """Return the hours by the cost model of a run that is scored every so many rounds."""
+        if (decisive, every) not in self._modelled:
+            evaluation = experiment.evaluation.model_copy(update={"every": every})
+            run = experiment.model_copy(update={"evaluation": evaluation})
+            try:
+                seconds = work_of(run).seconds(self.device, run.model.precision)
+                self._modelled[decisive, every] = seconds / 3600
+            except InputError as error:
+                self.why_unknown[str(error)] = None
+                self._modelled[decisive, every] = None
+        return self._modelled[decisive, every]
 
 
 def device_of(result: Mapping[str, Any]) -> str:
@@ -207,15 +250,15 @@ def _decisive(identity: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     return frozenset((name, json.dumps(value)) for name, value in flatten(sections).items())
 
 
-def _device_hours(result: Mapping[str, Any], rounds: int | None = None) -> float:
-    """Return the device-hours of a finished run, for another number of rounds if one is given."""
+def _wall_hours(result: Mapping[str, Any], rounds: int | None = None) -> float:
+    """Return the hours of a finished run, for another number of rounds if one is given."""
     per_round = result["round_seconds"]
     seconds: float = sum(per_round)
     # The wall time of a run resumed by an older version lacks the rounds before.
     around: float = max(0.0, result["wall_seconds"] - seconds)
     if rounds is not None:
         seconds *= rounds / len(per_round)
-    return (seconds + around) * _share(result) / 3600
+    return (seconds + around) / 3600
 
 
 def _share(result: Mapping[str, Any]) -> float:
@@ -241,8 +284,7 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
     table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
     usual: tuple[Status, ...] = ("finished", "missing")
     statuses = [*usual, *(status for status in RARE if plan.total.states[status])]
-    unit = "CPU-hours" if plan.device == "cpu" else "GPU-hours"
-    numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", unit]
+    numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", _unit(plan)]
     for name in numbers if price is None else [*numbers, "cost"]:
         table.add_column(name, justify="right")
     for each in (*plan.sweeps, plan.total):
@@ -254,11 +296,15 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
             *(f"{n:,}" for n in (each.cells, each.runs, each.shared)),
             *(f"{each.states[s]:,}" for s in statuses),
             f"{each.measured:,}",
-            _hours(each.hours_left / devices),
+            _hours(each.hours_on(devices)),
             f"{left} + ?" if each.unknown else left,
             *((f"{each.hours_left * price:,.0f}",) if price is not None else ()),
         )
     return table
+
+
+def _unit(plan: Plan) -> str:
+    return "CPU-hours" if plan.device == "cpu" else "GPU-hours"
 
 
 def _hours(number: float) -> str:
@@ -274,6 +320,15 @@ def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> lis
         f"{plan.total.runs:,} distinct runs; hours on {count}: {plan.total.measured:,} runs "
         f"measured, {modelled:,} from the cost model"
     ]
+    if plan.total.longest:
+        longest = _hours(plan.total.longest)
+        notes.append(f"the longest run takes {longest} hours, which more devices do not shorten")
+    if plan.total.hours_scored > plan.total.hours_left:
+        scored = _hours(plan.total.hours_scored)
+        notes.append(
+            f"{scored} {_unit(plan)} instead of {_hours(plan.total.hours_left)} if every round "
+            "were scored on the test rows (evaluation.every=1)"
+        )
     if plan.total.hours_done:
         notes.append(f"finished runs took {_hours(plan.total.hours_done)} hours of their devices")
     if plan.total.unknown:

@@ -26,7 +26,7 @@ from trishul_ray.tuning.cells import Cell
 from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
 from trishul_ray.tuning.state import CellState, collect, examine
-from trishul_ray.tuning.sweep import Sweep
+from trishul_ray.tuning.sweep import Sweep, distinct
 from trishul_ray.tuning.trial import STOPPED_EARLY, CellRun
 from trishul_ray.tuning.tuner import check_stores, run_cells, run_search
 
@@ -169,6 +169,7 @@ class _Work:
         self._index()
 
     def _index(self) -> None:
+        self._experiments = distinct([part.sweep for part in self.parts if part.cells])
         self.holders: dict[str, list[_Part]] = {}
         for part in self.parts:
             for id in part.cells:
@@ -180,7 +181,7 @@ class _Work:
         self._index()
 
     def experiment(self, id: str) -> Experiment:
-        return self.holders[id][0].cells[id].experiment
+        return self._experiments[id]
 
     def name(self, id: str) -> str:
         part = self.holders[id][0]

@@ -19,7 +19,7 @@ from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.federation.prepare import local_sources
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
-from trishul_ray.runs.results import NUMBERS, damaged_files, read_result
+from trishul_ray.runs.results import NUMBERS, damaged_files, read_result, unscored
 from trishul_ray.runs.runner import FAILURE
 from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
@@ -43,7 +43,8 @@ class CellState:
     Attributes:
         status: ``finished``: the result can be used; ``missing``: there is none; ``failed``: there
             is none, and the last attempt failed; ``stale``: it is of other data, weights or
-            numerics; ``corrupt``: files are damaged, which the last checkpoint may restore.
+            numerics, or lacks a score that is asked for; ``corrupt``: files are damaged, which the
+            last checkpoint may restore.
         reason: One line on what is wrong; empty if finished.
         summary: Content of ``result.json`` if finished.
         note: One line on what could not be checked of a finished result; empty otherwise.
@@ -226,6 +227,8 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
             sources = checkpoint.sources
         reason = f"{reason}; {failure}" if failure else reason
         return CellState("corrupt", reason, sources=sources)
+    if why := unscored(experiment, summary):
+        return CellState("stale", why)
     return CellState("finished", "", summary, sources=sources)
 
 

@@ -183,11 +183,15 @@ def find_sweeps(
 
 
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
-    """Return the experiments of all cells by id, in order, each once."""
+    """Return the experiments of all cells by id, in order, each once.
+
+    One that several cells share is scored after every round that one of them asks for.
+    """
     found: dict[str, Experiment] = {}
     for sweep in sweeps:
         for cell in sweep.cells:
-            found.setdefault(cell.experiment.id, cell.experiment)
+            id = cell.experiment.id
+            found[id] = found[id].scored_as(cell.experiment) if id in found else cell.experiment
     return found
 
 
