@@ -107,7 +107,7 @@ def invent_sweep(
     )
 
 
-def vision(*, seeds=3, profile="paper", **options):
+def vision(*, seeds=3, profile="paper", paper="tab:vision", **options):
     """A table like the paper's of CIFAR-100 and SVHN."""
     axes = {
         "method": tuple(LEVELS),
@@ -131,7 +131,7 @@ def vision(*, seeds=3, profile="paper", **options):
         ("budget", "method"),
         ("dataset", "clients", "partition"),
         title="Accuracy on CIFAR-100 and SVHN",
-        paper="tab:vision",
+        paper=paper,
         profile=profile,
         level=level,
         left_out=lambda labels: labels["method"] == "Full-FT" and labels["budget"] == "higher",

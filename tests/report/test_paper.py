@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trishul_ray.report.paper import paper_keys, paper_records, paper_value
+from trishul_ray.report.paper import paper_keys, paper_records, paper_value, slips, table_number
 
 POSITION = {
     "method": "TRISHUL",
@@ -65,3 +65,22 @@ def test_records_are_copies():
     paper_records("tab:vision")[0]["value"] = 0.0
     assert paper_value("tab:vision", POSITION | {"method": "Full-FT"}) == 86.86
     assert min(record["value"] for record in paper_records("tab:vision")) > 40
+
+
+def test_tables_have_the_numbers_of_the_paper():
+    numbers = [table_number(key) for key in paper_keys() if key.startswith("tab:")]
+    assert sorted(numbers) == list(range(2, 12))  # the first positions other work
+    assert table_number("fig:overhead") is None
+
+
+def test_slips_are_those_of_the_papers_own_numbers():
+    tasks = ("mnli_mismatched", "mnli_matched", "qnli", "qqp", "sst2", "rte")
+    row = [paper_value("tab:glue", {"method": "TRISHUL", "task": task}) for task in tasks]
+    assert f"{sum(row) / 6:.2f}" == "84.50"
+    assert "its six columns average 84.50" in slips("tab:glue")[0]
+    position = {"budget": "higher", "dataset": "svhn", "clients": "50"}
+    position["partition"] = "dirichlet(0.3)"
+    for method, value in (("TRISHUL", 87.11), ("SCAFFOLD+LoRA", 87.23)):
+        assert paper_value("tab:vision", position | {"method": method}) == value
+        assert f"{method}'s {value}" in slips("tab:vision")[0]
+    assert slips("tab:lambda_sensitivity") == ()

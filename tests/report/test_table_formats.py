@@ -48,7 +48,7 @@ def test_a_mean_that_lacks_seeds_says_how_many_it_has(write):
 def test_markdown_shows_means_the_best_and_the_paper():
     lines = to_markdown(build(sensitivity())).splitlines()
     ours = markdown_cells(next(line for line in lines if line.startswith("| 0.01")))
-    assert re.fullmatch(r"\*\*79\.\d\d\*\* ± 0\.\d\d \[paper 79.41, [+−]0\.\d\d\]", ours[1])
+    assert re.fullmatch(r"\*\*79\.\d\d\*\* ± 0\.\d\d \[paper 79.41, [+−]0\.\d\d, within\]", ours[1])
     assert ours[-1] == "best mean"
     smoke = to_markdown(build(sensitivity(profile="smoke", seeds=1)))
     assert re.search(r"\| \*\*\d\d\.\d\d\*\* \[paper 79\.41\] \|", smoke)
@@ -56,9 +56,18 @@ def test_markdown_shows_means_the_best_and_the_paper():
     assert "<script" not in to_markdown(build(hostile())).replace(r"\<script", "")
 
 
+def test_csv_says_what_ran_for_what_its_labels_name():
+    sweep = initialization(profile="smoke")
+    rows = csv.DictReader(io.StringIO(to_csv(build(sweep))))
+    assert {(r["dataset"], r["ran_dataset"], r["ran_model"]) for r in rows} == {
+        ("20newsgroups", "digits", "google/vit-base-patch16-224-in21k")
+    }
+
+
 def structure(latex):
     """Check braces, environments and cells of a LaTeX table, and return its rows."""
-    bare = re.sub(r"\\[\\{}%$#&_]", "", latex)
+    needs, _, bare = re.sub(r"\\[\\{}%$#&_]", "", latex).partition("\n")
+    assert needs.startswith("% Needs \\usepackage{booktabs,adjustbox}")
     assert bare.count("{") == bare.count("}")
     depth = 0
     for letter in bare:
@@ -66,7 +75,7 @@ def structure(latex):
         assert depth >= 0
     assert bare.count("$") % 2 == 0
     assert not re.search(r"[%#_]", re.sub(r"\\label\{[^}]*\}", "", bare))
-    for name in ("table", "tabular"):
+    for name in ("table", "adjustbox", "tabular"):
         assert latex.count(rf"\begin{{{name}}}") == latex.count(rf"\end{{{name}}}") == 1
     body = latex[latex.index(r"\toprule") : latex.index(r"\bottomrule")]
     width = len(re.search(r"\\begin\{tabular\}\{(\w+)\}", latex).group(1))

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, Status, SweepOutcome, departures
-from trishul_ray.report.paper import paper_value
+from trishul_ray.report.paper import paper_value, slips
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.sweep_tables import (
     PaperValue,
@@ -132,6 +132,17 @@ class Page:
     def summaries(self) -> list[Mapping[str, Any]]:
         """The results of all finished runs."""
         return [run.summary for _, run in self.runs if run.status == "finished"]
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether some sweep is one of the paper's, and not all a user's own."""
+        return any(part.sweep.profile != "custom" for part in self.parts)
+
+    @property
+    def slips(self) -> tuple[str, ...]:
+        """Where the paper contradicts itself on the times of a round, which no table shows."""
+        overhead = any(part.sweep.name == "overhead" for part in self.parts)
+        return slips("fig:overhead") if overhead else ()
 
     @property
     def switches(self) -> tuple[Switch, ...]:

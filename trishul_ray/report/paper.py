@@ -11,10 +11,26 @@ _NO_LABEL = ("metric", "value", "budget_rank")
 
 
 @cache
-def _records() -> dict[str, list[dict[str, Any]]]:
+def _paper() -> dict[str, Any]:
     file = resources.files("trishul_ray") / "report" / "paper.json"
-    tables: dict[str, list[dict[str, Any]]] = json.loads(file.read_text(encoding="utf-8"))["tables"]
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
+def _records() -> dict[str, list[dict[str, Any]]]:
+    tables: dict[str, list[dict[str, Any]]] = _paper()["tables"]
     return tables
+
+
+def table_number(key: str) -> int | None:
+    """Return the number of a table of the paper, by key; None if it has none."""
+    number: int | None = _paper()["table_numbers"].get(key)
+    return number
+
+
+def slips(key: str) -> tuple[str, ...]:
+    """Return where the paper contradicts itself on a table or figure, a sentence or two each."""
+    return tuple(slip["text"] for slip in _paper()["slips"] if slip["of"] == key)
 
 
 def paper_keys() -> tuple[str, ...]:

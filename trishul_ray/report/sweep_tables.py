@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from trishul_ray.report.outcomes import (
     departures,
     shown_label,
 )
+from trishul_ray.report.paper import slips, table_number
 from trishul_ray.report.statistics import (
     ALPHA,
     MAX_SEEDS,
@@ -76,6 +78,14 @@ class TableCell:
     def estimate(self) -> Estimate | None:
         """Mean and spread over the finished seeds."""
         return estimate([value for value in self.seeds.values() if value is not None])
+
+    @property
+    def within(self) -> str:
+        """``within`` or ``outside``: where the paper's number lies to our 95 % interval."""
+        interval = None if self.estimate is None else self.estimate.interval()
+        if self.difference is None or self.paper is None or interval is None:
+            return ""
+        return "within" if interval[0] <= self.paper <= interval[1] else "outside"
 
     @property
     def planned(self) -> bool:
@@ -241,6 +251,37 @@ class SweepTable:
         if self.comparable:
             return ""
         return "; ".join(("not comparable with the paper's numbers", *self.departures))
+
+    @property
+    def paper_table(self) -> str:
+        """Number and label of the table of the paper that it reproduces; empty if none."""
+        number = table_number(self.layout.paper) if self.layout.paper else None
+        return f"Table {number} of the paper ({self.layout.paper})" if number else ""
+
+    @property
+    def slips(self) -> tuple[str, ...]:
+        """Where the paper contradicts itself in the table that it reproduces."""
+        return slips(self.layout.paper) if self.layout.paper else ()
+
+    @property
+    def omitted(self) -> str:
+        """What deviations and intervals leave out, in a sentence; empty if there are none."""
+        if self.seeds < 2:
+            return ""
+        errors = [
+            (cell.estimate.mean, run.summary["data"]["test"]["used"])
+            for row in self.rows
+            for cell in row.cells
+            for run in cell.runs
+            if cell.estimate is not None and run.metric == "accuracy" and run.summary.get("data")
+        ]
+        text = "Deviations and intervals are over seeds, which all score the same test rows"
+        if not errors:
+            return f"{text}: the error of these is not in them."
+        half = max(1.96 * math.sqrt(max(0.0, p * (100 - p)) / rows) for p, rows in errors)
+        return (
+            f"{text}: with other rows, a mean could differ by up to {half:.1f} points more (95 %)."
+        )
 
     @property
     def slug(self) -> str:

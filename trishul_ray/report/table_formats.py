@@ -15,7 +15,10 @@ from trishul_ray.report.sweep_tables import SweepTable, TableCell, TableRow
 
 #: Columns of :func:`to_csv` besides the axes.
 _CSV_HEAD = ("sweep", "sweep_profile", "table")
-_CSV_TAIL = ("metric", "value", "status", "reason", "id", "paper_percent", "part", "overrides")
+_CSV_TAIL = (
+    *("metric", "value", "status", "reason", "id", "paper_percent", "part", "overrides"),
+    *("ran_dataset", "ran_model"),
+)
 
 _GREEK = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η",
@@ -69,8 +72,15 @@ def _md_cell(cell: TableCell) -> str:
     text = _plain_cell(cell, lambda value: f"**{value}**", escape_markdown)
     if cell.paper is None:
         return text
-    difference = "" if cell.difference is None else f", {cell.format_difference(cell.difference)}"
-    return f"{text} [paper {cell.format(cell.paper)}{difference}]"
+    return f"{text} [paper {', '.join(_paper_parts(cell))}]"
+
+
+def _paper_parts(cell: TableCell) -> list[str]:
+    """Return the paper's number, the difference from it, and whether our interval contains it."""
+    parts = [] if cell.paper is None else [cell.format(cell.paper)]
+    if cell.difference is not None:
+        parts += [cell.format_difference(cell.difference), *filter(None, [cell.within])]
+    return parts
 
 
 def escape_markdown(text: str) -> str:
@@ -94,16 +104,18 @@ def _plain_cell(
 
 
 def to_latex(table: SweepTable) -> str:
-    """Return a table for LaTeX with the package booktabs; the caption names the profile.
+    """Return a table for LaTeX, no wider than a line of text; the caption names the profile.
 
     The paper's numbers have rows of their own, where the two may be compared.
     """
     width = len(table.columns)
     lines = [
+        r"% Needs \usepackage{booktabs,adjustbox}; the latter fits the table to the line.",
         r"\begin{table}",
         rf"\caption{{{_tex(caption(table))}}}",
         rf"\label{{tab:{table.slug}}}",
         r"\centering",
+        r"\begin{adjustbox}{max width=\linewidth}",
         rf"\begin{{tabular}}{{l{'r' * width}l}}",
         r"\toprule",
         *_tex_header(table),
@@ -115,7 +127,8 @@ def to_latex(table: SweepTable) -> str:
             lines.append(rf"\multicolumn{{{width + 2}}}{{l}}{{\emph{{{_tex(group.label)}}}}} \\")
         for row in group.rows:
             lines += _tex_rows(row, with_paper=table.comparable)
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+    ends = [r"\bottomrule", r"\end{tabular}", r"\end{adjustbox}", r"\end{table}"]
+    return "\n".join([*lines, *ends]) + "\n"
 
 
 def _tex_header(table: SweepTable) -> list[str]:
@@ -137,7 +150,8 @@ def _tex_header(table: SweepTable) -> list[str]:
 
 def _tex_rows(row: TableRow, *, with_paper: bool) -> list[str]:
     cells = [_plain_cell(c, lambda text: rf"\textbf{{{text}}}", _tex, r"$\pm$") for c in row.cells]
-    lines = [" & ".join([_tex(row.label), *cells, _tex(row.verdict.text)]) + r" \\"]
+    verdict = ": ".join(filter(None, (row.verdict.label, row.verdict.p_value)))
+    lines = [" & ".join([_tex(row.label), *cells, _tex(verdict)]) + r" \\"]
     numbers = ["" if cell.paper is None else cell.format(cell.paper) for cell in row.cells]
     if with_paper and any(numbers):
         lines.append(" & ".join([r"\quad\emph{paper}", *numbers, ""]) + r" \\")
@@ -164,7 +178,8 @@ def to_csv(table: SweepTable) -> str:
 
     Values are fractions of 1 unless losses, with all digits; the paper's numbers are percentages.
     ``part`` names the rows that were used if they are not all of the dataset, ``overrides`` the
-    fields that the command line set.
+    fields that the command line set, ``ran_dataset`` and ``ran_model`` what a finished run used,
+    also where that stands in for what its labels name.
     """
     axes = list(table.sweep.axes)
     taken = {*_CSV_HEAD, *_CSV_TAIL}
@@ -180,7 +195,9 @@ def to_csv(table: SweepTable) -> str:
             value = "" if run.value is None else repr(run.value)
             labels = [run.labels[axis] for axis in axes]
             tail = (run.metric, value, run.status, run.reason, run.id, paper, run.part, overrides)
-            writer.writerow([*head, *labels, *tail])
+            config = run.summary.get("config")
+            used = (config["data"]["name"], config["model"]["name"]) if config else ("", "")
+            writer.writerow([*head, *labels, *tail, *used])
     return sink.getvalue()
 
 
@@ -247,5 +264,5 @@ def _rich_cell(cell: TableCell) -> str:
     text = _plain_cell(cell, lambda value: f"[bold]{value}[/bold]", escape)
     if cell.paper is None:
         return text
-    difference = "" if cell.difference is None else f" {cell.format_difference(cell.difference)}"
-    return f"{text}\n[dim]paper {cell.format(cell.paper)}[/dim]{difference}"
+    paper, *rest = _paper_parts(cell)
+    return "\n".join([text, " ".join([f"[dim]paper {paper}[/dim]", *rest[:1]]), *rest[1:]])
