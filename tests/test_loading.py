@@ -75,7 +75,7 @@ def test_field_names_are_dotted():
         (["mehtod=fedit"], "unknown field 'mehtod'; did you mean 'method'?"),
         (["optimizer.learning_rate=1"], "did you mean 'optimizer.lr'?"),
         (["federation.num_rounds=1"], "did you mean 'federation.rounds'?"),
-        (["alpha=0.3"], "did you mean 'partition.alpha' or 'adapter.alpha'?"),
+        (["alpha=0.3"], "'alpha' may be partition.alpha or adapter.alpha: name its section"),
         (["partition.alpa=0.3"], "did you mean 'partition.alpha'?"),
         (["method.lamda=0.3"], "did you mean 'method.lam'?"),
         (["method=fedit", "method.lam=0.3"], "a field of method=trishul, not of the method of"),
@@ -136,6 +136,22 @@ def test_invalid_config_files(tmp_path, text, expected):
     path.write_text(text)
     with pytest.raises(InputError, match=expected):
         load_experiment(path)
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("method: fedit\nfederation:\n  rounds: 2\n  rounds: 3\n")
+    with pytest.raises(InputError) as caught:
+        load_experiment(path)
+    assert "line 4: 'rounds' appears twice (first in line 3); remove one" in str(caught.value)
+    with pytest.raises(InputError, match="appears twice"):
+        load_experiment(None, ["federation={rounds: 2, rounds: 3}"])
+
+
+def test_the_last_part_of_a_name_is_enough_where_it_is_unique():
+    short = ["unsent=zero", "method=hetlora", "rounds=3", "lr=0.5"]
+    whole = ["method=hetlora", "method.unsent=zero", "federation.rounds=3", "optimizer.lr=0.5"]
+    assert load_experiment(None, short) == load_experiment(None, whole)
 
 
 def test_a_missing_file_is_named(tmp_path):

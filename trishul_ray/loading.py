@@ -2,7 +2,8 @@
 
 Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
 YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
-``data.name``, ``model.name`` and ``method.name``. A learning rate that is not set is looked up in
+``data.name``, ``model.name`` and ``method.name``; an override may name any field by the last part
+of its name if no other field has it (``rounds=3``). A learning rate that is not set is looked up in
 ``presets/learning_rates.yaml``.
 """
 
@@ -48,16 +49,20 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
 
     Args:
         path: a YAML file; None uses the preset of the dataset (by default digits) alone.
-        overrides: ``key=value`` strings with dotted keys.
+        overrides: ``key=value`` strings with dotted keys, or the last part of one.
 
     Raises:
         InputError: one line that names the field, the value and what is allowed.
     """
     user = _read_yaml(path) if path is not None else {}
     _expand_short_fields(user)
-    for text in overrides:
-        key, value = split_override(text)
-        _set_field(user, SHORT_FIELDS.get(key, key), value, text)
+    read = [(text, *split_override(text)) for text in overrides]
+    for text, key, value in read:  # further fields of the method depend on its name
+        if SHORT_FIELDS.get(key, key) == "method.name":
+            _set_field(user, "method.name", value, text)
+    known = list(field_names(_method_of(user)))
+    for text, key, value in read:
+        _set_field(user, SHORT_FIELDS.get(key) or full_name(key, known), value, text)
     return resolve_experiment(user)
 
 
@@ -88,12 +93,16 @@ def experiment_of_arguments(
             for inner, content in value.items():
                 _set_field(user, f"{key}.{inner}", content, key)
         elif key not in SHORT_FIELDS or not isinstance(value, str):
-            _set_field(user, _full_name(key, known), _as_field(value), key)
+            _set_field(user, full_name(key, known), _as_field(value), key)
     return resolve_experiment(user)
 
 
-def _full_name(key: str, known: Sequence[str]) -> str:
-    """Return the dotted name of the field that a keyword argument means."""
+def full_name(key: str, known: Sequence[str]) -> str:
+    """Return the dotted name of the field that ``key`` means: its own, or the last part of one.
+
+    Raises:
+        InputError: no field in ``known`` has this last part, or several have it.
+    """
     if "." in key or key in Experiment.model_fields or key in SHORT_FIELDS:
         return key
     meant = [name for name in known if name.rpartition(".")[2] == key]
@@ -103,8 +112,16 @@ def _full_name(key: str, known: Sequence[str]) -> str:
         raise InputError(describe_unknown_field(key, known))
     section, _, field = meant[0].partition(".")
     raise InputError(
-        f"{key!r} may be {' or '.join(meant)}: name its section, e.g. {section}={{{field!r}: ...}}"
+        f"{key!r} may be {' or '.join(meant)}: name its section, e.g. {meant[0]}=... (from Python "
+        f"{section}={{{field!r}: ...}})"
     )
+
+
+def is_field(name: str) -> bool:
+    """Return whether a name, or its last part, is that of a field, of any method."""
+    known = {field for method in method_names() for field in field_names(method)}
+    parts = {field.rpartition(".")[2] for field in known}
+    return name in known | parts | SHORT_FIELDS.keys()
 
 
 def _as_field(value: Any) -> Any:
@@ -258,13 +275,42 @@ def _preset(dataset: Any) -> dict[str, Any]:
     return _package_yaml(f"{dataset.replace('/', '-')}.yaml")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping; ``yaml.safe_load`` would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in first:
+                raise _RepeatedKeyError(
+                    problem=f"line {line}: {key.value!r} appears twice (first in line "
+                    f"{first[key.value]}); remove one"
+                )
+            first[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+class _RepeatedKeyError(yaml.MarkedYAMLError):
+    pass
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"config file {path} does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"config file {path} cannot be read: {error}") from error
+    except _RepeatedKeyError as error:
+        raise InputError(f"config file {path}, {error.problem}") from error
     except yaml.YAMLError as error:
         raise InputError(f"config file {path} is not YAML: {_one_line(error)}") from error
     if loaded is None:
@@ -292,7 +338,9 @@ def split_override(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise InputError(f"override {text!r} is not of the form key=value")
     try:
-        return key.strip(), yaml.safe_load(raw)
+        return key.strip(), _parse_yaml(raw)
+    except _RepeatedKeyError as error:
+        raise InputError(f"override {text!r}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise InputError(f"override {text!r}: value is not YAML: {_one_line(error)}") from error
 

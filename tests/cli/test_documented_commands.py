@@ -23,6 +23,7 @@ from trishul_ray.federation.prepare import check_fits, prepare_run
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import get_builtin
 from trishul_ray.tuning.sweep import find_sweeps, load_sweep, sweep_from_axes
+from trishul_ray.version import NUMERICS, __version__
 
 ROOT = Path(__file__).parents[2]
 APP = typer.main.get_command(app)
@@ -142,3 +143,8 @@ def hub(tmp_path_factory):
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((8, 8, 3), n, np.uint8)).save(file)
     return folder
+
+
+def test_the_version_is_printed_without_a_command(called):
+    code, said, _ = called("--version")
+    assert (code, said) == (0, f"trishul-ray {__version__} (numerics {NUMERICS})\n")

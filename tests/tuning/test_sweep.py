@@ -113,6 +113,15 @@ def test_an_override_reaches_every_cell_or_is_refused(write):
     refuse(path, "`search` samples federation.rounds", overrides=["federation.rounds=7"])
 
 
+def test_the_last_part_of_a_name_is_enough_where_it_is_unique(write):
+    write("base: {rounds: 2}\naxes: {lam: [0, 0.1], x: {a: {lr: 0.5}}}\n")
+    sweep = load_sweep(Path("s.yaml"), ["local_steps=3"])
+    for cell in sweep.cells:
+        federation, optimizer = cell.experiment.federation, cell.experiment.optimizer
+        assert (federation.rounds, federation.local_steps, optimizer.lr) == (2, 3, 0.5)
+    assert [cell.experiment.method.lam for cell in sweep.cells] == [0, 0.1]
+
+
 def test_a_sweep_knows_the_overrides_that_can_change_a_number(write):
     words = ["federation.rounds=7", "optimizer.lr=0.1", "storage.runs=here"]
     words.append("resources.backend=inline")

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from trishul_ray.cli import cluster, data, machine, run, tables
 from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.federation.determinism import set_environment
+from trishul_ray.version import NUMERICS, __version__
 
 __all__ = ["app", "main"]
 
@@ -35,6 +36,26 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate federated parameter-efficient fine-tuning on Ray.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"trishul-ray {__version__} (numerics {NUMERICS})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Accept what stands before a command."""
+
+
 for command in (
     run.run,
     run.export,
@@ -74,7 +95,7 @@ def main() -> None:
     except typer.Abort:
         code = 130
     except _UsageError as error:
-        _fail(error.format_message(), 2)
+        _fail(_usage(error), 2)
     except RunError as error:
         _fail(_wrapped(str(error)), 1)
     except OSError as error:
@@ -82,6 +103,22 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    """Return what is wrong with a command line; an option that is a field is one to write so."""
+    message: str = error.format_message()
+    option = getattr(error, "option_name", None) or ""
+    name = option.lstrip("-").replace("-", "_")
+    if option and not hasattr(error, "param_hint"):
+        from trishul_ray.loading import is_field
+
+        words = " ".join(sys.argv).replace(f"{option}=", f"{option} ").split()
+        after = words[words.index(option) + 1 :] if option in words else []
+        value = after[0] if after and not after[0].startswith("-") else "VALUE"
+        if is_field(name):
+            return f"No such option: {option}; a field is written {name}={value}"
+    return message
 
 
 def _wrapped(text: str) -> str:

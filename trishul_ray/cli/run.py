@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trishul_ray.cli.output import as_typed, err, out, print_field, print_line
-from trishul_ray.errors import FailsAgainError, RunError, describe_os_error
+from trishul_ray.errors import FailsAgainError, InputError, RunError, describe_os_error
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -123,8 +123,20 @@ def load_arguments(arguments: list[str] | None) -> "Experiment":
     from trishul_ray.loading import load_experiment
 
     overrides = list(arguments or [])
+    if hint := _meant_override(overrides):
+        raise InputError(hint)
     path = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
     return load_experiment(path, overrides)
+
+
+def _meant_override(words: list[str]) -> str:
+    """Return what to write instead of a field and a value in two words; empty if there are none."""
+    from trishul_ray.loading import is_field
+
+    for name, *value in zip(words, words[1:] or [""], strict=False):
+        if is_field(name) and not Path(name).exists() and "=" not in value[0]:
+            return f"{name}: write a field and its value as one word, {name}={value[0] or 'VALUE'}"
+    return ""
 
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":

@@ -3,6 +3,8 @@
 The driver does this once; every worker gets the result.
 """
 
+import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,8 +242,14 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
-            if something is wrong with own data, too, then that.
+            if something is wrong with own data, too, then that; or there is no GPU for
+            ``resources.device=cuda``.
     """
+    if experiment.resources.device == "cuda" and not _may_have_gpu():
+        raise InputError(
+            "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
+            "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
+        )
     try:
         _check_fits(experiment)
     except InputError:
@@ -266,6 +274,13 @@ def _check_fits(experiment: Experiment) -> None:
                 f"{setting} gives {experiment.method.name} a rank of {rank} on {layer.name} "
                 f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
             )
+
+
+def _may_have_gpu() -> bool:
+    """Return whether this machine has a GPU, or a cluster that it belongs to may have one."""
+    ray = sys.modules.get("ray")
+    on_cluster = os.environ.get("RAY_ADDRESS") not in (None, "", "local")
+    return torch.cuda.is_available() or on_cluster or (ray is not None and ray.is_initialized())
 
 
 def build_site(

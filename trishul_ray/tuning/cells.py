@@ -232,7 +232,7 @@ def expand(
 def unknown_field(name: str) -> str | None:
     """Return what is wrong with a name that is no field; None if it is one."""
     known = _known_fields()
-    return None if name in known else describe_unknown_field(name, sorted(known))
+    return None if _full_name(name) in known else describe_unknown_field(name, sorted(known))
 
 
 @cache
@@ -345,4 +345,8 @@ def _name(labels: Mapping[str, str]) -> str:
 
 
 def _full_name(name: str) -> str:
-    return SHORT_FIELDS.get(name, name)
+    """Return the field that a short name, or the last part of only one field's name, means."""
+    if name in SHORT_FIELDS or name in _known_fields() or name in Experiment.model_fields:
+        return SHORT_FIELDS.get(name, name)
+    meant = [known for known in _known_fields() if known.rpartition(".")[2] == name]
+    return meant[0] if len(meant) == 1 else name
