@@ -122,6 +122,18 @@ def test_the_last_part_of_a_name_is_enough_where_it_is_unique(write):
     assert [cell.experiment.method.lam for cell in sweep.cells] == [0, 0.1]
 
 
+def test_a_range_of_seeds_takes_the_place_of_the_axis(write):
+    path = write("axes: {method: [trishul, ravan], seed: 0..2}\n")
+    three, five = load_sweep(path), load_sweep(path, ["seed=0..4"])
+    assert five.axes["seed"] == ("0", "1", "2", "3", "4")
+    assert len(five.cells) == 10
+    # The first three are the same runs, and more seeds depart from no protocol.
+    assert {c.experiment.id for c in three.cells} < {c.experiment.id for c in five.cells}
+    assert five.overrides == ()
+    assert load_sweep(path, ["seed=[3, 7]"]).axes["seed"] == ("3", "7")
+    refuse(path, "two cells with one name", overrides=["seed=[1, 1]"])
+
+
 def test_a_sweep_knows_the_overrides_that_can_change_a_number(write):
     words = ["federation.rounds=7", "optimizer.lr=0.1", "storage.runs=here"]
     words.append("resources.backend=inline")

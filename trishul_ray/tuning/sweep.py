@@ -107,7 +107,8 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     Args:
         path: the file.
         overrides: ``key=value`` strings for every cell; they win over ``base``. One that an axis or
-            ``adjust`` sets, too, is refused.
+            ``adjust`` sets, too, is refused, but a range or list of seeds, ``seed=0..4``, takes the
+            place of the axis ``seed``.
 
     Raises:
         InputError: one line that names file, line, fault and remedy.
@@ -285,6 +286,7 @@ def _read_adjustment(item: Node, axes: Mapping[str, tuple[str, ...]]) -> Adjustm
 
 
 def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides: Fields) -> Sweep:
+    draft, overrides = _with_seeds(draft, overrides)
     sections = draft.sections
     axes = {axis.name: axis.labels for axis in draft.axes.values()}
     excluded = [
@@ -335,6 +337,17 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
             if any(_in_id(field, cell.experiment) for cell in cells)
         ),
     )
+
+
+def _with_seeds(draft: _Draft, overrides: Fields) -> tuple[_Draft, Fields]:
+    """Let an override such as ``seed=0..4`` say how often a sweep over seeds repeats its cells."""
+    seeds = overrides.get("seed")
+    if seeds is None or "seed" not in draft.axes:
+        return draft, overrides
+    if seeds.is_scalar and ".." not in seeds.scalar("seed"):
+        return draft, overrides
+    rest = {field: node for field, node in overrides.items() if field != "seed"}
+    return replace(draft, axes={**draft.axes, "seed": read_axis("seed", seeds)}), rest
 
 
 def _in_id(field: str, experiment: Experiment) -> bool:
