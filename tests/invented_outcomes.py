@@ -6,7 +6,13 @@ from collections.abc import Callable
 import numpy as np
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome, TableLayout
+from trishul_ray.report.outcomes import (
+    CellOutcome,
+    DrawnFigure,
+    FigureLayout,
+    SweepOutcome,
+    TableLayout,
+)
 from trishul_ray.storage import Store
 
 HARDWARE = {
@@ -203,16 +209,15 @@ def half_missing(labels):
 
 
 def square(figure, sweep):
-    """A figure without content, as an SVG text."""
-    return [
-        (
-            figure.name,
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 240" role="img">'
-            f'<title>{figure.title}</title><rect width="720" height="240" fill="#fff"/>'
-            f'<path d="M20 200 L200 120 L400 90 L700 60" fill="none" stroke="#0072B2"/>'
-            f'<text x="30" y="40">{sweep.profile}: an invented curve</text></svg>',
-        )
-    ]
+    """A figure without content."""
+    return DrawnFigure(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 240" role="img">'
+        f'<title>{figure.title}</title><rect width="720" height="240" fill="#fff"/>'
+        f'<path d="M20 200 L200 120 L400 90 L700 60" fill="none" stroke="#0072B2"/>'
+        f'<text x="30" y="40">{sweep.profile}: an invented curve</text></svg>',
+        b"%PDF-",
+        "x,value\n1,2\n",
+    )
 
 
 FIGURE = FigureLayout("curve", "Accuracy by round", "convergence")

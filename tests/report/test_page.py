@@ -18,7 +18,7 @@ from invented_outcomes import (
 )
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, TableLayout
 from trishul_ray.report.page import write_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
@@ -121,7 +121,7 @@ def test_the_page_is_self_contained_and_valid(full):
         if target.startswith("#"):
             assert target[1:] in ids
         elif target:
-            assert re.fullmatch(r"tables/[a-z0-9-]+\.(csv|tex)", target)
+            assert re.fullmatch(r"(tables|figures)/[a-z0-9-]+\.(csv|tex|svg|pdf)", target)
     styles = page.find("style")[0].text
     assert "url(" not in styles
     assert "@import" not in styles
@@ -307,7 +307,7 @@ def test_nothing_is_finished(report):
     page = report(vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), sensitivity())
     assert "0 of 360 runs finished, 360 missing" in page.text
     page = report(
-        vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), figures=lambda *_: []
+        vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), figures=lambda *_: None
     )
     assert "No finished run has what it shows." in page.text
     assert page.text.count("No run has finished.") == 2
@@ -338,7 +338,7 @@ def test_hostile_texts_are_shown_as_they_are(report, tmp_path):
         status=lambda x: ("failed", HOSTILE) if x["row"] == "b" else ("finished", ""),
     )  # fmt: skip
     sweep = dataclasses.replace(sweep, description=HOSTILE)
-    page = report(sweep, figures=lambda *_: [("../../../x", "<svg></svg>")])
+    page = report(sweep, figures=lambda *_: DrawnFigure("<svg></svg>", b"", ""))
     assert not page.find("script")
     shown = " ".join(HOSTILE.split())
     assert page.text.count(shown) >= 8
@@ -367,7 +367,7 @@ def test_the_same_outcomes_give_the_same_bytes(tmp_path):
         "tables/paper-vision.tex",
         "tables/paper-initialization.csv",
         "tables/paper-initialization.tex",
-        "figures/figure-paper-vision-curve.svg",
+        *(f"figures/figure-paper-vision-curve.{suffix}" for suffix in ("csv", "pdf", "svg")),
     }
 
 
@@ -388,7 +388,7 @@ def test_what_depends_on_the_clock_is_marked(tmp_path):
 
     def timed(figure, outcome):
         seconds = outcome.cells[0].summary["round_seconds"][0]
-        return [("t", f'<svg data-timed="true"><text>{seconds} s</text></svg>')]
+        return DrawnFigure(f'<svg data-timed="true"><text>{seconds} s</text></svg>', b"", "")
 
     pages = [
         write_report([sweep(seconds)], tmp_path / str(seconds), figures=timed)
@@ -411,6 +411,16 @@ def test_figures_are_inline_and_beside_the_page(full):
     file = folder / "figures" / "figure-paper-vision-curve.svg"
     assert file.read_text().startswith("<svg")
     assert "an invented curve" in blocks[0].text
+    assert file.with_suffix(".csv").read_text() == "x,value\n1,2\n"
+    assert file.with_suffix(".pdf").read_bytes() == b"%PDF-"
+    links = {e.attributes["href"] for e in blocks[0].find("a")}
+    assert {f"figures/{file.stem}{suffix}" for suffix in (".csv", ".svg", ".pdf")} <= links
+
+
+def test_a_figure_has_the_papers_number_and_label(report):
+    figure = dataclasses.replace(FIGURE, paper="fig:lambda")
+    caption = report(sensitivity(figures=[figure])).find("figcaption")[-1].text
+    assert "Figure 10, fig:lambda in the paper" in caption
 
 
 def test_a_figure_that_cannot_be_drawn_costs_no_page(report):

@@ -1,9 +1,12 @@
+import dataclasses
+import io
 import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
 
 import numpy as np
+import pandas as pd
 import pytest
 from fake_cells import (
     CASES,
@@ -58,11 +61,11 @@ def test_every_kind_is_tried():
 def test_half_of_the_cells_make_a_figure_that_names_the_others(kind, tmp_path):
     make, where = CASES[kind]
     sweep = make(tmp_path, half)
-    ((name, svg),) = draw(figure_of(kind, where), sweep)
-    root = ET.fromstring(svg)
+    drawn = draw(figure_of(kind, where), sweep)
+    svg, root = drawn.svg, ET.fromstring(drawn.svg)
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     note = " ".join(texts)
-    assert name == f"a-{kind}"
+    assert drawn.pdf.startswith(b"%PDF-")
     assert "Profile smoke" in note and "200 of 497 test rows" in note
     assert "missing: seed 2 of all" in note
     assert re.search(r"failed: (seed 1 of all|\S.*, seed 1)", note)
@@ -83,7 +86,7 @@ def test_half_of_the_cells_make_a_figure_that_names_the_others(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_finished_cells_there_is_no_figure(kind, tmp_path):
     make, where = CASES[kind]
-    assert draw(figure_of(kind, where), make(tmp_path, nothing)) == []
+    assert draw(figure_of(kind, where), make(tmp_path, nothing)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_without_finished_cells_there_is_no_figure(kind, tmp_path):
 )
 def test_methods_without_cores_have_no_spectral_figure(kind, tmp_path):
     where = {"method": ("FedIT", "SCAFFOLD+LoRA"), "dataset": ("cifar100",)}
-    assert draw(figure_of(kind, where), by_method(tmp_path)) == []
+    assert draw(figure_of(kind, where), by_method(tmp_path)) is None
 
 
 @pytest.mark.parametrize("kind", ["convergence", "covariance"])
@@ -101,7 +104,19 @@ def test_the_same_outcomes_give_the_same_text(kind, tmp_path):
     assert first == draw(figure_of(kind, where), make(tmp_path / "b"))
 
 
-def test_convergence_shows_means_and_extremes_over_seeds(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_drawn_is_read_from_the_csv(kind, tmp_path):
+    make, where = CASES[kind]
+    sweep = make(tmp_path)
+    table = pd.read_csv(io.StringIO(draw(figure_of(kind, where), sweep).csv))
+    assert {"profile", "metric", "value"} <= {*table.columns} and (table.profile == "smoke").all()
+    assert table.value.dtype == float and table.value.notna().any()
+    rows = data_of(figure_of(kind, where), sweep).rows()
+    assert len(table) == len(rows)
+    np.testing.assert_allclose(table.value, [row["value"] for row in rows])
+
+
+def test_convergence_shows_means_and_deviations_over_seeds(tmp_path):
     data = data_of(figure_of("convergence"), by_method(tmp_path))
     assert [panel.title for panel in data.panels] == ["digits (for CIFAR-100)", "20newsgroups"]
     line = data.panels[1].lines[-1]
@@ -151,17 +166,25 @@ def test_finished_cells_without_diagnostics_are_named(tmp_path):
     assert len(data_of(figure, by_method(tmp_path)).panels) == 2
 
 
-def test_variance_is_relative_to_the_first_round_of_ravan(tmp_path):
+def test_variance_is_relative_to_the_first_round_of_ravan_with_the_same_seed(tmp_path):
     kind, where = "spectral_diagnostics", CASES["spectral_diagnostics"][1]
     variance = data_of(figure_of(kind, where), by_method(tmp_path / "a")).panels[4]
     assert variance.y_label == "relative to RAVAN in round 1"
     assert variance.lines[0].label == "RAVAN"
-    assert variance.lines[0].y[0].centre == pytest.approx(1.0)
+    # Seeds differ by factors of ten, which no mean over seeds removes.
+    assert variance.lines[0].y[0] == Estimate(*map(pytest.approx, (1.0, 1.0, 1.0)), 3)
+    assert variance.lines[-1].y[0].high < 1
+    one = by_method(
+        tmp_path / "c", lambda c: "missing" if c["seed"] != "0" and c["method"] == "RAVAN" else None
+    )
+    data = data_of(figure_of(kind, where), one)
+    assert [line.y[0].count for line in data.panels[4].lines] == [1, 1, 1]
+    assert any("without these metrics: TRISHUL (λ=0), seeds 1, 2" in r for r in data.remarks)
     without = by_method(tmp_path / "b", lambda c: "failed" if c["method"] == "RAVAN" else None)
     alone = data_of(figure_of(kind, where), without).panels[4]
     assert alone.y_label == "absolute (no RAVAN)"
     labels = {"dataset": "cifar100", "method": "TRISHUL"}
-    expected = of_seeds(lambda c: (2 - similarity(c, 1)) * 1.1, **labels)
+    expected = of_seeds(lambda c: (2 - similarity(c, 1)) * 1.1 * 10 ** int(c["seed"]), **labels)
     assert alone.lines[-1].y[0].centre == pytest.approx(expected.centre)
 
 
@@ -197,6 +220,100 @@ def test_heterogeneity_and_inconsistency_over_alpha(tmp_path):
     assert point.index.centre == pytest.approx(expected.centre)
 
 
+def printed(figure, sweep, key):
+    """The figure of a sweep whose numbers may be compared with the paper's, and of one not."""
+    figure = dataclasses.replace(figure, paper=key)
+    return (
+        data_of(figure, dataclasses.replace(sweep, profile=profile))
+        for profile in ("paper", "smoke")
+    )
+
+
+def test_the_papers_numbers_stand_in_its_figures_where_they_may_be_compared(tmp_path):
+    figure = figure_of("heterogeneity")
+    ours, smoke = printed(figure, by_alpha(tmp_path), "fig:heterogeneity")
+    lines = {line.label: line for line in ours.panels[0].lines}
+    assert lines["TRISHUL"].paper == pytest.approx((0.6853, 0.7386, 0.7941))
+    assert lines["RAVAN"].paper[0] == pytest.approx(0.6381)
+    assert np.isnan(lines["TRISHUL (λ=0)"].paper).all()
+    assert "at 0.05 (paper 68.5%)" in ours.describe() and "paper" not in smoke.describe()
+    assert all(np.isnan(line.paper).all() for line in smoke.panels[0].lines)
+    assert "hollow: the paper's numbers" in ours.remarks
+    assert not any("paper" in remark for remark in smoke.remarks)
+    table = pd.DataFrame(ours.rows())
+    assert table[(table.series == "TRISHUL") & (table.x == 0.05)].paper.item() == 0.6853
+
+
+def test_words_name_the_similarity_at_the_alpha_that_the_paper_names(tmp_path):
+    sweep = by_alpha(tmp_path)
+    ours, _ = printed(figure_of("alpha_diagnostics", last=1), sweep, "fig:alpha_diagnostics")
+    labels = {"method": "TRISHUL", "partition": "dirichlet(0.05)"}
+    mean = of_seeds(similarity, **labels).centre
+    assert f"TRISHUL {mean:.4g} at 0.05 (paper 0.35)" in ours.describe()
+    # What is printed is of updates, and of no other x.
+    assert ours.panels[0].lines[-1].paper[0] == 0.35
+    assert np.isnan(ours.panels[0].lines[-1].paper[1:]).all()
+    assert all(np.isnan(line.paper).all() for line in ours.panels[1].lines)
+
+
+def test_overhead_has_the_papers_seconds_and_percentages(tmp_path):
+    figure = figure_of("overhead", CASES["overhead"][1], groups="dataset")
+    sweep = by_method(tmp_path)
+    models = {"cifar100": "ViT-B/16", "20newsgroups": "T5-Base"}
+    cells = [
+        dataclasses.replace(c, labels=c.labels | {"model": models[c.labels["dataset"]]})
+        for c in sweep.cells
+    ]
+    axes = {**sweep.axes, "model": tuple(models.values())}
+    sweep = dataclasses.replace(sweep, cells=tuple(cells), axes=axes)
+    ours, smoke = printed(figure, sweep, "fig:overhead")
+    assert [bar.paper for bar in ours.seconds] == [18.4, 18.6, 31.2, 31.5]
+    assert [bar.paper for bar in ours.overheads] == pytest.approx([0.0109, 0.0096])
+    assert "+10.00% over RAVAN (paper +1.09%)" in ours.describe()
+    assert all(math.isnan(bar.paper) for bar in smoke.seconds + smoke.overheads)
+
+
+def test_the_axis_of_a_metric_that_is_always_zero_has_no_negative_part(tmp_path):
+    sweep = by_lambda(tmp_path)
+    for cell in sweep.cells:
+        cell.summary["final"]["accuracy"] = 0.0
+    data = data_of(figure_of("lambda_accuracy"), sweep)
+    for axes in KINDS["lambda_accuracy"].draw(data, []).axes:
+        assert axes.get_ylim()[0] == 0.0
+
+
+def test_values_of_the_field_are_not_written_over_each_other(tmp_path):
+    data = data_of(figure_of("accuracy_inconsistency"), by_alpha(tmp_path))
+    figure = KINDS["accuracy_inconsistency"].draw(data, [])
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == 9
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_one_run_does_not_hide_the_points_in_a_corner(tmp_path):
+    sweep = by_alpha(tmp_path, lambda labels: "missing" if labels["seed"] != "0" else None)
+    data = data_of(figure_of("accuracy_inconsistency"), sweep)
+    axes = KINDS["accuracy_inconsistency"].draw(data, []).axes[0]
+    indices = [point.index.centre for point in data.panels[0][1]]
+    assert max(indices) - min(indices) > 0.5 * np.ptp(axes.get_xlim())
+
+
+def test_labels_of_models_are_not_written_over_each_other(tmp_path):
+    sweep = by_method(tmp_path)
+    long = {
+        "cifar100": "vit-digits (for ViT-B/16)",
+        "20newsgroups": "llama-tiny (for LLaMA-3.2-1B)",
+    }
+    sweep = dataclasses.replace(sweep, shown={"dataset": long})
+    data = data_of(figure_of("overhead", CASES["overhead"][1]), sweep)
+    figure = KINDS["overhead"].draw(data, [])
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        first, second = (label.get_window_extent() for label in axes.get_xticklabels())
+        assert not first.overlaps(second)
+
+
 def test_an_iid_partition_lies_beyond_every_alpha(tmp_path):
     sweep = by_alpha(tmp_path)
     for cell in sweep.cells:
@@ -204,25 +321,32 @@ def test_an_iid_partition_lies_beyond_every_alpha(tmp_path):
             cell.summary["config"]["partition"] = {"kind": "iid", "alpha": 0.3}
     data = data_of(figure_of("heterogeneity"), sweep)
     assert data.panels[0].lines[0].x == (0.05, 0.1, math.inf)
-    assert "IID" in draw(figure_of("heterogeneity"), sweep)[0][1]
+    assert "IID" in draw(figure_of("heterogeneity"), sweep).svg
 
 
 def test_overhead_compares_the_same_rounds(tmp_path):
     kind, where = "overhead", CASES["overhead"][1]
     data = data_of(figure_of(kind, where), by_method(tmp_path / "a"))
-    key = ("20newsgroups", "TRISHUL")
     assert data.baseline == "RAVAN" and data.groups == ("digits (for CIFAR-100)", "20newsgroups")
-    assert data.overheads[key].centre == pytest.approx(0.1)
+    seconds, over = data.seconds[-1], data.overheads[-1]
+    assert (
+        (seconds.group, seconds.series)
+        == (over.group, over.series)
+        == (*data.groups[1:], "TRISHUL")
+    )
+    # The local steps alone, of which evaluation is no part: their ratio is not diluted.
+    assert over.measured.centre == pytest.approx(0.1)
     # The first round, of 9 seconds, is left out.
-    assert data.seconds[key].count == 3 * (ROUNDS - 1)
-    assert data.seconds[key].centre == pytest.approx(1.1 * 1.15)
+    assert seconds.measured.count == over.measured.count == 3 * (ROUNDS - 1)
+    assert seconds.measured.centre == pytest.approx(1.1 * 1.15)
+    assert any(f"median of {3 * (ROUNDS - 1)} rounds, without the first" in r for r in data.remarks)
     # No common run: seconds, but no overhead.
     done = {("RAVAN", "0"), ("TRISHUL", "1")}
     sweep = by_method(
         tmp_path / "b", lambda c: None if (c["method"], c["seed"]) in done else "missing"
     )
     apart = data_of(figure_of(kind, where), sweep)
-    assert len(apart.seconds) == 4 and apart.overheads == {}
+    assert len(apart.seconds) == 4 and apart.overheads == ()
 
 
 def test_spectra_before_and_after_the_prox(tmp_path):
@@ -354,6 +478,6 @@ def real_sweep(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_drawn_from_real_runs(kind, real_sweep):
     where = {"method": ("TRISHUL",)} if kind.startswith("lambda") else {}
-    ((_, svg),) = draw(figure_of(kind, where), real_sweep)
+    svg = draw(figure_of(kind, where), real_sweep).svg
     assert "Profile smoke" in svg and "1 seed" in svg and "32 of 497 test rows" in svg
     assert "without these" not in svg and "averaged over" not in svg

@@ -5,7 +5,13 @@ import re
 
 import pytest
 
-from trishul_ray.report.paper import paper_keys, paper_records, paper_value
+from trishul_ray.report.paper import (
+    figure_numbers,
+    figure_value,
+    paper_keys,
+    paper_records,
+    paper_value,
+)
 from trishul_ray.tuning.reproduce import cell_name
 from trishul_ray.tuning.sweep import distinct, find_sweeps
 
@@ -114,6 +120,10 @@ def test_tables_figures_and_counts(profile):
     assert len(distinct(found)) == runs
     figures = [figure.kind for sweep in found for figure in sweep.figures]
     assert len(figures) == len(FIGURES) and set(figures) == FIGURES
+    # Every figure of the paper that shows results, each once.
+    keys = [figure.paper for sweep in found for figure in sweep.figures]
+    assert sorted(keys) == sorted(figure_numbers())
+    assert list(figure_numbers().values()) == list(range(5, 18))
     tables = [table.paper for sweep in found for table in sweep.tables if table.paper]
     assert len(tables) == len(set(tables)) == 10
     assert {*tables, "fig:overhead"} == {*paper_keys()}
@@ -188,6 +198,27 @@ def test_labels_mean_what_the_paper_says():
         if sweep.name == "overhead":
             for cell in sweep.cells:
                 check_meaning(cell.labels, [cell])
+
+
+def test_the_papers_numbers_stand_at_the_points_of_its_figures():
+    """Each record of a figure is found by the labels of the cells that it is drawn from."""
+    found = {
+        (figure.paper, metric, value)
+        for sweep in sweeps("paper")
+        for figure in sweep.figures
+        for cell in sweep.cells
+        for metric in ("accuracy", "seconds_per_round", "overhead", "principal_angle_similarity",
+                       "fewest_heads", "most_heads")
+        if (value := figure_value(figure.paper, metric, cell.labels)) is not None
+    }  # fmt: skip
+    assert {value for key, _, value in found if key == "fig:alpha_diagnostics"} == {0.35, 0.15, 0.0}
+    assert {value for key, _, value in found if key == "fig:waterfilling"} == {2.0, 6.0}
+    overhead = {(metric, value) for key, metric, value in found if key == "fig:overhead"}
+    assert {value for metric, value in overhead if metric == "overhead"} == {1.09, 0.96, 0.83}
+    assert len(overhead) == 9
+    assert len([1 for key, *_ in found if key == "fig:lambda"]) == 15
+    assert len([1 for key, *_ in found if key == "fig:heterogeneity"]) == 21
+    assert len([1 for key, *_ in found if key == "fig:convergence"]) == 4
 
 
 def check_meaning(record, cells):

@@ -48,6 +48,7 @@ class FigureLayout:
         kind: Name of the drawing function.
         where: Labels that are shown, by axis.
         options: Further arguments of the drawing function.
+        paper: Key of the paper's figure, such as ``fig:lambda``, if it has one.
     """
 
     name: str
@@ -55,6 +56,16 @@ class FigureLayout:
     kind: str
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    paper: str | None = None
+
+
+@dataclass(frozen=True)
+class DrawnFigure:
+    """A figure: an ``<svg>`` element, the same as PDF, and what it shows as CSV."""
+
+    svg: str
+    pdf: bytes
+    csv: str
 
 
 @dataclass(frozen=True)

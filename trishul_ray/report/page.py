@@ -17,8 +17,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from trishul_ray.report.outcomes import CellOutcome, FigureLayout, Status, SweepOutcome, departures
-from trishul_ray.report.paper import paper_value, slips
+from trishul_ray.report.outcomes import (
+    CellOutcome,
+    DrawnFigure,
+    FigureLayout,
+    Status,
+    SweepOutcome,
+    departures,
+)
+from trishul_ray.report.paper import figure_numbers, paper_value, slips
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.sweep_tables import (
     PaperValue,
@@ -36,8 +43,8 @@ from trishul_ray.report.table_formats import (
 )
 from trishul_ray.tracking.progress import format_duration
 
-#: Draws a figure from the finished cells: names and SVG texts, none if there is nothing to draw.
-DrawFigure = Callable[[FigureLayout, SweepOutcome], Sequence[tuple[str, str]]]
+#: Draws a figure from the finished cells; None if there is nothing to draw.
+DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
 
 #: What the numbers of a profile may be compared with; other profiles are a user's own.
 COMPARABLE = {
@@ -56,22 +63,28 @@ _TIMED = 'data-timed="true"'
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure on the page: its SVG texts by name, or why there is none."""
+    """A figure on the page, or why there is none."""
 
     layout: FigureLayout
     slug: str
-    images: tuple[tuple[str, str], ...]
+    image: DrawnFigure | None
     problem: str = ""
 
     @property
-    def markup(self) -> list[Markup]:
-        """The SVG texts, to be put into HTML as they are."""
-        return [Markup(text) for _, text in self.images]
+    def markup(self) -> Markup:
+        """The SVG text, to be put into HTML as it is."""
+        return Markup(self.image.svg if self.image else "")
 
     @property
     def timed(self) -> bool:
         """Whether it shows measured seconds."""
-        return any(_TIMED in text.partition(">")[0] for _, text in self.images)
+        return _TIMED in self.markup.partition(">")[0]
+
+    @property
+    def number(self) -> str:
+        """What the paper calls it, such as ``Figure 10, fig:lambda``; empty without one."""
+        key = self.layout.paper
+        return f"Figure {figure_numbers()[key]}, {key}" if key else ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +183,7 @@ class Page:
 
     @property
     def wall_seconds(self) -> float:
-        """Wall time of the processes that finished the runs: with start and evaluation."""
+        """Wall time of the processes that finished the runs, from their start."""
         return float(sum(summary["wall_seconds"] for summary in self.summaries))
 
     @property
@@ -202,7 +215,7 @@ def write_report(
     """Write the report on sweeps into a folder, and return the path of its HTML page.
 
     The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
-    LaTeX) and ``figures/`` (SVG).
+    LaTeX) and ``figures/`` (SVG, PDF, and what they show as CSV).
 
     Args:
         outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
@@ -237,8 +250,10 @@ def write_report(
             _write(folder / "tables" / f"{slug}.csv", to_csv(table))
             _write(folder / "tables" / f"{slug}.tex", to_latex(table))
         for drawing in part.drawings:
-            for name, text in drawing.images:
-                _write(folder / "figures" / f"{name}.svg", text)
+            if drawing.image:
+                _write(folder / "figures" / f"{drawing.slug}.svg", drawing.image.svg)
+                _write(folder / "figures" / f"{drawing.slug}.csv", drawing.image.csv)
+                _write(folder / "figures" / f"{drawing.slug}.pdf", drawing.image.pdf)
     paths = [
         _write(folder / name, templates.get_template(name).render(page=page))
         for name in ("report.md", "report.html")
@@ -270,13 +285,11 @@ def _parts(
 
 def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str) -> Drawing:
     try:
-        images = draw(layout, sweep)
+        image = draw(layout, sweep)
     # One unreadable file of a run must not cost the whole page.
     except (OSError, ValueError) as error:
-        return Drawing(layout, slug, (), f"It could not be drawn: {error}")
-    names = [slug] if len(images) == 1 else [f"{slug}-{i}" for i in range(1, len(images) + 1)]
-    named = tuple((name, text) for name, (_, text) in zip(names, images, strict=True))
-    return Drawing(layout, slug, named, "" if named else "No finished run has what it shows.")
+        return Drawing(layout, slug, None, f"It could not be drawn: {error}")
+    return Drawing(layout, slug, image, "" if image else "No finished run has what it shows.")
 
 
 def _distinct(
@@ -306,10 +319,10 @@ def _machine(hardware: Mapping[str, Any]) -> str:
     )
 
 
-def _write(path: Path, text: str) -> Path:
+def _write(path: Path, content: str | bytes) -> Path:
     """Write a file beside its place and rename it: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
     return path

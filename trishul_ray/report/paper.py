@@ -1,4 +1,7 @@
-"""The numbers that the TRISHUL paper prints, as records by table."""
+"""The numbers that the TRISHUL paper prints, as records by table and figure.
+
+A record of a figure names the line of the paper's source that prints it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 #: Keys of a record that say nothing about the position of its value in the table.
-_NO_LABEL = ("metric", "value", "budget_rank")
+_NO_LABEL = ("metric", "value", "budget_rank", "line")
 
 
 @cache
@@ -60,6 +63,30 @@ def paper_value(key: str, labels: Mapping[str, str]) -> float | None:
         The value as printed (accuracy and F1 in percent); None if no record matches, or several.
     """
     found = [record["value"] for record in _records().get(key, []) if _matches(record, labels)]
+    return float(found[0]) if len(found) == 1 else None
+
+
+def figure_numbers() -> dict[str, int]:
+    """Return the paper's numbers of its figures by key, such as ``fig:lambda``, in its order."""
+    return {key: figure["number"] for key, figure in _paper()["figures"].items()}
+
+
+def figure_value(key: str, metric: str, labels: Mapping[str, str]) -> float | None:
+    """Return a number that the paper prints for a figure, in its text or in a table.
+
+    Args:
+        key: of a figure, such as ``fig:lambda``.
+        metric: ``accuracy``, ``seconds_per_round``, ``overhead``, ``principal_angle_similarity``,
+            ``fewest_heads`` or ``most_heads``.
+        labels: label of each axis of the sweep.
+
+    Returns:
+        The value as printed (accuracy and overhead in percent); None if no record matches, or
+        several.
+    """
+    figure = _paper()["figures"][key]
+    records = [*figure["records"], *_records().get(figure["values_of"], ())]
+    found = [r["value"] for r in records if r["metric"] == metric and _matches(r, labels)]
     return float(found[0]) if len(found) == 1 else None
 
 

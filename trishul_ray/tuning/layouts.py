@@ -6,7 +6,7 @@ from typing import Any
 
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
-from trishul_ray.report.paper import paper_keys
+from trishul_ray.report.paper import figure_numbers, paper_keys
 from trishul_ray.tuning.cells import Cell
 from trishul_ray.tuning.located_yaml import Node, hint
 
@@ -66,17 +66,21 @@ def read_figures(node: Node, axes: Labels, cells: Sequence[Cell]) -> tuple[Figur
 
     figures: dict[str, FigureLayout] = {}
     for item in node.items("figures"):
-        keys = item.mapping("a figure", ("name", "title", "kind", "where", "options"))
+        keys = item.mapping("a figure", ("name", "title", "paper", "kind", "where", "options"))
         name = _new_name(item, keys, "figure", figures)
         if "kind" not in keys:
             item.fail(f"figure {name} needs a kind: the name of a drawing function")
         options = keys["options"].mapping("options") if "options" in keys else {}
+        paper = keys["paper"].scalar("paper") if "paper" in keys else None
+        if paper is not None and paper not in (known := figure_numbers()):
+            keys["paper"].fail(f"figure {name}: paper has no {paper!r}; {hint(paper, known)}")
         figure = FigureLayout(
             name=name,
             title=keys["title"].scalar("title") if "title" in keys else name,
             kind=keys["kind"].scalar("kind"),
             where=_read_where(keys, f"figure {name}", axes, cells),
             options={key: value.plain() for key, value in options.items()},
+            paper=paper,
         )
         try:
             check_figure(figure, tuple(axes))

@@ -1,10 +1,12 @@
-"""The figures of the paper from the cells of a sweep, as SVG.
+"""The figures of the paper from the cells of a sweep, as SVG, PDF and CSV.
 
 A figure's ``kind`` names one of :data:`KINDS`: a function that collects what is drawn from the
 cells, and one that draws it. Both work with whatever cells are finished; the note below a figure
 says what is missing. A new kind is an entry of :data:`KINDS`.
 """
 
+import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 from matplotlib.figure import Figure
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.outcomes import FigureLayout, SweepOutcome
+from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, SweepOutcome
 from trishul_ray.report.paper_figures.allocation import allocation, draw_bars, draw_layerwise
 from trishul_ray.report.paper_figures.covariance import MATRICES, covariance, draw_covariance
 from trishul_ray.report.paper_figures.lines import (
@@ -41,6 +43,9 @@ class FigureData(Protocol):
 
     def describe(self) -> str:
         """Return the main numbers in words."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return everything that is drawn, in long format: columns of a CSV file by name."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,12 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def draw(figure: FigureLayout, sweep: SweepOutcome) -> list[tuple[str, str]]:
+def draw(figure: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
     """Draw a figure from the finished cells.
 
     Returns:
-        Its name and its SVG text, an ``<svg>`` element; nothing if no finished cell has what it
-        shows. The same outcomes give the same text, but for figures of measured seconds, which are
-        marked with ``data-timed="true"``.
+        The figure; None if no finished cell has what it shows. The same outcomes give the same
+        bytes, but for figures of measured seconds, whose SVG is marked with ``data-timed="true"``.
 
     Raises:
         InputError: The kind or an option is not valid, as in :func:`check_figure`.
@@ -106,14 +110,27 @@ def draw(figure: FigureLayout, sweep: SweepOutcome) -> list[tuple[str, str]]:
     selection, kind = select(figure, sweep), KINDS[figure.kind]
     data = kind.collect(selection)
     if data is None:
-        return []
+        return None
     note = selection.footnote(data.remarks)
     description = " ".join([data.describe(), *note])
     with figure_style():
         drawing = kind.draw(data, note)
         name = f"{sweep.profile}-{sweep.name}-{figure.name}"
-        text = to_svg(drawing, name, figure.title, description, timed=kind.timed)
-    return [(figure.name, text)]
+        svg = to_svg(drawing, name, figure.title, description, timed=kind.timed)
+        pdf = io.BytesIO()
+        drawing.savefig(pdf, format="pdf", metadata=dict.fromkeys(("CreationDate", "Producer")))
+    return DrawnFigure(svg, pdf.getvalue(), _to_csv(data, sweep.profile))
+
+
+def _to_csv(data: FigureData, profile: str) -> str:
+    """Return the rows of a figure, each with the profile; an unknown number is empty."""
+    rows = [{"profile": profile, **row} for row in data.rows()]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(n for row in rows for n in row)))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: "" if value != value else value for name, value in row.items()})
+    return file.getvalue().replace("\r\n", "\n")
 
 
 def data_of(figure: FigureLayout, sweep: SweepOutcome) -> FigureData | None:

@@ -1,7 +1,9 @@
 """The two figures of core heads per block, by allocation."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,7 +13,15 @@ from matplotlib.ticker import MaxNLocator
 from trishul_ray.report.figures import GREY, strip_common_parts
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.report.paper_figures.selection import Estimate, Selection
-from trishul_ray.report.paper_figures.style import legend_above, new_panels, set_labels, styles_of
+from trishul_ray.report.paper_figures.style import (
+    NORMAL,
+    SMALL,
+    Style,
+    legend_above,
+    new_panels,
+    set_labels,
+    styles_of,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,23 @@ class AllocationData:
     panels: tuple[Allocation, ...]
     names: tuple[str, ...]
     remarks: tuple[str, ...]
+    paper: tuple[tuple[str, float], ...] = ()  # fewest and most heads of a series, as printed
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for the heads of each block and series, and one for its squared norm."""
+        heads = [
+            {"panel": panel.title, "block": block, "metric": "heads", "series": name}
+            | estimate.row()
+            for panel in self.panels
+            for name, estimates in panel.heads
+            for block, estimate in zip(panel.blocks, estimates, strict=True)
+        ]
+        norms = [
+            {"panel": panel.title, "block": block, "metric": "squared norm", "value": norm}
+            for panel in self.panels
+            for block, norm in zip(panel.blocks, panel.norms, strict=True)
+        ]
+        return heads + norms
 
     def describe(self) -> str:
         """Return the heads of every block in words."""
@@ -65,11 +92,21 @@ def allocation(selection: Selection) -> AllocationData | None:
         return None
     remarks = ["heads on each adapted matrix of a block"]
     if pooled:
-        remarks += ["bars: mean, smallest and largest over runs", *selection.pooled(pooled)]
+        remarks += ["bars: mean ± standard deviation over runs", *selection.pooled(pooled)]
     if without:
         remarks.append(f"without core heads: {'; '.join(selection.names(without))}")
-    names = tuple(group.name for group in selection.groups(series))
-    return AllocationData(tuple(panels), names, tuple(remarks))
+    groups = selection.groups(series)
+    paper = tuple(
+        (group.name, value)
+        for group in groups
+        for metric in ("fewest_heads", "most_heads")
+        if math.isfinite(value := selection.paper(metric, group.cells))
+    )
+    for name in dict.fromkeys(name for name, _ in paper):
+        span = " to ".join(f"{value:g}" for each, value in paper if each == name)
+        remarks.append(f"dashed: the paper's {span} heads of {name}")
+    names = tuple(group.name for group in groups)
+    return AllocationData(tuple(panels), names, tuple(remarks), paper)
 
 
 def _backbone(cell: CellOutcome) -> tuple[str, tuple[str, ...]]:
@@ -100,10 +137,10 @@ def draw_bars(data: AllocationData, note: Sequence[str]) -> Figure:
             markerfacecolor="white", label="squared norm of a block's adapted matrices (right)",
         )  # fmt: skip
         second.set_ylim(0, 1.15 * max(panel.norms) or 1.0)
-        second.set_ylabel("squared norm", fontsize=9)
-        second.tick_params(labelsize=8)
+        second.set_ylabel("squared norm", fontsize=NORMAL)
+        second.tick_params(labelsize=SMALL)
         second.spines["top"].set_visible(False)
-        _finish(axes, panel)
+        _finish(axes, panel, data.paper, styles)
     legend_above(figure)
     return figure
 
@@ -124,25 +161,31 @@ def draw_layerwise(data: AllocationData, note: Sequence[str]) -> Figure:
                 x, y, color=style.colour, marker=style.marker, linestyle="none", markersize=7,
                 label=name,
             )  # fmt: skip
-        _finish(axes, panel)
+        _finish(axes, panel, data.paper, styles)
     legend_above(figure)
     return figure
 
 
 def _panels(data: AllocationData, note: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    blocks = max(len(panel.blocks) for panel in data.panels)
-    width = min(9.0, max(5.5, 2.0 + 0.33 * blocks))
-    return new_panels(len(data.panels), note, columns=1, width=width)
+    return new_panels(len(data.panels), note, columns=1)
 
 
-def _finish(axes: Axes, panel: Allocation) -> None:
+def _finish(
+    axes: Axes,
+    panel: Allocation,
+    paper: Sequence[tuple[str, float]],
+    styles: Mapping[str, Style],
+) -> None:
+    for name, value in paper:
+        axes.axhline(value, color=styles[name].colour, linestyle="--", linewidth=1.2, zorder=1)
     count = len(panel.blocks)
     long = max(map(len, panel.blocks)) * count > 80
     axes.set_xticks(
-        range(count), panel.blocks, rotation=90 if long else 0, fontsize=8 if count < 30 else 6
+        range(count), panel.blocks, rotation=90 if long else 0, fontsize=SMALL if count < 40 else 7
     )
     axes.set_xlim(-0.6, count - 0.4)
-    axes.set_ylim(0, 1.2 * max(e.high for _, heads in panel.heads for e in heads) or 1.0)
+    highest = [e.high for _, heads in panel.heads for e in heads]
+    axes.set_ylim(0, 1.2 * max([*highest, *(value for _, value in paper)]) or 1.0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(False, axis="x")
     set_labels(axes, panel.title, "block, from input to output", "heads per matrix")

@@ -7,6 +7,7 @@ mean, what is off the diagonal is -1/(m-1) of it on average, for any m updates.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.report.paper_figures.selection import Selection
-from trishul_ray.report.paper_figures.style import new_panels, set_labels
+from trishul_ray.report.paper_figures.style import NORMAL, SMALL, new_panels, set_labels
 from trishul_ray.report.uploads import mean_over_rounds
 
 #: So few levels that a colour bar is drawn as vectors; the middle one is zero.
@@ -47,6 +48,15 @@ class CovarianceData:
             for name, _, matrix in self.matrices
         ]
         return f"{self.title}. {'; '.join(parts)}."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each pair of clients."""
+        return [
+            {"metric": self.title, "series": name, "client": int(clients[i])}
+            | {"other": int(clients[j]), "value": float(matrix[i, j])}
+            for name, clients, matrix in self.matrices
+            for i, j in np.ndindex(matrix.shape)
+        ]
 
 
 def covariance(selection: Selection) -> CovarianceData | None:
@@ -104,7 +114,7 @@ def _mean_off_diagonal(matrix: NDArray[np.float64]) -> float:
 
 def draw_covariance(data: CovarianceData, note: Sequence[str]) -> Figure:
     """Draw each matrix; larger is lighter, and pairs that never met are hatched."""
-    figure, panels = new_panels(len(data.matrices), note, width=3.6, height=3.4)
+    figure, panels = new_panels(len(data.matrices), note, height=4.4)
     trivial = data.title != MATRICES["inner_products"]
     values = np.concatenate(
         [
@@ -144,6 +154,6 @@ def draw_covariance(data: CovarianceData, note: Sequence[str]) -> Figure:
         set_labels(axes, title, f"client{hatched}", "client")
     assert image is not None
     bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02)
-    bar.set_label(data.title, fontsize=9)
-    bar.ax.tick_params(labelsize=8)
+    bar.set_label(data.title, fontsize=NORMAL)
+    bar.ax.tick_params(labelsize=SMALL)
     return figure

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,20 +36,22 @@ SIMILARITY = "principal_angle_similarity"
 #: Kinds of x axes, with their titles: rounds, a strength on a log axis, a skew on a reversed one.
 Scale = Literal["rounds", "strength", "skew"]
 _X_LABELS = {"method.lam": "λ", "partition.alpha": "Dirichlet α (to the right: more skewed)"}
-_BAND = "line and band: mean, smallest and largest over seeds"
-_BARS = "point and bar: mean, smallest and largest over seeds"
-_ONE_SEED = "with one seed there is no interval, and the axis starts at 0"
+_BAND = "line and band: mean ± standard deviation over seeds"
+_BARS = "point and bar: mean ± standard deviation over seeds"
+_ONE_SEED = "with one seed there is no deviation, and the axis starts at 0"
+_PAPER = "hollow: the paper's numbers"
 
 Points = Iterable[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One series: an estimate at each x, ascending."""
+    """One series: an estimate at each x, ascending, and what the paper prints there, or NaN."""
 
     label: str
     x: tuple[float, ...]
     y: tuple[Estimate, ...]
+    paper: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,32 @@ class LineData:
     remarks: tuple[str, ...] = field(default=())
 
     def describe(self) -> str:
-        """Return the last value of each line in words."""
+        """Return the means over seeds in words: of each x, or of the last round."""
         panels = []
         for panel in self.panels:
             unit = ".1%" if panel.percent else ".4g"
-            values = [
-                f"{line.label or panel.y_label} {line.y[-1].centre:{unit}} at {line.x[-1]:g}"
-                for line in panel.lines
-            ]
-            panels.append(f"{panel.title} ({panel.y_label}): {', '.join(values)}")
+            lines = []
+            for line in panel.lines:
+                points = list(zip(line.x, line.y, line.paper, strict=True))
+                values = [
+                    f"{y.centre:{unit}} at {x:g}"
+                    + f" (paper {paper:{unit}})" * math.isfinite(paper)
+                    for x, y, paper in (points[-1:] if self.scale == "rounds" else points)
+                ]
+                lines.append(f"{line.label or panel.y_label} {', '.join(values)}")
+            panels.append(f"{panel.title} ({panel.y_label}): {'; '.join(lines)}")
         return f"{self.x_label}. {'; '.join(panels)}."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each point."""
+        return [
+            {"panel": panel.title, "metric": panel.y_label, "series": line.label, "x": x}
+            | estimate.row()
+            | {"paper": paper}
+            for panel in self.panels
+            for line in panel.lines
+            for x, estimate, paper in zip(line.x, line.y, line.paper, strict=True)
+        ]
 
 
 class _Collector:
@@ -106,10 +124,12 @@ class _Collector:
         percent: bool = False,
         expected: float = math.nan,
         optional: bool = False,
+        paper: str | None = None,
     ) -> None:
         """Add a panel with a line for each series, unless there is no value for any.
 
-        Cells without a value are named below the figure, unless that is ``optional``.
+        Cells without a value are named below the figure, unless that is ``optional``. ``paper`` is
+        the metric of the paper's numbers, which are of the last round.
         """
         lines = []
         for group in self.selection.groups(self.series, within):
@@ -126,7 +146,13 @@ class _Collector:
             if values:
                 places = tuple(sorted(values))
                 estimates = tuple(Estimate.of_runs(values[x]) for x in places)
-                lines.append(Line(group.name, places, estimates))
+                printed = [
+                    self.selection.paper(paper, cells[x]) / (100.0 if percent else 1.0)
+                    if paper and (self.scale != "rounds" or x == places[-1])
+                    else math.nan
+                    for x in places
+                ]
+                lines.append(Line(group.name, places, estimates, tuple(printed)))
         if lines:
             self.panels.append(Panel(title, y_label, tuple(lines), percent, expected))
 
@@ -138,6 +164,10 @@ class _Collector:
         seeds = [e.count for panel in self.panels for line in panel.lines for e in line.y]
         notes = [_BAND if self.scale == "rounds" else _BARS] if max(seeds) > 1 else []
         notes += [_ONE_SEED] if min(seeds) == 1 else []
+        lines = [line for panel in self.panels for line in panel.lines]
+        notes += (
+            [_PAPER] if any(math.isfinite(each) for line in lines for each in line.paper) else []
+        )
         notes += [*remarks, *self.selection.pooled(self.points)]
         if self.empty:
             missing = self.selection.names(list(self.empty.values()))
@@ -150,7 +180,10 @@ def convergence(selection: Selection) -> LineData | None:
     found = _Collector(selection, "rounds", "communication round")
     for panel in selection.groups(selection.axes("panels")):
         metric, percent = metric_of(panel.cells)
-        found.add(panel.name, metric, _headline_by_round, within=panel, percent=percent)
+        headline = _metric_name(panel.cells)
+        found.add(
+            panel.name, metric, _headline_by_round, within=panel, percent=percent, paper=headline
+        )
     return found.data()
 
 
@@ -175,7 +208,7 @@ def spectral_diagnostics(selection: Selection) -> LineData | None:
     """Collect spectral entropy, effective rank and variance between clients in each round.
 
     The variance, which is the same of updates and uploads, is shown twice: divided by that of
-    RAVAN in round 1, as in the paper, and divided by the squared norm of the mean update.
+    RAVAN in round 1 of the same seed, as in the paper, and by the squared norm of the mean update.
     """
     found = _Collector(selection, "rounds", "communication round")
     subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
@@ -183,30 +216,39 @@ def spectral_diagnostics(selection: Selection) -> LineData | None:
         found.add(title, "spectral entropy", _by_round(f"{prefix}spectral_entropy"))
     for prefix, title in subjects:
         found.add(title, "effective rank", _by_round(f"{prefix}effective_rank"))
-    level, unit = _variance_of_ravan(selection)
-    variance = _by_round("aggregation_variance", level)
+    variance, unit = _variance_by_round(selection, found.series)
     found.add("variance between clients", unit, variance)
     relative = _by_round("delta_relative_variance")
     found.add("variance between clients", "relative to |mean update|²", relative)
     return found.data()
 
 
-def _by_round(metric: str, divisor: float = 1.0) -> Callable[[CellOutcome], Points]:
-    return lambda cell: [(r["round"], r[metric] / divisor) for r in records_of(cell) if metric in r]
+def _by_round(metric: str) -> Callable[[CellOutcome], Points]:
+    return lambda cell: [(r["round"], r[metric]) for r in records_of(cell) if metric in r]
 
 
-def _variance_of_ravan(selection: Selection) -> tuple[float, str]:
-    """Return RAVAN's aggregation variance in its first round, and the unit that makes."""
-    name = "aggregation_variance"
-    first = [
-        next((r[name] for r in records_of(cell) if name in r), math.nan)
-        for cell in selection.finished
-        if cell.summary["config"]["method"]["name"] == "ravan"
-    ]
-    level = float(np.mean(first)) if first else math.nan
-    if math.isfinite(level) and level > 0:
-        return level, "relative to RAVAN in round 1"
-    return 1.0, "absolute (no RAVAN)"
+def _variance_by_round(
+    selection: Selection, series: Sequence[str]
+) -> tuple[Callable[[CellOutcome], Points], str]:
+    """Return the variance over that of RAVAN's round 1 with the same seed, and its unit.
+
+    A run without such a run of RAVAN has no points; without any, the variance is absolute.
+    """
+    absolute, axes = _by_round("aggregation_variance"), selection.run_axes(series)
+    levels: dict[tuple[str, ...], float] = {}
+    for cell in selection.finished:
+        if cell.summary["config"]["method"]["name"] == "ravan":
+            first = dict(absolute(cell)).get(1, 0.0)
+            if first > 0:
+                levels.setdefault(tuple(cell.labels[axis] for axis in axes), first)
+    if not levels:
+        return absolute, "absolute (no RAVAN)"
+
+    def relative(cell: CellOutcome) -> Points:
+        level = levels.get(tuple(cell.labels[axis] for axis in axes))
+        return [] if level is None else [(x, y / level) for x, y in absolute(cell)]
+
+    return relative, "relative to RAVAN in round 1"
 
 
 def _chance(selection: Selection) -> float:
@@ -234,7 +276,8 @@ def accuracy_over_field(selection: Selection) -> LineData | None:
     for panel in selection.groups(selection.axes("panels")):
         metric, percent = metric_of(panel.cells)
         points = _by_field(selection.options["x"], lambda cell: cell.value)
-        found.add(panel.name, metric, points, within=panel, percent=percent)
+        headline = _metric_name(panel.cells)
+        found.add(panel.name, metric, points, within=panel, percent=percent, paper=headline)
     return found.data()
 
 
@@ -243,7 +286,8 @@ def accuracy_and_entropy(selection: Selection) -> LineData | None:
     found, last = _over(selection), selection.options["last"]
     x = selection.options["x"]
     metric, percent = metric_of(selection.finished)
-    found.add("after the last round", metric, _by_field(x, lambda c: c.value), percent=percent)
+    accuracy, headline = _by_field(x, lambda c: c.value), _metric_name(selection.finished)
+    found.add("after the last round", metric, accuracy, percent=percent, paper=headline)
     for subject in selection.options["of"]:
         prefix, title = SUBJECTS[subject]
         entropy = _by_field(x, late(f"{prefix}spectral_entropy", last))
@@ -266,7 +310,9 @@ def alignment_and_entropy(selection: Selection) -> LineData | None:
     subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
     for prefix, title in subjects:
         similarity = _by_field(x, late(prefix + SIMILARITY, last))
-        found.add(title, "principal-angle similarity", similarity, expected=chance)
+        # The paper's are of "client update subspaces".
+        printed = SIMILARITY if prefix else None
+        found.add(title, "principal-angle similarity", similarity, expected=chance, paper=printed)
     for prefix, title in subjects:
         found.add(title, "spectral entropy", _by_field(x, late(f"{prefix}spectral_entropy", last)))
     return found.data(late_remark(selection), *_chance_remark(chance))
@@ -312,6 +358,12 @@ def metric_of(cells: Sequence[CellOutcome]) -> tuple[str, bool]:
     return f"test {shown}", not any("loss" in name for name in names)
 
 
+def _metric_name(cells: Sequence[CellOutcome]) -> str | None:
+    """Return the one metric of the cells; None if there are several."""
+    names = {cell.metric for cell in cells}
+    return names.pop() if len(names) == 1 else None
+
+
 def draw_lines(data: LineData, note: Sequence[str]) -> Figure:
     """Draw a figure of lines."""
     figure, panels = new_panels(len(data.panels), note)
@@ -346,6 +398,10 @@ def _draw_line(axes: Axes, x: list[float], line: Line, style: Style, *, banded: 
         x, centre, color=style.colour, linestyle=style.dash, linewidth=1.5, marker=style.marker,
         markersize=4, markevery=every, label=line.label,
     )  # fmt: skip
+    axes.plot(
+        x, line.paper, color=style.colour, linestyle="none", marker=style.marker, markersize=8,
+        markerfacecolor="none", markeredgewidth=1.3,
+    )  # fmt: skip
     if all(estimate.count == 1 for estimate in line.y):
         return
     if banded:
@@ -357,14 +413,17 @@ def _draw_line(axes: Axes, x: list[float], line: Line, style: Style, *, banded: 
 def _y_axis(axes: Axes, panel: Panel) -> None:
     """Fix the limits: those of all intervals, or from 0 where a point has no interval."""
     estimates = [estimate for line in panel.lines for estimate in line.y]
-    low, high = min(e.low for e in estimates), max(e.high for e in estimates)
-    if math.isfinite(panel.expected):
-        low, high = min(low, panel.expected), max(high, panel.expected)
-    if low >= 0 and any(e.count == 1 for e in estimates):
+    extra = [panel.expected, *(each for line in panel.lines for each in line.paper)]
+    extra = [each for each in extra if math.isfinite(each)]
+    low = min([*(e.low for e in estimates), *extra])
+    high = max([*(e.high for e in estimates), *extra])
+    positive = min([*(e.centre for e in estimates), *extra]) >= 0
+    if positive and any(e.count == 1 for e in estimates):
         axes.set_ylim(0, 1.08 * high or 1.0)
     else:
+        # Shares and norms are not negative: nor is their axis, however wide their spread.
         margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
-        axes.set_ylim(low - margin, high + margin)
+        axes.set_ylim(max(low - margin, 0.0) if positive else low - margin, high + margin)
     if panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
 

@@ -1,21 +1,36 @@
-"""The figure of seconds per round, and of the overhead over a baseline."""
+"""The figure of the time of a client's local steps, and of the overhead over a baseline."""
 
+import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from trishul_ray.report.figures import GREY
 from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.selection import Estimate, Selection
+from trishul_ray.report.paper_figures.selection import Estimate, Selection, records_of
 from trishul_ray.report.paper_figures.style import (
     INK,
+    SMALL,
     legend_above,
     new_panels,
     set_labels,
     styles_of,
 )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One series within a group: what was measured, and what the paper prints, or NaN."""
+
+    group: str
+    series: str
+    measured: Estimate
+    paper: float
 
 
 @dataclass(frozen=True)
@@ -25,38 +40,54 @@ class OverheadData:
     Attributes:
         groups: What is beside each other, such as models.
         names: The series within a group.
-        seconds: Seconds per round by group and series.
-        overheads: Relative overhead over the baseline by group and series.
+        seconds: Seconds of the local steps of a client in a round.
+        overheads: Overhead relative to the baseline.
         baseline: The series that overheads are relative to; None if it is missing.
         remarks: Lines for the note.
     """
 
     groups: tuple[str, ...]
     names: tuple[str, ...]
-    seconds: dict[tuple[str, str], Estimate]
-    overheads: dict[tuple[str, str], Estimate]
+    seconds: tuple[Bar, ...]
+    overheads: tuple[Bar, ...]
     baseline: str | None
     remarks: tuple[str, ...]
 
     def describe(self) -> str:
         """Return seconds and overheads in words."""
-        parts = [f"{g}, {s}: {e.centre:.3g} s per round" for (g, s), e in self.seconds.items()]
-        parts += [
-            f"{g}, {s}: overhead {e.centre:+.1%} over {self.baseline}"
-            for (g, s), e in self.overheads.items()
-        ]
+        parts = []
+        for bars, unit in ((self.seconds, "s"), (self.overheads, f"over {self.baseline}")):
+            form = ".3g" if bars is self.seconds else "+.2%"
+            parts += [
+                f"{bar.group}, {bar.series}: {bar.measured.centre:{form}} {unit}"
+                + f" (paper {bar.paper:{form}})" * math.isfinite(bar.paper)
+                for bar in bars
+            ]
         return f"{'; '.join(parts)}."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for the seconds of each bar, and one for each overhead."""
+        kinds = (("seconds of local steps", self.seconds), ("overhead", self.overheads))
+        return [
+            {"group": bar.group, "series": bar.series, "metric": metric}
+            | bar.measured.row()
+            | {"paper": bar.paper}
+            for metric, bars in kinds
+            for bar in bars
+        ]
 
 
 def overhead(selection: Selection) -> OverheadData | None:
-    """Collect the seconds of each round but the first, which also starts the clients.
+    """Collect the seconds of the local steps in each round but the first, which warms up.
 
-    Overheads compare the same rounds of cells that differ in the series alone: these train the
-    same clients on the same data.
+    Seconds are the mean over the round's clients, and do not contain evaluation, aggregation or
+    diagnostics. The overhead is the paper's: the median of a series over that of the baseline.
     """
     axes, series = selection.axes("groups"), selection.axes("series")
     names = tuple(group.name for group in selection.groups(series))
-    groups, seconds, overheads, baselines = [], {}, {}, []
+    groups, baselines = [], []
+    seconds: list[Bar] = []
+    overheads: list[Bar] = []
     run_axes = selection.run_axes(series)
     for group in selection.groups(axes):
         by_name = {each.name: each.cells for each in selection.groups(series, group)}
@@ -68,28 +99,42 @@ def overhead(selection: Selection) -> OverheadData | None:
         if baseline in rounds:
             baselines.append(baseline)
         for name, found in rounds.items():
-            seconds[group.name, name] = Estimate.of_rounds(list(found.values()))
-            common = found.keys() & rounds.get(baseline or "", {}).keys()
+            printed = selection.paper("seconds_per_round", by_name[name])
+            measured = Estimate.of_rounds(list(found.values()))
+            seconds.append(Bar(group.name, name, measured, printed))
+            common = sorted(found.keys() & rounds.get(baseline or "", {}).keys())
             if name != baseline and baseline is not None and common:
-                ratios = [found[key] / rounds[baseline][key] - 1 for key in sorted(common)]
-                overheads[group.name, name] = Estimate.of_rounds(ratios)
+                theirs = rounds[baseline]
+                spread = Estimate.of_rounds([found[key] / theirs[key] - 1 for key in common])
+                medians = [
+                    Estimate.of_rounds([each[key] for key in common]).centre
+                    for each in (found, theirs)
+                ]
+                ratio = medians[0] / medians[1] - 1
+                printed = selection.paper("overhead", by_name[name]) / 100
+                measured = Estimate(ratio, spread.low, spread.high, len(common))
+                overheads.append(Bar(group.name, name, measured, printed))
     if not seconds:
         return None
     machines = {_machine(cell): None for cell in selection.finished}
+    counts = sorted({bar.measured.count for bar in seconds})
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     remarks = [
-        "depends on the clock: a repetition gives other numbers",
-        "bars: median over rounds from the second on, with 10–90 % of the rounds",
+        "the clock alone: a repetition gives other numbers",
+        "local steps alone, without evaluation, aggregation and diagnostics; mean over the clients "
+        "of a round",
+        f"bars: median of {span} rounds, without the first of each run, and 10–90 % of them",
         f"measured on {'; '.join(machines)}",
     ]
     if overheads:
-        remarks.append("overhead: median of the ratios of the same rounds")
+        remarks.append(
+            "overhead: the ratio of two medians of the same rounds, and 10–90 % of their ratios"
+        )
+    if any(math.isfinite(bar.paper) for bar in seconds):
+        remarks.append("hollow: the paper's training time of a round, on machines it does not name")
+    baseline = baselines[0] if baselines else None
     return OverheadData(
-        tuple(groups),
-        names,
-        seconds,
-        overheads,
-        baselines[0] if baselines else None,
-        tuple(remarks),
+        tuple(groups), names, tuple(seconds), tuple(overheads), baseline, tuple(remarks)
     )
 
 
@@ -100,9 +145,9 @@ def _by_round(
     found = {}
     for cell in cells:
         labels = tuple(cell.labels[axis] for axis in run_axes)
-        seconds = cell.summary["round_seconds"]
-        for number in range(1 if len(seconds) > 1 else 0, len(seconds)):
-            found[labels, number] = float(seconds[number])
+        timed = [record for record in records_of(cell) if "client_seconds" in record]
+        for record in timed[1:] or timed:
+            found[labels, record["round"]] = float(record["client_seconds"])
     return found
 
 
@@ -123,35 +168,48 @@ def _machine(cell: CellOutcome) -> str:
 def draw_overhead(data: OverheadData, note: Sequence[str]) -> Figure:
     """Draw bars of seconds, and beside them the overheads as points."""
     count = 2 if data.overheads else 1
-    figure, panels = new_panels(count, note, height=3.0)
-    styles = styles_of(data.names)
-    width = 0.8 / len(data.names)
-    places = {name: width * (i - (len(data.names) - 1) / 2) for i, name in enumerate(data.names)}
-    for axes, values in zip(panels, (data.seconds, data.overheads), strict=False):
-        for (group, name), estimate in values.items():
-            x, style = data.groups.index(group) + places[name], styles[name]
-            if values is data.seconds:
-                axes.bar(
-                    x, estimate.centre, width=0.9 * width, color=style.colour, alpha=0.75,
-                    hatch=style.hatch, edgecolor="white", label=name,
-                )  # fmt: skip
-                text, y, offset, side = f"{estimate.centre:.3g} s", estimate.high, (0, 3), "center"
-            else:
-                axes.plot(x, estimate.centre, color=style.colour, marker=style.marker)
-                text, y, offset, side = f"{estimate.centre:+.1%}", estimate.centre, (6, -3), "left"
-            axes.vlines(x, estimate.low, estimate.high, color=INK, linewidth=1.2)
-            axes.annotate(
-                text, (x, y), offset, textcoords="offset points", fontsize=8, color=INK, ha=side
-            )
-        axes.set_xticks(range(len(data.groups)), data.groups)
-        axes.set_xlim(-0.6, len(data.groups) - 0.4)
-        axes.grid(False, axis="x")
-    set_labels(panels[0], "time of a round", "", "seconds")
-    panels[0].set_ylim(0, 1.12 * max(estimate.high for estimate in data.seconds.values()))
+    figure, panels = new_panels(count, note, height=3.6)
+    for axes, bars in zip(panels, (data.seconds, data.overheads), strict=False):
+        _draw(axes, data, bars, is_share=bars is not data.seconds)
+    set_labels(panels[0], "local steps of a client in a round", "", "seconds")
+    panels[0].set_ylim(bottom=0)
     if data.overheads:
         panels[1].axhline(0, color=GREY, linewidth=1)
-        panels[1].margins(y=0.15)
         panels[1].yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
-        set_labels(panels[1], f"overhead over {data.baseline}", "", "share of a round")
+        set_labels(panels[1], f"overhead over {data.baseline}", "", "share of its time")
     legend_above(figure)
     return figure
+
+
+def _draw(axes: Axes, data: OverheadData, bars: Sequence[Bar], *, is_share: bool) -> None:
+    styles, width = styles_of(data.names), 0.8 / len(data.names)
+    for bar in bars:
+        style, middle = styles[bar.series], (len(data.names) - 1) / 2
+        x = data.groups.index(bar.group) + width * (data.names.index(bar.series) - middle)
+        centre, low, high = bar.measured.centre, bar.measured.low, bar.measured.high
+        if is_share:
+            axes.plot(x, centre, color=style.colour, marker=style.marker)
+            text, y, offset, side = f"{centre:+.1%}", centre, (7.0, 0.0), "left"
+        else:
+            axes.bar(
+                x, centre, width=0.9 * width, color=style.colour, alpha=0.75, hatch=style.hatch,
+                edgecolor="white", label=bar.series,
+            )  # fmt: skip
+            text, y, offset, side = f"{centre:.3g} s", max(high, centre), (0.0, 4.0), "center"
+        axes.vlines(x, low, high, color=INK, linewidth=1.2)
+        if math.isfinite(bar.paper):
+            axes.plot(
+                x, bar.paper, color=INK, marker=style.marker, markersize=8, markerfacecolor="none"
+            )
+            text += f"\npaper {bar.paper:+.2%}" if is_share else f"\npaper {bar.paper:g} s"
+            y = y if is_share else max(y, bar.paper)
+        axes.annotate(
+            text, (x, y), offset, textcoords="offset points", fontsize=SMALL, color=INK, ha=side,
+            va="center" if is_share else "bottom",
+        )  # fmt: skip
+    axes.margins(y=0.18)
+    letters = max(8, 44 // len(data.groups))
+    labels = ["\n".join(textwrap.wrap(group, letters)) for group in data.groups]
+    axes.set_xticks(range(len(data.groups)), labels)
+    axes.set_xlim(-0.6, len(data.groups) - 0.4 + 0.2 * is_share)
+    axes.grid(False, axis="x")

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.transforms import Bbox
 
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.report.paper_figures.lines import (
@@ -18,24 +21,29 @@ from trishul_ray.report.paper_figures.lines import (
 from trishul_ray.report.paper_figures.selection import Estimate, Selection, number_of
 from trishul_ray.report.paper_figures.style import (
     INK,
+    SMALL,
     legend_above,
     new_panels,
     set_labels,
     styles_of,
 )
 
-#: Where the values of the field are written, in points from their marker: every other series.
-_OFFSETS = ((5.0, 4.0), (-5.0, -9.0))
+#: Where the value of the field may be written, in points from its marker: the first free place.
+_OFFSETS = (
+    *((6.0, 5.0), (-6.0, -5.0), (6.0, -5.0), (-6.0, 5.0), (0.0, 10.0), (0.0, -10.0)),
+    *((10.0, 14.0), (-10.0, -14.0), (10.0, -14.0), (-10.0, 14.0), (0.0, 20.0), (0.0, -20.0)),
+)
 
 
 @dataclass(frozen=True)
 class Point:
-    """Runs of one series at one value of the field: index of inconsistency, and metric."""
+    """Runs of one series at one value of the field: index, metric, and the paper's metric."""
 
     series: str
     value: float
     index: Estimate
     metric: Estimate
+    paper: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,20 @@ class ScatterData:
         ]
         return f"{'; '.join(panels)}."
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return two rows for each point: its index, and its metric with the paper's number."""
+        return [
+            {"panel": title, "series": point.series, "x": point.value, "metric": metric}
+            | estimate.row()
+            | {"paper": paper}
+            for title, points in self.panels
+            for point in points
+            for metric, estimate, paper in (
+                ("inconsistency index", point.index, math.nan),
+                (self.y_label, point.metric, point.paper),
+            )
+        ]
+
 
 def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
     """Collect the final metric and 1 minus the principal-angle similarity of late rounds."""
@@ -82,7 +104,8 @@ def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
             for value, runs in sorted(found.items()):
                 indices, scores, cells = zip(*runs, strict=True)
                 index, score_of = Estimate.of_runs(indices), Estimate.of_runs(scores)
-                points.append(Point(group.name, value, index, score_of))
+                printed = selection.paper(cells[0].metric, cells) / (100.0 if percent else 1.0)
+                points.append(Point(group.name, value, index, score_of, printed))
                 pooled.append(cells)
         if points:
             panels.append((title, tuple(points)))
@@ -94,7 +117,7 @@ def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
         f"beside each point: {symbol}",
         "inconsistency index: 1 − principal-angle similarity",
         late_remark(selection),
-        "point and bars: mean, smallest and largest over seeds",
+        "point and bars: mean ± standard deviation over seeds",
         *selection.pooled(pooled),
     ]
     return ScatterData(tuple(panels), metric, percent, symbol, names, tuple(remarks))
@@ -102,10 +125,10 @@ def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
 
 def draw_scatter(data: ScatterData, note: Sequence[str]) -> Figure:
     """Draw the points of each series, joined in the order of the field."""
-    figure, panels = new_panels(len(data.panels), note, height=3.3)
+    figure, panels = new_panels(len(data.panels), note, height=3.8)
     styles = styles_of(data.names)
     for axes, (title, points) in zip(panels, data.panels, strict=True):
-        for index, name in enumerate(data.names):
+        for name in data.names:
             own = [point for point in points if point.series == name]
             if not own:
                 continue
@@ -119,20 +142,33 @@ def draw_scatter(data: ScatterData, note: Sequence[str]) -> Figure:
             axes.vlines(x, lows, highs, color=style.colour, linewidth=1)
             lows, highs = [p.index.low for p in own], [p.index.high for p in own]
             axes.hlines(y, lows, highs, color=style.colour, linewidth=1)
-            for point in own:
-                value = "IID" if math.isinf(point.value) else f"{point.value:g}"
-                axes.annotate(
-                    value, (point.index.centre, point.metric.centre), _OFFSETS[index % 2],
-                    textcoords="offset points", fontsize=7.5, color=INK,
-                    ha="left" if index % 2 == 0 else "right",
-                )  # fmt: skip
-        axes.margins(0.12)
+        axes.margins(0.15)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        if any(point.metric.count == 1 for point in points):
-            axes.set_ylim(bottom=0)
-            axes.set_xlim(0, 1)
         if data.percent:
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
         set_labels(axes, title, "spectral inconsistency index", data.y_label)
     legend_above(figure)
+    figure.draw_without_rendering()  # places the panels
+    for axes, (_, points) in zip(panels, data.panels, strict=True):
+        _write_values(axes, points)
     return figure
+
+
+def _write_values(axes: Axes, points: Sequence[Point]) -> None:
+    """Write the value of the field beside each point, where no other value or point is."""
+    places = [(point.index.centre, point.metric.centre) for point in points]
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in axes.transData.transform(places)]
+    for point, place in zip(points, places, strict=True):
+        value = "IID" if math.isinf(point.value) else f"{point.value:g}"
+        for dx, dy in _OFFSETS:
+            text = axes.annotate(
+                value, place, (dx, dy), textcoords="offset points", fontsize=SMALL, color=INK,
+                ha="center" if dx == 0 else "left" if dx > 0 else "right", va="center",
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            continue  # the line through the points tells their order
+        taken.append(box)

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome, shown_label
+from trishul_ray.report.outcomes import (
+    CellOutcome,
+    FigureLayout,
+    SweepOutcome,
+    departures,
+    shown_label,
+)
+from trishul_ray.report.paper import figure_value
 
 #: The axis that runs are averaged over without saying so in each label.
 SEED = "seed"
@@ -26,10 +33,16 @@ class Estimate:
     high: float
     count: int
 
+    def row(self) -> dict[str, float]:
+        """Return the columns of a CSV file."""
+        return {"value": self.centre, "low": self.low, "high": self.high, "n": self.count}
+
     @classmethod
     def of_runs(cls, values: Sequence[float]) -> "Estimate":
-        """Return the mean of several runs, and their smallest and largest value."""
-        return cls(float(np.mean(values)), min(values), max(values), len(values))
+        """Return the mean of several runs, and one standard deviation to each side of it."""
+        mean = float(np.mean(values))
+        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        return cls(mean, mean - deviation, mean + deviation, len(values))
 
     @classmethod
     def of_rounds(cls, values: Sequence[float]) -> "Estimate":
@@ -75,6 +88,11 @@ class Selection:
         """The finished ones."""
         return tuple(cell for cell in self.cells if cell.status == "finished")
 
+    @cached_property
+    def comparable(self) -> bool:
+        """Whether the numbers of the cells may be compared with the paper's."""
+        return self.sweep.profile == "paper" and not departures(self.sweep, self.cells)
+
     def axes(self, option: str) -> tuple[str, ...]:
         """Return the axes that an option names: none, one or several."""
         value = self.options[option]
@@ -104,6 +122,18 @@ class Selection:
             )
             for key in keys
         ]
+
+    def paper(self, metric: str, cells: Sequence[CellOutcome]) -> float:
+        """Return what the paper prints of cells, by the labels they share; NaN if nothing.
+
+        It is not asked where the cells may not be compared with it. Arguments as in
+        :func:`~trishul_ray.report.paper.figure_value`.
+        """
+        if self.figure.paper is None or not self.comparable or not cells:
+            return math.nan
+        shared = set.intersection(*(set(cell.labels.items()) for cell in cells))
+        value = figure_value(self.figure.paper, metric, dict(shared))
+        return math.nan if value is None else value
 
     def shown(self, axis: str, label: str) -> str:
         """Return how a label is displayed."""

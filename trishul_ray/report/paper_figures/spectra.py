@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -81,6 +82,21 @@ class SpectraData:
             for name, s in self.uploaded
         ]
         return f"{'; '.join(parts)}."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each singular value of each spectrum."""
+        prox = (("before the prox", self.before), ("after the prox", self.after))
+        drawn = [(what, self.prox, s) for what, s in (*prox, ("removed, in λη", self.removed)) if s]
+        drawn += [("uploaded", name, s) for name, s in self.uploaded]
+        drawn += [("energy in the tail", name, s) for name, s in self.tails]
+        return [
+            {"metric": what, "series": name, "x": index, "value": median, "low": low, "high": high}
+            | {"n": spectrum.cores}
+            for what, name, spectrum in drawn
+            for index, (median, low, high) in enumerate(
+                zip(spectrum.median, spectrum.low, spectrum.high, strict=True), 1
+            )
+        ]
 
 
 def svt_spectra(selection: Selection) -> SpectraData | None:

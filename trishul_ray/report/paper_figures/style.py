@@ -21,6 +21,10 @@ from matplotlib.figure import Figure
 from trishul_ray.report.figures import COLOURS, GREY, hide_spines, new_figure
 
 INK = "#222222"
+#: Sizes of type, in points, at :data:`WIDTH` inches.
+NORMAL, SMALL = 10.5, 9.5
+#: Width of every figure, in inches: that of the page.
+WIDTH = 10.0
 #: Methods that look the same in every figure, also with more in parentheses behind their names.
 _FIXED = (
     "TRISHUL", "RAVAN", "TRISHUL without penalty", "SCAFFOLD+LoRA", "FedIT", "FedEx-LoRA",
@@ -30,7 +34,7 @@ _COLOURS = (*COLOURS, "#7F7F7F")
 _DASHES = ("solid", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1.5, 1.5)), (0, (3, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "h")
 _HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "--", "oo", "**")
-_LINE_HEIGHT = 10.5  # of a direct label, in points
+_LINE_HEIGHT = 12.5  # of a direct label, in points
 #: Verdana has the widths of DejaVu Sans, with which the figure is laid out.
 _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -79,32 +83,31 @@ def figure_style() -> Iterator[None]:
 
 
 def new_panels(
-    count: int, note: Sequence[str], *, columns: int = 2, width: float = 3.7, height: float = 2.7
+    count: int, note: Sequence[str], *, columns: int = 2, height: float = 3.2
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of ``count`` panels of ``width`` x ``height`` inches with a note below."""
+    """Return a figure of ``count`` panels, ``height`` inches each, with a note below."""
     columns = min(columns, count)
     rows = -(-count // columns)
-    whole = max(columns * width, 5.5)
-    lines = [part for line in note for part in textwrap.wrap(line, int(15 * whole))]
-    figure = new_figure(whole, rows * height + 0.15 * len(lines) + 0.1)
-    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8, color=GREY)
+    lines = [part for line in note for part in textwrap.wrap(line, int(13 * WIDTH))]
+    figure = new_figure(WIDTH, rows * height + 0.18 * len(lines) + 0.1)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=GREY)
     panels = []
     for index in range(count):
         axes = figure.add_subplot(rows, columns, index + 1)
         hide_spines(axes)
         axes.grid(True, alpha=0.25)
         axes.set_axisbelow(True)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=SMALL)
         panels.append(axes)
     return figure, panels
 
 
 def set_labels(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     """Write the title of a panel and of its axes."""
-    axes.set_title("\n".join(textwrap.wrap(title, 42)), fontsize=9.5)
-    axes.set_xlabel(x_label, fontsize=9)
-    axes.set_ylabel(y_label, fontsize=9)
+    axes.set_title("\n".join(textwrap.wrap(title, 52)), fontsize=NORMAL)
+    axes.set_xlabel(x_label, fontsize=NORMAL)
+    axes.set_ylabel(y_label, fontsize=NORMAL)
 
 
 def label_ends(figure: Figure, ends: dict[Axes, list[tuple[str, float, float, str]]]) -> None:
@@ -115,7 +118,7 @@ def label_ends(figure: Figure, ends: dict[Axes, list[tuple[str, float, float, st
     texts = {
         axes: [
             axes.annotate(
-                name, (x, y), (1.03, 0.5), textcoords="axes fraction", va="center", fontsize=8,
+                name, (x, y), (1.03, 0.5), textcoords="axes fraction", va="center", fontsize=SMALL,
                 color=INK, annotation_clip=False,
                 arrowprops={
                     "arrowstyle": "-", "color": colour, "linewidth": 0.9, "shrinkA": 1,
@@ -169,12 +172,12 @@ def legend_above(figure: Figure) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         found |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
-    # At this size a letter is about 0.07 inches wide, and a sample 0.5.
-    widest = max(0.07 * len(name) + 0.5 for name in found) if found else 1.0
+    # At this size a letter is about 0.085 inches wide, and a sample 0.6.
+    widest = max(0.085 * len(name) + 0.6 for name in found) if found else 1.0
     columns = max(1, min(4, int(figure.get_figwidth() / widest)))
     figure.legend(
         list(found.values()), list(found), loc="outside upper center", ncols=columns,
-        frameon=False, fontsize=8,
+        frameon=False, fontsize=SMALL,
     )  # fmt: skip
 
 
