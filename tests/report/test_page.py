@@ -420,7 +420,7 @@ def test_figures_are_inline_and_beside_the_page(full):
 def test_a_figure_has_the_papers_number_and_label(report):
     figure = dataclasses.replace(FIGURE, paper="fig:lambda")
     caption = report(sensitivity(figures=[figure])).find("figcaption")[-1].text
-    assert "Figure 10, fig:lambda in the paper" in caption
+    assert "Figure 10 of the paper (fig:lambda)" in caption
 
 
 def test_a_figure_that_cannot_be_drawn_costs_no_page(report):

@@ -82,9 +82,9 @@ class Drawing:
 
     @property
     def number(self) -> str:
-        """What the paper calls it, such as ``Figure 10, fig:lambda``; empty without one."""
+        """Number and label of the figure of the paper that it reproduces; empty if none."""
         key = self.layout.paper
-        return f"Figure {figure_numbers()[key]}, {key}" if key else ""
+        return f"Figure {figure_numbers()[key]} of the paper ({key})" if key else ""
 
 
 @dataclass(frozen=True)
