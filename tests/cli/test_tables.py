@@ -72,7 +72,7 @@ def test_a_report_shows_what_has_finished_and_runs_nothing(called, monkeypatch, 
 
 
 def test_a_search_that_learns_has_no_report_without_running(called, tmp_path):
-    search = "search: {kind: optuna, samples: 3, space: {method.lam: {log: [0.001, 1]}}}\n"
+    search = "search: {kind: optuna, on: test, space: {method.lam: {log: [0.001, 1]}}}\n"
     (tmp_path / "mine.yaml").write_text(f"axes: {{seed: [0]}}\n{search}")
     code, out, error = called("report", tmp_path / "mine.yaml", *TINY)
     assert (code, out) == (2, "")

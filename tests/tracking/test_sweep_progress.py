@@ -61,3 +61,19 @@ def test_a_terminal_shows_running_cells_and_counts(clock):
     assert "[cell] 0" in text and "round 1/2  accuracy 50.00%" in text
     assert "1/15  [cell] 1: broken" in text
     assert len(shown) == 1 + SHOWN
+
+
+def test_cells_that_a_search_will_name_are_counted_from_the_start(clock):
+    console = Console(file=io.StringIO(), width=100)
+    with SweepProgress(console, clock) as progress:
+        progress.expect(3, 2)
+        for name in "aab":  # two samples may be alike
+            progress.add(name, name, 2)
+            progress.start(name)
+            for round_ in range(3):
+                progress.round(name, round_, {"accuracy": 0.5})
+                clock.now += 5
+            progress.end(name, stopped=f"stopped {name}" if name == "b" else None)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["1/3", "1/2", "2/2"]
+    assert lines[0].endswith("about 30.0 s left") and lines[-1] == "2/2  b: stopped b"

@@ -25,7 +25,7 @@ def open_cell(uri, id, name, parent=None):
 
 def test_every_run_is_settled_by_what_its_cell_became(uri):
     parent = open_parent(uri, "first")
-    for id in ("done", "killed-at-the-end", "failed", "running"):
+    for id in ("done", "killed-at-the-end", "failed", "running", "stopped"):
         open_cell(uri, id, "first", parent.run_id).log_round(0, {"accuracy": 0.1})
     open_cell(uri, "interrupted", "first", parent.run_id).finish("FAILED")
     done = open_cell(uri, "done", "first")
@@ -35,7 +35,8 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
     rounds = [{"round": 0, "accuracy": 0.1}, {"round": 1, "accuracy": 0.2, "loss": 1.5}]
     tags = {"sweep.first": "smoke", "table": "t"}
     cells = dict.fromkeys(
-        ("done", "killed-at-the-end", "failed", "running", "interrupted", "single"), tags
+        ("done", "killed-at-the-end", "failed", "running", "stopped", "interrupted", "single"),
+        tags,
     )
     finished = {"done": done.run_id, "killed-at-the-end": None, "single": single.run_id}
     finished["elsewhere"] = "0" * 32  # logged to another store
@@ -47,6 +48,7 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
             finished,
             lambda id: id == "failed",
             lambda id: rounds if id in finished else None,
+            {"stopped": "stopped early after round 1"},
         )
 
     assert settle() == []
@@ -64,6 +66,7 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
         "killed-at-the-end": "FINISHED",
         "failed": "FAILED",
         "running": "KILLED",
+        "stopped": "KILLED",
         "interrupted": "KILLED",
         "single": "FINISHED",
     }
@@ -71,6 +74,7 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
     history = client.get_metric_history(completed, "accuracy")
     assert sorted((p.step, p.value) for p in history) == [(0, 0.1), (1, 0.2)]
     assert runs[None].data.metrics == {f"cells.{name}": n for name, n in counts.items()}
+    assert runs["stopped"].data.tags["trishul.stopped"] == "stopped early after round 1"
     # A run of its own keeps that it has no parent.
     assert runs["single"].data.tags.items() >= tags.items()
     assert "mlflow.parentRunId" not in runs["single"].data.tags

@@ -186,7 +186,7 @@ def test_an_adaptive_search_counts_with_all_its_samples(tmp_path):
     file.write_text(
         "base: {dataset: digits, method: fedit}\n"
         "axes: {seed: [0, 1]}\n"
-        "search: {kind: optuna, samples: 7, space: {optimizer.lr: {log: [0.001, 0.1]}}}\n"
+        "search: {kind: optuna, on: test, samples: 7, space: {optimizer.lr: {log: [0.001, 0.1]}}}\n"
     )
     plan = make_plan([load_sweep(file)], {}, "cpu")
     assert (plan.total.cells, plan.total.runs, plan.total.states["missing"]) == (14, 14, 14)

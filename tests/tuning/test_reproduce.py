@@ -5,14 +5,18 @@ import io
 import json
 import os
 import re
+import sys
 import textwrap
 import time
+from collections import Counter
 
 import psutil
 import pytest
 from rich.console import Console
 
+from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.report.sweep_tables import build_tables
 from trishul_ray.runs.results import read_metrics
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning import tuner
@@ -57,10 +61,10 @@ class Followed(SweepProgress):
         super().retry(id, why, attempt, attempts)
         self.retries.append((id, why))
 
-    def end(self, id, *, failure=None):
-        super().end(id, failure=failure)
+    def end(self, id, *, failure=None, stopped=None):
+        super().end(id, failure=failure, stopped=stopped)
         assert id not in self.ended
-        self.ended[id] = failure
+        self.ended[id] = failure or stopped
 
 
 def trials():
@@ -283,10 +287,12 @@ def test_a_trial_that_hangs_in_its_constructor_is_ended_and_finishes(
         assert_as_inline(cell.experiment, inline_result)
 
 
-def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file):
+def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file, tmp_path):
     text = """
+        base: {data.validation_share: 0.2}
         search:
           kind: random
+          metric: loss
           samples: 4
           seed: 3
           space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
@@ -294,13 +300,30 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
         """
     sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
     progress = Followed()
-    result = reproduce([sweep], TuneOptions(), progress)
+    result = reproduce([sweep], TuneOptions(concurrency=1), progress)
     stopped = {id: why for id, why in progress.ended.items() if why is not None}
     assert result.ran == len(progress.ended) == 4
-    assert 0 < len(stopped) < 4 and result.failures == {}
+    assert result.failures == {}
+    # The loss is lower at the second, larger rate than at the first; then come lower ones.
+    assert stopped.keys() == {cell.id for cell in result.outcomes[0].cells[2:]}
     assert all(why.startswith("stopped early after round") for why in stopped.values()), stopped
     (outcome,) = result.outcomes
-    assert [cell.status for cell in outcome.cells].count("finished") == 4 - len(stopped)
+    statuses = Counter(cell.status for cell in outcome.cells)
+    assert statuses == {"finished": 4 - len(stopped), "stopped": len(stopped)}
+    (table,) = build_tables(result.outcomes, lambda key, labels: None)
+    assert table.unit == "validation loss" and table.states == statuses
+    assert {cell.gap for row in table.rows for cell in row.cells if not cell.estimate} == {
+        "stopped"
+    }
+    # Tune compared what the table shows.
+    assert all(re.search(r"round \d, validation loss \d", why) for why in stopped.values())
+    for cell in outcome.cells:
+        if cell.status == "finished":
+            assert cell.value == cell.summary["final"]["validation_loss"]
+    _, runs = logged_runs(tmp_path)
+    said = {run.data.tags["trishul.id"]: run for run in runs if "trishul.id" in run.data.tags}
+    assert {id: said[id].data.tags["trishul.stopped"] for id in stopped} == stopped
+    assert {said[id].info.status for id in stopped} == {"KILLED"}
     assert len(outcome.axes["sample"]) == 4
     again = Followed()
     assert reproduce([sweep], TuneOptions(), again).ran == 0 and again.ended == {}
@@ -309,9 +332,11 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
 def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     pytest.importorskip("optuna")
     text = """
+        base: {data.validation_share: 0.2}
         axes: {method: [fedit]}
         search:
           kind: optuna
+          metric: loss
           samples: 5
           space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
         early_stopping: {grace: 1, reduction: 2}
@@ -323,8 +348,41 @@ def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     stopped = [why for why in progress.ended.values() if why is not None]
     assert stopped and all(why.startswith("stopped early after round") for why in stopped)
     assert len(outcome.cells) == 5 and result.failures == {}
+    (table,) = build_tables(result.outcomes, lambda key, labels: None)
+    losses = {
+        cell.id: cell.summary["final"]["validation_loss"]
+        for cell in outcome.cells
+        if cell.status == "finished"
+    }
+    best = min(losses, key=losses.get)
+    marked = [cell.runs[0].id for row in table.rows for cell in row.cells if cell.best]
+    assert table.unit == "validation loss" and marked in ([best], [])
+    counted = [line for line in progress.text.getvalue().splitlines() if re.match(r"\d/", line)]
+    assert [line.split()[0] for line in counted] == [f"{n}/5" for n in range(1, 6)]
     before = {cell.id: cell.home.read("attempt.json") for cell in outcome.cells}
     again = Followed()
     (repeated,) = reproduce([sweep], TuneOptions(concurrency=1), again).outcomes
     assert {cell.id: cell.home.read("attempt.json") for cell in repeated.cells} == before
     assert again.ended == progress.ended and again.retries == []
+
+
+def test_a_missing_optuna_is_named_with_its_place_before_ray_starts(sweep_file, monkeypatch):
+    text = """
+        base: {data.validation_share: 0.2}
+        search: {kind: optuna, space: {optimizer.lr: {log: [1.0e-6, 0.1]}}}
+        """
+    sweep = sweep_file(text)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr("trishul_ray.tuning.reproduce.ray_session", lambda: pytest.fail("Ray"))
+    with pytest.raises(InputError, match=r"mine\.yaml:3: .*pip install '\.\[search\]'"):
+        reproduce([sweep], TuneOptions(), Followed())
+
+
+def test_a_metric_that_the_task_does_not_have_is_refused(sweep_file):
+    text = """
+        base: {data.validation_share: 0.2}
+        search: {kind: random, metric: f1, space: {optimizer.lr: {log: [1.0e-6, 0.1]}}}
+        """
+    sweep = sweep_file(text, "resources.backend=inline", "tracking.mlflow=false")
+    with pytest.raises(InputError, match=r"search.metric=f1: the task has accuracy, loss"):
+        reproduce([sweep], TuneOptions(), Followed())

@@ -13,6 +13,7 @@ from trishul_ray.loading import load_experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.tuning import sweep as sweep_module
 from trishul_ray.tuning.cells import vary
+from trishul_ray.tuning.samples import with_random_samples, with_samples
 from trishul_ray.tuning.search import Choice, EarlyStopping, Interval, Search
 from trishul_ray.tuning.sweep import distinct, find_sweeps, load_sweep, sweep_from_axes
 
@@ -108,7 +109,7 @@ def test_an_override_reaches_every_cell_or_is_refused(write):
     assert [c.experiment.seed for c in load_sweep(path, ["seed=9"]).cells] == [9, 9]
     adjusted = path.read_text() + "adjust: [{where: {budget: a}, fields: {federation.rounds: 2}}]\n"
     refuse(write(adjusted), "1 of 2 cells", "s.yaml:3: 2", overrides=["federation.rounds=7"])
-    searched = "search: {kind: random, space: {federation.rounds: {int: [1, 9]}}}\n"
+    searched = "search: {kind: random, on: test, space: {federation.rounds: {int: [1, 9]}}}\n"
     path = write("base: {dataset: digits}\n" + searched)
     refuse(path, "`search` samples federation.rounds", overrides=["federation.rounds=7"])
 
@@ -345,6 +346,11 @@ MISTAKES = [
     ),
     ("search:\n  space:\n    optimizer.lr: {uniform: [2, 1]}\n", 3, ["uniform needs [low, high]"]),
     ("search:\n  space:\n    seed: {choice: [1, 1]}\n", 3, ["one or more different values"]),
+    (
+        "search:\n  space:\n    optimizer.lr: {loguniform: [1, 2]}\n",
+        3,
+        ["unknown key 'loguniform'; here it is 'log'"],
+    ),
     ("search:\n  space:\n    adapter.heads: {int: [0, 8]}\n", 3, ["adapter.heads=0", "greater"]),
     (
         "axes: {seed: [1]}\nsearch:\n  kind: random\n  space:\n    seed: {choice: [1]}\n",
@@ -355,10 +361,23 @@ MISTAKES = [
     ("early_stopping: {reduction: 1}\n", 1, ["reduction='1': must be a whole number from 2"]),
     (
         "axes: {seed: [0]}\ntables: [{name: a, rows: [seed], paper: tab:glue}]\n"
-        "early_stopping: {kind: asha}\n",
+        "early_stopping: {kind: asha, on: test}\n",
         3,
         ["a table with `paper` shows finished runs only; remove one of them"],
     ),
+    (
+        "search: {kind: random, space: {seed: {int: [1, 2]}}}\n",
+        1,
+        ["set data.validation_share", "or `on: test` in `search`"],
+    ),
+    ("early_stopping: {grace: 2}\n", 1, ["set data.validation_share", "in `early_stopping`"]),
+    (
+        "search: {kind: random, on: test, space: {seed: {int: [1, 2]}}}\n"
+        "early_stopping:\n  on: test\n",
+        3,
+        ["it compares by the search; write `on` there"],
+    ),
+    ("search: {kind: random, on: train, space: {seed: {int: [1, 2]}}}\n", 1, ["on=train: must be"]),
 ]
 
 
@@ -437,6 +456,7 @@ def test_a_mistake_in_an_axis_of_the_command_line(axes, part):
 def test_search_and_early_stopping(write):
     path = write(
         """\
+        base: {data.validation_share: 0.1}
         axes: {method: [trishul, ravan]}
         search:
           kind: optuna
@@ -461,6 +481,52 @@ def test_search_and_early_stopping(write):
     }
     assert sweep.search == Search("optuna", 7, "accuracy", "max", 3, space)
     assert sweep.early_stopping == EarlyStopping("asha", 2, 3)
+    assert sweep.search.compared == "validation_accuracy"
+    assert sweep.search.place.endswith(":4")
+
+
+SPACE = "space: {optimizer.lr: {log: [1e-4, 1e-1]}}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "mode", "compared"),
+    [
+        ("", "max", "validation_headline"),
+        ("metric: loss, ", "min", "validation_loss"),
+        ("metric: loss, mode: max, ", "max", "validation_loss"),
+        ("metric: macro_f1, on: test, ", "max", "macro_f1"),
+    ],
+)
+def test_a_loss_is_minimized_and_the_validation_rows_decide(write, keys, mode, compared):
+    share = 0 if "on: test" in keys else 0.1
+    sweep = load_sweep(
+        write(
+            f"base: {{data.validation_share: {share}}}\n"
+            f"search: {{kind: random, samples: 3, {keys}{SPACE}}}\nearly_stopping: {{grace: 1}}\n"
+        )
+    )
+    assert (sweep.search.mode, sweep.search.compared) == (mode, compared)
+    assert sweep.early_stopping.on == sweep.search.on
+    (table,) = with_random_samples(sweep).tables
+    assert ("chosen on the test rows" in table.title) == ("on: test" in keys)
+
+
+def test_tables_say_that_early_stopping_saw_the_test_rows(write):
+    sweep = load_sweep(write("axes: {seed: [0, 1]}\nearly_stopping: {on: test}\n"))
+    assert [table.title for table in sweep.tables] == ["s, chosen on the test rows"]
+
+
+def test_samples_keep_all_digits_and_show_what_tells_them_apart(write):
+    text = "base: {data.validation_share: 0.1}\n"
+    sweep = load_sweep(write(text + f"search: {{kind: random, {SPACE}}}\n"))
+    (cell,) = sweep.cells
+    rates = (0.0012341, 0.0012342, 0.0543211)
+    sampled = with_samples(sweep, [(cell, {"optimizer.lr": rate}) for rate in rates])
+    labels = [f"optimizer.lr={rate}" for rate in rates]
+    assert sampled.axes["sample"] == tuple(labels)
+    assert sampled.shown["sample"] == {labels[2]: "optimizer.lr=0.05432"}
+    assert [each.experiment.optimizer.lr for each in sampled.cells] == list(rates)
+    assert {(each.metric, each.rows) for each in sampled.cells} == {(None, "validation")}
 
 
 def test_a_varied_cell_has_the_rate_of_its_new_fields():

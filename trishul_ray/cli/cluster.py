@@ -287,8 +287,10 @@ def _describe_cells(job: "Job") -> str:
     except (InputError, StorageError) as error:
         return f"cannot be read from here: {error}"
     states = progress.states
-    missing = progress.cells - progress.running - states["finished"] - states["failed"]
+    known = sum(states[status] for status in ("finished", "stopped", "failed"))
+    missing = progress.cells - progress.running - known
     parts = [f"{states['finished']} of {progress.cells} done", f"{progress.running} running"]
+    parts += [f"{states['stopped']} stopped early"] * bool(states["stopped"])
     parts += [f"{missing} missing", f"{states['failed']} failed"]
     if progress.rounds_per_minute and job.active:
         assert progress.minutes_left is not None

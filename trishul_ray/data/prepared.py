@@ -29,6 +29,9 @@ _META = b"trishul"
 #: Kind of the rows; see :class:`DatasetInfo`.
 Kind = Literal["image", "text", "qa"]
 
+#: Rows that are scored: those of the test split, and those held out of the training rows.
+RowSet = Literal["test", "validation"]
+
 #: A column to write: numbers [N, ...], or N texts.
 Column: TypeAlias = "np.ndarray | pa.StringArray"
 
@@ -84,6 +87,11 @@ class DatasetInfo:
             k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
         }
         return cls(**values)
+
+
+def score_name(metric: str, rows: RowSet) -> str:
+    """Return the name of a metric on a set of rows: ``accuracy``, ``validation_accuracy``."""
+    return metric if rows == "test" else f"{rows}_{metric}"
 
 
 def fingerprint(columns: Mapping[str, Column]) -> str:

@@ -6,22 +6,18 @@ Legend of shapes: P trainables of a client, W entries of the shared upload, U un
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.prepared import DatasetInfo, RowSet
 from trishul_ray.methods.base import SURVEY
 from trishul_ray.tasks.base import Task
 
 #: A state by key, as it is sent and stored. NumPy: the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
-
-
-#: Rows that are scored: those of the test split, and those held out of the training rows.
-RowSet = Literal["test", "validation"]
 
 
 def to_arrays(state: dict[str, torch.Tensor]) -> Arrays:

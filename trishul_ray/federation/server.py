@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trishul_ray.data.partition import client_names
+from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -34,7 +35,6 @@ from trishul_ray.federation.messages import (
     EvalReport,
     Job,
     Outcome,
-    RowSet,
     SurveyJob,
     TrainJob,
     Upload,
@@ -53,7 +53,6 @@ from trishul_ray.methods.base import (
     build_method,
 )
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks.base import validation_name
 from trishul_ray.tasks.breakdown import score_by_mix, summarize_clients
 
 
@@ -245,7 +244,7 @@ class Server:
                 found |= summarize_clients("personal", own)
                 found["personal"] = {names[c] if names else str(c): s for c, s in own.items()}
         if rows == "validation":
-            return {validation_name(k): v for k, v in found.items() if isinstance(v, float)}
+            return {score_name(k, rows): v for k, v in found.items() if isinstance(v, float)}
         if "per_client" in found:
             for record in self.records:
                 record.pop("per_client", None)

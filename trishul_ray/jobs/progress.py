@@ -57,8 +57,8 @@ def read_progress(experiments: Mapping[str, Experiment], now: float | None = Non
     speed = 0.0
     for id, experiment in experiments.items():
         state = found[id]
-        if state.status == "finished":
-            states["finished"] += 1
+        if state.status in ("finished", "stopped"):
+            states[state.status] += 1
             continue
         done, rate, runs = _rounds(experiment, state, now)
         left += max(0, experiment.federation.rounds - done)

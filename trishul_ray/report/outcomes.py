@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from trishul_ray.storage import Store
 
-Status = Literal["finished", "missing", "failed", "stale", "corrupt"]
+Status = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,11 @@ def departures(sweep: SweepOutcome, cells: Iterable[CellOutcome]) -> tuple[str, 
     parts = dict.fromkeys(cell.part for cell in cells if cell.part)
     overridden = f"overridden: {', '.join(sweep.overrides)}"
     return (*[overridden] * bool(sweep.overrides), *parts)
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether a metric is a loss: not a percentage, and better if lower."""
+    return metric.endswith("loss")
 
 
 def shown_label(shown: Mapping[str, Mapping[str, str]], axis: str, label: str) -> str:

@@ -56,7 +56,10 @@ COMPARABLE = {
     "custom": "A sweep of your own: compare what differs in the axes of a table alone, and no "
     "number with the paper's.",
 }
-_STATUSES: tuple[Status, ...] = ("finished", "missing", "failed", "stale", "corrupt")
+_STATUSES: tuple[Status, ...] = (
+    *("finished", "missing", "stopped"),
+    *("failed", "stale", "corrupt"),
+)
 #: How the overhead figure marks itself: it draws measured seconds.
 _TIMED = 'data-timed="true"'
 
@@ -106,7 +109,7 @@ class SweepPart:
         """Runs that failed or cannot be used, by state and reason."""
         found: dict[tuple[Status, str], list[CellOutcome]] = {}
         for _, run in _distinct([self.sweep]).values():
-            if run.status not in ("finished", "missing"):
+            if run.status not in ("finished", "missing", "stopped"):
                 found.setdefault((run.status, run.reason), []).append(run)
         groups = [(status, reason, runs) for (status, reason), runs in found.items()]
         return sorted(groups, key=lambda group: _STATUSES.index(group[0]))

@@ -19,6 +19,7 @@ from trishul_ray.report.outcomes import (
     SweepOutcome,
     TableLayout,
     departures,
+    is_loss,
     shown_label,
 )
 from trishul_ray.report.paper import slips, table_number
@@ -47,6 +48,7 @@ GAPS = {
     "corrupt": "corrupt",
     "stale": "stale",
     "missing": "missing",
+    "stopped": "stopped",
     "finished": "not measured",
 }
 
@@ -357,11 +359,6 @@ class SweepTable:
 def make_slug(*names: str) -> str:
     """Join names to one of lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-") or "x"
-
-
-def is_loss(metric: str) -> bool:
-    """Return whether a metric is a loss: not a percentage, and better if lower."""
-    return metric.endswith("loss")
 
 
 def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from trishul_ray.data.coverage import Coverage
+from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
@@ -29,7 +30,6 @@ from trishul_ray.federation.server import RunResult
 from trishul_ray.files import digest
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
-from trishul_ray.tasks.base import validation_name
 from trishul_ray.version import NUMERICS, __version__
 
 #: Files of a finished run's numbers, which reports read.
@@ -215,10 +215,10 @@ def summarize(
     task = result.blueprint.task
     measured = [r for r in result.records if task.headline in r]
     trained = [r for r in result.records if "train_loss" in r]
-    chosen_on = "validation" if "validation" in result.blueprint.scored else "test"
-    score = validation_name(task.headline) if chosen_on == "validation" else task.headline
-    best = max(measured[1:], key=lambda r: r[score])
-    names = (*task.metrics, *map(validation_name, task.metrics))
+    scored = result.blueprint.scored
+    chosen_on: RowSet = "validation" if "validation" in scored else "test"
+    best = max(measured[1:], key=lambda r: r[score_name(task.headline, chosen_on)])
+    names = tuple(score_name(name, rows) for rows in scored for name in task.metrics)
     return {
         "id": experiment.id,
         "name": experiment.name,

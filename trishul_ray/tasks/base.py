@@ -178,11 +178,6 @@ def task_classes() -> "Mapping[tuple[str, Kind], type[Task]]":
     return _REGISTRY
 
 
-def validation_name(metric: str) -> str:
-    """Return the name of a metric on the validation rows: ``validation_accuracy``."""
-    return f"validation_{metric}"
-
-
 def group_metric(headline: str, group: str) -> str:
     """Return the name of the headline for one group: ``f1`` and ``SQuAD`` give ``f1_squad``."""
     return f"{headline}_{re.sub(r'[^0-9a-z]+', '_', group.lower())}"

@@ -43,16 +43,30 @@ class SweepProgress(RunProgress):
         super().__init__(1, console)
         self._clock = clock
         self._cells: dict[str, tuple[str, int]] = {}  # name and rounds, by id
+        self._unnamed = 0  # cells that are expected
         self._running: dict[str, _Running] = {}
         self._done: dict[str, bool] = {}  # whether it finished, by id
         self._began: float | None = None
         self._rounds_done = 0
         self._rounds_left = 0
 
+    @property
+    def _total_cells(self) -> int:
+        return len(self._cells) + self._unnamed
+
+    def expect(self, cells: int, rounds: int) -> None:
+        """Announce cells of ``rounds`` rounds each that :meth:`add` will name later."""
+        self._unnamed += cells
+        self._rounds_left += cells * rounds
+        self._show()
+
     def add(self, id: str, name: str, rounds: int) -> None:
-        """Announce a cell."""
+        """Announce a cell, or name an expected one."""
         self._cells[id] = (name, rounds)
-        self._rounds_left += rounds
+        if self._unnamed:
+            self._unnamed -= 1
+        else:
+            self._rounds_left += rounds
         self._show()
 
     def start(self, id: str) -> None:
@@ -86,8 +100,8 @@ class SweepProgress(RunProgress):
         self._forget_rounds(id)
         self._print(f"{self._cells[id][0]}: {why}; it goes on elsewhere")
 
-    def end(self, id: str, *, failure: str | None = None) -> None:
-        """Print that a cell has finished, or why it has not."""
+    def end(self, id: str, *, failure: str | None = None, stopped: str | None = None) -> None:
+        """Print that a cell has finished, or why it has not: a failure, or early stopping."""
         name, rounds = self._cells[id]
         cell = self._running.pop(id, None) or _Running(self._clock())
         self._rounds_left -= rounds - cell.round
@@ -95,10 +109,10 @@ class SweepProgress(RunProgress):
         if cell.task is not None:
             self._bar.remove_task(cell.task)
         seconds = format_duration(self._clock() - cell.began)
-        result = failure or f"{self._figures(cell.metrics)}  {seconds}"
+        result = failure or stopped or f"{self._figures(cell.metrics)}  {seconds}"
         eta = self._eta()
         left = f"  {eta}" if eta and not self._live else ""
-        self._print(f"{len(self._done)}/{len(self._cells)}  {name}: {result}{left}")
+        self._print(f"{len(self._done)}/{self._total_cells}  {name}: {result}{left}")
         self._show()
 
     def _forget_rounds(self, id: str) -> None:
@@ -121,8 +135,8 @@ class SweepProgress(RunProgress):
         parts = [f"{len(self._running)} running", f"{failed} failed" if failed else ""]
         self._bar.update(
             self._task,
-            description=f"cells {len(self._done)}/{len(self._cells)}",
-            total=len(self._cells),
+            description=f"cells {len(self._done)}/{self._total_cells}",
+            total=self._total_cells,
             completed=len(self._done),
             figures=", ".join(filter(None, parts)),
             eta=self._eta(),

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ID_TAG = "trishul.id"
 #: Beginning of the tag of the run of a cell that names a sweep; the value is the profile.
 SWEEP_TAG = "sweep."
+#: Tag of the run of a cell that early stopping ended: after which round, at which score.
+STOPPED_TAG = "trishul.stopped"
 
 
 class SweepRun(MlflowRun):
@@ -30,6 +32,7 @@ class SweepRun(MlflowRun):
         finished: Mapping[str, str | None],
         failed: Callable[[str], bool],
         records: Callable[[str], Sequence[Mapping[str, float]] | None],
+        stopped: Mapping[str, str] | None = None,
     ) -> list[str]:
         """Bring the runs of all cells into line with their results, once no cell is running.
 
@@ -43,6 +46,7 @@ class SweepRun(MlflowRun):
             finished: MLflow run id of each finished cell, as in its result, by id.
             failed: Returns whether a cell has failed.
             records: Returns the rounds of a cell, or None if it has not finished.
+            stopped: Why early stopping ended a cell, by id; its run is ``KILLED``, with a tag.
 
         Returns:
             What the tracking store did not accept.
@@ -70,6 +74,11 @@ class SweepRun(MlflowRun):
             missing = run.finish("FINISHED" if rounds is not None else ended)
             rejected += [f"{what} of {child.info.run_name}" for what in missing]
             self._patience = run._patience  # one outage is waited for once
+        for id, why in (stopped or {}).items():
+            if id in children:
+                with suppress(MlflowException):
+                    run_id = children[id].info.run_id
+                    self._wait(partial(self._add_tags, run_id, {STOPPED_TAG: why}))
         for id, run_id in finished.items():
             if id not in children and run_id is not None:
                 with suppress(MlflowException):  # it was logged to another store

@@ -9,11 +9,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from trishul_ray.data.prepare import find_source
+from trishul_ray.data.prepared import RowSet
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import (
@@ -42,12 +43,14 @@ class Cell:
         experiment: The run that it is read from; cells may share one.
         labels: Label of each axis, in the order of the axes.
         metric: Name of the metric that it is read by; None is the task's headline.
+        rows: Rows whose metric it is read by.
         fields: The fields that the sweep sets, by dotted name, for :func:`vary`.
     """
 
     experiment: Experiment
     labels: Mapping[str, str]
     metric: str | None = None
+    rows: RowSet = "test"
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -110,7 +113,7 @@ def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
     """
     fields = {**cell.fields, **{_full_name(name): value for name, value in values.items()}}
     labels = {**cell.labels, **{name: str(value) for name, value in values.items()}}
-    return Cell(resolve_experiment(_nest(fields)), labels, cell.metric, fields)
+    return replace(cell, experiment=resolve_experiment(_nest(fields)), labels=labels, fields=fields)
 
 
 def read_fields(fields: Mapping[str, Node], prefix: str = "") -> Fields:
@@ -308,7 +311,7 @@ def _make_cell(fields: Fields, labels: Mapping[str, str], metric: str | None, pl
     except InputError as error:
         cell = f" (cell {_name(labels)})" if labels else ""
         raise InputError(f"{_blame(str(error), fields) or place}: {error}{cell}") from error
-    return Cell(experiment, labels, metric, plain)
+    return Cell(experiment, labels, metric, fields=plain)
 
 
 def _nest(fields: Mapping[str, Any]) -> dict[str, Any]:

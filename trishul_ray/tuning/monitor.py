@@ -12,7 +12,7 @@ from ray.tune.experiment import Trial
 
 from trishul_ray.federation.on_ray.nodes import launch_failures
 from trishul_ray.federation.on_ray.pool import cause_of
-from trishul_ray.tracking.progress import HEADLINES
+from trishul_ray.report.outcomes import Status
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning.search import Search
 from trishul_ray.tuning.state import record_failure
@@ -21,7 +21,7 @@ from trishul_ray.tuning.trial import (
     FINISHED,
     NOTES,
     ROUND,
-    STOPPED_EARLY,
+    STOPPED,
     CellRun,
     FindRun,
 )
@@ -65,11 +65,10 @@ class Monitor(tune.Callback):
         self.samples: list[dict[str, Any]] = []
         self.staging: Path | None = None  # where Tune keeps its files until it saves them
         self._find, self._progress = find, progress
-        self._metric = search.metric if search is not None else None
-        self._adaptive = search is not None and search.kind == "optuna"
+        self._search = search or Search()
         self._runs: dict[str, CellRun] = {}  # by trial
         self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
-        self._finished: set[str] = set()
+        self._finished: set[str] = set()  # or stopped early
         self._attempts: dict[str, int] = {}
         self.interruptions = 0  # of cells, failures and moves
         self._waits_since: float | None = None
@@ -125,10 +124,15 @@ class Monitor(tune.Callback):
         elif FAILURE in result:
             self._count(trial)
             self._fail(trial, result[FAILURE])
+        elif STOPPED in result:
+            self._fail(trial, result[STOPPED], "stopped")
         else:
-            names = (self._metric,) if self._metric else HEADLINES
-            shown = "".join(f", {name} {result[name]:.4g}" for name in names if name in result)
-            self._fail(trial, f"{STOPPED_EARLY} after round {result.get(ROUND, 0)}{shown}")
+            compared, shown = self._search.compared, ""
+            if compared in result:
+                name = f"{self._search.on} {self._search.metric or 'score'}"
+                shown = f", {name} {result[compared]:.4g}"
+            why = f"stopped early after round {result.get(ROUND, 0)}{shown}"
+            self._fail(trial, why, "stopped")
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         """Report once that trials wait for resources; Tune calls this all the time."""
@@ -146,11 +150,15 @@ class Monitor(tune.Callback):
         """Return the cells that Tune has given up although they may be tried again."""
         return [id for id in ids if id not in self._finished and id not in self.failures]
 
-    def _fail(self, trial: Trial, why: str) -> None:
+    def _fail(self, trial: Trial, why: str, status: Status = "failed") -> None:
         id = self._id(trial)
-        self.failures[id] = why
-        record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1))
-        self._progress.end(id, failure=why)
+        record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1), status)
+        if status == "stopped":
+            self._finished.add(id)
+            self._progress.end(id, stopped=why)
+        else:
+            self.failures[id] = why
+            self._progress.end(id, failure=why)
 
     def _count(self, trial: Trial) -> int:
         id = self._id(trial)
@@ -160,7 +168,7 @@ class Monitor(tune.Callback):
     def _run(self, trial: Trial) -> CellRun:
         if trial.trial_id not in self._runs:
             run = self._runs[trial.trial_id] = self._find(trial.config)
-            if self._adaptive:
+            if self._search.kind == "optuna":
                 self.samples.append(dict(trial.config))
                 self._progress.add(run.experiment.id, run.name, run.experiment.federation.rounds)
         return self._runs[trial.trial_id]

@@ -5,6 +5,7 @@ the store and runs only the cells that have none that can be used.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import check_fits
 from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import read_metrics
-from trishul_ray.runs.runner import FAILURE, attempt_of
+from trishul_ray.runs.runner import attempt_of
 from trishul_ray.runs.tracked import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
@@ -25,10 +26,10 @@ from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
 from trishul_ray.tuning.cells import Cell
 from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
-from trishul_ray.tuning.state import CellState, collect, examine
+from trishul_ray.tuning.state import CellState, collect, examine, read_failure
 from trishul_ray.tuning.sweep import Sweep, distinct
-from trishul_ray.tuning.trial import STOPPED_EARLY, CellRun
-from trishul_ray.tuning.tuner import check_stores, run_cells, run_search
+from trishul_ray.tuning.trial import CellRun
+from trishul_ray.tuning.tuner import check_optuna, check_stores, run_cells, run_search
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             are available; no run was started.
         RunError: Ray or Ray Tune failed.
     """
+    for sweep in filter(is_adaptive, sweeps):
+        assert sweep.search is not None
+        check_optuna(sweep.search)
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
     work.examine()
     missing = work.unfinished()
@@ -94,14 +98,19 @@ def _run(
     """Run missing cells on Ray; runs are compared with each other where they may be stopped."""
     left = dict.fromkeys(missing)
     for part in work.parts:
-        if part.sweep.early_stopping is not None and not is_adaptive(part.sweep):
+        compared = part.sweep.early_stopping or part.sweep.search
+        if compared is not None and not is_adaptive(part.sweep):
             own = [id for id in part.cells if id in left]
             _run_cells(work, own, options, part.sweep)
             left = {id: None for id in left if id not in own}
     _run_cells(work, list(left), options)
     for part in searches:
         assert part.sweep.search is not None
-        samples: list[Cell] = []
+        for cell in part.sweep.cells:
+            work.progress.expect(part.sweep.search.samples, cell.experiment.federation.rounds)
+    for part in searches:
+        assert part.sweep.search is not None
+        samples: list[tuple[Cell, Mapping[str, object]]] = []
         for cell in part.sweep.cells:
             found = run_search(
                 _Samples(part.sweep, cell, part.parent_id),
@@ -111,7 +120,7 @@ def _run(
                 work.progress,
                 part.sweep.early_stopping,
             )
-            samples += [sampled(cell, values) for values in found]
+            samples += [(cell, values) for values in found]
         work.set_samples(part, samples)
 
 
@@ -133,7 +142,8 @@ class _Samples:
     parent: str | None
 
     def __call__(self, config: Mapping[str, object]) -> CellRun:
-        cell = sampled(self.cell, config)
+        assert self.sweep.search is not None
+        cell = sampled(self.cell, config, self.sweep.search)
         tags = cell_tags(self.sweep, cell)
         experiment = with_parent(cell.experiment, self.parent)
         stopping = self.sweep.early_stopping is not None
@@ -175,9 +185,11 @@ class _Work:
             for id in part.cells:
                 self.holders.setdefault(id, []).append(part)
 
-    def set_samples(self, part: _Part, cells: Sequence[Cell]) -> None:
+    def set_samples(
+        self, part: _Part, samples: Sequence[tuple[Cell, Mapping[str, object]]]
+    ) -> None:
         """Set the cells that a search has run."""
-        part.set_sweep(replace(with_samples(part.sweep, cells), search=None))
+        part.set_sweep(replace(with_samples(part.sweep, samples), search=None))
         self._index()
 
     def experiment(self, id: str) -> Experiment:
@@ -210,7 +222,7 @@ class _Work:
             for id, parts in self.holders.items()
             if self.states[id].status != "finished"
             and not (
-                self.states[id].reason.startswith(STOPPED_EARLY)
+                self.states[id].status == "stopped"
                 and all(part.sweep.early_stopping is not None for part in parts)
             )
         ]
@@ -246,15 +258,17 @@ class _Work:
                 for id, state in self.states.items()
                 if state.summary is not None and id in part.cells
             }
-            failed = [id for id in part.cells if self.states[id].status == "failed"]
-            tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
-            rejected = part.parent.settle(tags, finished, self._has_failed, self._rounds)
-            rejected += self._log_reused(part, tags)
-            counts = {
-                "finished": len(finished),
-                "failed": len(failed),
-                "missing": len(part.cells) - len(finished) - len(failed),
+            found = Counter(self.states[id].status for id in part.cells)
+            stopped = {
+                id: self.states[id].reason
+                for id in part.cells
+                if self.states[id].status == "stopped"
             }
+            tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
+            rejected = part.parent.settle(tags, finished, self._has_failed, self._rounds, stopped)
+            rejected += self._log_reused(part, tags)
+            counts = {status: found[status] for status in ("finished", "failed", "stopped")}
+            counts["missing"] = len(part.cells) - sum(counts.values())
             for line in rejected + part.parent.close(counts, status):
                 self.progress.note(f"MLflow refused: {line}")
 
@@ -268,7 +282,8 @@ class _Work:
         return rejected
 
     def _has_failed(self, id: str) -> bool:
-        return run_folder(self.experiment(id)).exists(FAILURE)
+        noted = read_failure(run_folder(self.experiment(id)))
+        return noted is not None and noted.status == "failed"
 
     def _rounds(self, id: str) -> list[dict[str, float]] | None:
         home = run_folder(self.experiment(id))

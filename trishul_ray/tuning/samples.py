@@ -1,5 +1,6 @@
 """The cells of a search: those of a sweep's axes, with sampled values of further fields."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from ray.tune.search.variant_generator import generate_variants
 from trishul_ray.report.outcomes import TableLayout
 from trishul_ray.tuning.cells import Cell, vary
 from trishul_ray.tuning.search import Choice, Search
-from trishul_ray.tuning.sweep import Sweep
+from trishul_ray.tuning.sweep import CHOSEN_ON_TEST, Sweep
 
 #: The axis whose labels are the sampled values.
 SAMPLE = "sample"
@@ -34,29 +35,44 @@ def with_random_samples(sweep: Sweep) -> Sweep:
         for _ in range(search.samples)
         for _, spec in generate_variants(space, random_state=rng)
     ]
-    return with_samples(sweep, [sampled(cell, s) for cell in sweep.cells for s in samples])
+    return with_samples(sweep, [(cell, values) for cell in sweep.cells for values in samples])
 
 
-def with_samples(sweep: Sweep, cells: Sequence[Cell]) -> Sweep:
-    """Return a sweep whose cells are those of :func:`sampled`, and whose table lists them."""
-    labels = tuple(dict.fromkeys(cell.labels[SAMPLE] for cell in cells))
+def with_samples(sweep: Sweep, samples: Sequence[tuple[Cell, Mapping[str, Any]]]) -> Sweep:
+    """Return a sweep with samples of its cells (:func:`sampled`), and a table that lists them.
+
+    Numbers are displayed with four digits, unless another sample would look the same.
+    """
+    search = sweep.search
+    assert search is not None
+    cells = tuple(sampled(cell, values, search) for cell, values in samples)
+    short = {_label(values): _label(values, digits=4) for _, values in samples}
+    times = Counter(short.values())
+    chosen = CHOSEN_ON_TEST if search.on == "test" else "by their validation rows"
     table = TableLayout(
         name=f"{sweep.name}-samples",
-        title=f"{sweep.title}: samples",
+        title=f"{sweep.title}: samples, {chosen}",
         rows=(*(axis for axis in sweep.axes if axis != "seed"), SAMPLE),
         columns=(),
     )
-    return replace(sweep, axes={**sweep.axes, SAMPLE: labels}, cells=tuple(cells), tables=(table,))
+    return replace(
+        sweep,
+        axes={**sweep.axes, SAMPLE: tuple(short)},
+        shown={**sweep.shown, SAMPLE: {k: s for k, s in short.items() if times[s] == 1}},
+        cells=cells,
+        tables=(table,),
+    )
 
 
-def sampled(cell: Cell, values: Mapping[str, Any]) -> Cell:
-    """Return a cell with sampled values of some fields.
+def sampled(cell: Cell, values: Mapping[str, Any], search: Search) -> Cell:
+    """Return a cell with sampled values of some fields, read by the metric of the search.
 
     Raises:
         InputError: The values make no valid experiment.
     """
-    label = ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
-    return replace(vary(cell, values), labels={**cell.labels, SAMPLE: label})
+    labels = {**cell.labels, SAMPLE: _label(values)}
+    metric = search.metric or cell.metric
+    return replace(vary(cell, values), labels=labels, metric=metric, rows=search.on)
 
 
 def sampling_space(search: Search) -> dict[str, Any]:
@@ -73,5 +89,9 @@ def sampling_space(search: Search) -> dict[str, Any]:
     return space
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _label(values: Mapping[str, Any], digits: int | None = None) -> str:
+    """Return names and values in one line, floats with all digits unless limited."""
+    return ", ".join(
+        f"{name}={value:.{digits}g}" if digits and isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
+    )

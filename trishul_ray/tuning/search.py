@@ -6,11 +6,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import InputError
+from trishul_ray.report.outcomes import is_loss
 from trishul_ray.tuning.cells import Cell, unknown_field, vary
 from trishul_ray.tuning.located_yaml import Node
 
 SearchKind = Literal["grid", "random", "optuna"]
+
+#: Name of the task's main metric in a trial's results; see ``Task.headline``.
+HEADLINE = "headline"
+
+#: Names of kinds of a space in other libraries.
+_OTHER_NAMES = {
+    "loguniform": "log", "log_uniform": "log", "randint": "int", "categorical": "choice",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,11 @@ class Search:
         kind: ``grid`` runs the cells of the axes alone; ``random`` and ``optuna`` sample ``space``.
         samples: Number of samples for each cell.
         metric: Metric that is compared; None is the task's headline.
-        mode: Whether a larger or a smaller metric is better.
+        mode: Whether a larger or a smaller metric is better; by default a loss is minimized.
         seed: Seed of the samples.
         space: What is sampled, by dotted field name.
+        on: Rows whose metric is compared.
+        place: Where it stands, for errors.
     """
 
     kind: SearchKind = "grid"
@@ -64,6 +76,13 @@ class Search:
     mode: Literal["max", "min"] = "max"
     seed: int = 0
     space: Mapping[str, Choice | Interval] = field(default_factory=dict)
+    on: RowSet = "validation"
+    place: str = field(default="search", compare=False)
+
+    @property
+    def compared(self) -> str:
+        """Name of what is compared in a trial's results."""
+        return score_name(self.metric or HEADLINE, self.on)
 
 
 @dataclass(frozen=True)
@@ -74,11 +93,13 @@ class EarlyStopping:
         kind: The scheduler.
         grace: Rounds before a run may be stopped.
         reduction: A rung keeps the best ``1 / reduction`` of its runs.
+        on: Rows whose metric is compared; the same as those of the search, if there is one.
     """
 
     kind: Literal["asha"] = "asha"
     grace: int = 1
     reduction: int = 3
+    on: RowSet = "validation"
 
 
 def read_search(node: Node, cells: Sequence[Cell], varied: Collection[str]) -> Search:
@@ -90,10 +111,10 @@ def read_search(node: Node, cells: Sequence[Cell], varied: Collection[str]) -> S
         varied: dotted names of the fields that axes and adjustments set.
 
     Raises:
-        InputError: an unknown key, field or kind, an empty or invalid range, or a space that is not
-            sampled.
+        InputError: an unknown key, field or kind, an empty or invalid range, a space that is not
+            sampled, or no rows to choose on.
     """
-    keys = node.mapping("search", ("kind", "samples", "metric", "mode", "seed", "space"))
+    keys = node.mapping("search", ("kind", "samples", "metric", "mode", "seed", "space", "on"))
     kind = _one_of(keys, "kind", get_args(SearchKind), "grid")
     space: dict[str, Choice | Interval] = {}
     for name, value in keys["space"].mapping("space").items() if "space" in keys else ():
@@ -111,28 +132,56 @@ def read_search(node: Node, cells: Sequence[Cell], varied: Collection[str]) -> S
         node.fail("search: a grid is made by `axes`; remove the other keys, or set kind to random")
     if kind != "grid" and not space:
         node.fail(f"search: {kind} needs a space: {{optimizer.lr: {{log: [1e-4, 1e-1]}}}}")
+    metric = keys["metric"].scalar("metric") if "metric" in keys else None
     return Search(
         kind=kind,
         samples=_whole(keys, "samples", 20, 1),
-        metric=keys["metric"].scalar("metric") if "metric" in keys else None,
-        mode=_one_of(keys, "mode", ("max", "min"), "max"),
+        metric=metric,
+        mode=_one_of(keys, "mode", ("max", "min"), "min" if is_loss(metric or "") else "max"),
         seed=_whole(keys, "seed", 0, 0),
         space=space,
+        on=_read_rows("search", node, keys, cells) if kind != "grid" else "test",
+        place=keys["kind"].place if "kind" in keys else node.place,
     )
 
 
-def read_early_stopping(node: Node) -> EarlyStopping:
-    """Read the section ``early_stopping``; raises an InputError as :func:`read_search`."""
-    keys = node.mapping("early_stopping", ("kind", "grace", "reduction"))
-    return EarlyStopping(
-        kind=_one_of(keys, "kind", ("asha",), "asha"),
-        grace=_whole(keys, "grace", 1, 1),
-        reduction=_whole(keys, "reduction", 3, 2),
-    )
+def read_early_stopping(
+    node: Node, cells: Sequence[Cell], search: Search | None = None
+) -> EarlyStopping:
+    """Read the section ``early_stopping``; ``search`` is that of the same file.
+
+    Raises:
+        InputError: as :func:`read_search`.
+    """
+    keys = node.mapping("early_stopping", ("kind", "grace", "reduction", "on"))
+    kind = _one_of(keys, "kind", ("asha",), "asha")
+    grace, reduction = _whole(keys, "grace", 1, 1), _whole(keys, "reduction", 3, 2)
+    if search is None or search.kind == "grid":
+        return EarlyStopping(
+            kind, grace, reduction, _read_rows("early_stopping", node, keys, cells)
+        )
+    if "on" in keys:
+        keys["on"].fail("early_stopping: it compares by the search; write `on` there")
+    return EarlyStopping(kind, grace, reduction, search.on)
+
+
+def _read_rows(section: str, node: Node, keys: Mapping[str, Node], cells: Sequence[Cell]) -> RowSet:
+    """Return the rows that a section chooses on, or raise an InputError if they do not exist."""
+    on: RowSet = _one_of(keys, "on", get_args(RowSet), "validation")
+    if on == "validation" and any(not c.experiment.data.validation_share for c in cells):
+        node.fail(
+            f"{section}: without data.validation_share it would choose on the test rows, whose "
+            f"scores then say too much: set data.validation_share, such as 0.1, or `on: test` in "
+            f"`{section}`, which every table then says"
+        )
+    return on
 
 
 def _read_domain(name: str, node: Node) -> Choice | Interval:
     kinds = ("choice", "uniform", "log", "int")
+    for other, kind in _OTHER_NAMES.items():
+        if isinstance(node.value, dict) and other in node.value:
+            node.value[other].fail(f"search: {name}: unknown key {other!r}; here it is {kind!r}")
     keys = node.mapping(f"search: {name}", kinds)
     if len(keys) != 1:
         node.fail(f"search: {name} needs one of {', '.join(kinds)}, such as `{{choice: [0, 0.1]}}`")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trishul_ray.data.prepared import ProgressCallback
+from trishul_ray.data.prepared import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
@@ -25,6 +25,7 @@ from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
 
 if TYPE_CHECKING:
+    from trishul_ray.tuning.cells import Cell
     from trishul_ray.tuning.sweep import Sweep
 
 T = TypeVar("T")
@@ -42,9 +43,9 @@ class CellState:
 
     Attributes:
         status: ``finished``: the result can be used; ``missing``: there is none; ``failed``: there
-            is none, and the last attempt failed; ``stale``: it is of other data, weights or
-            numerics, or lacks a score that is asked for; ``corrupt``: files are damaged, which the
-            last checkpoint may restore.
+            is none, and the last attempt failed; ``stopped``: early stopping ended it; ``stale``:
+            it is of other data, weights or numerics, or lacks a score that is asked for;
+            ``corrupt``: files are damaged, which the last checkpoint may restore.
         reason: One line on what is wrong; empty if finished.
         summary: Content of ``result.json`` if finished.
         note: One line on what could not be checked of a finished result; empty otherwise.
@@ -116,9 +117,14 @@ def other_results(
     return [summary for summary in found if summary is not None]
 
 
-def record_failure(experiment: Experiment, reason: str, attempts: int) -> None:
-    """Note beside a run's files why it has no result; its next finished run deletes the note."""
-    note = {"id": experiment.id, "reason": reason, "attempts": attempts}
+def record_failure(
+    experiment: Experiment, reason: str, attempts: int, status: Status = "failed"
+) -> None:
+    """Note beside a run's files why it has no result; its next finished run deletes the note.
+
+    ``status`` is ``failed``, or ``stopped`` by early stopping.
+    """
+    note = {"id": experiment.id, "status": status, "reason": reason, "attempts": attempts}
     run_folder(experiment).write(FAILURE, json.dumps(note, indent=2).encode())
 
 
@@ -131,17 +137,17 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
         if summary is not None:
             headlines[_task_of(cell.experiment)] = summary["headline"]
 
-    def outcome(
-        experiment: Experiment, labels: Mapping[str, str], metric: str | None
-    ) -> CellOutcome:
+    def outcome(cell: "Cell") -> CellOutcome:
+        experiment = cell.experiment
         state = states[experiment.id]
+        # A cell without a result has the headline of other runs of its task, if there are any.
+        metric = cell.metric or headlines.get(_task_of(experiment), "accuracy")
         return CellOutcome(
-            labels=labels,
+            labels=cell.labels,
             id=experiment.id,
             status=state.status,
             reason=state.reason,
-            # A cell without a result has the headline of other runs of its task, if there are any.
-            metric=metric or headlines.get(_task_of(experiment), "accuracy"),
+            metric=score_name(metric, cell.rows),
             summary=state.summary or {},
             home=stores[experiment.storage.runs].child(experiment.id),
         )
@@ -156,7 +162,7 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
             shown=sweep.shown,
             tables=sweep.tables,
             figures=sweep.figures,
-            cells=tuple(outcome(cell.experiment, cell.labels, cell.metric) for cell in sweep.cells),
+            cells=tuple(map(outcome, sweep.cells)),
             overrides=sweep.overrides,
         )
         for sweep in sweeps
@@ -204,10 +210,11 @@ def _in_parallel(
 def _read_state(home: Store, experiment: Experiment) -> CellState:
     """Return the state of an experiment by the files of its run alone."""
     names = home.names()
-    failure = read_failure(home) if FAILURE in names else ""
+    noted = read_failure(home) if FAILURE in names else None
+    failure = noted.reason if noted else ""
     if "result.json" not in names:
-        if failure:
-            return CellState("failed", failure)
+        if noted:
+            return noted
         return CellState("missing", "not finished yet" if names else "not run yet")
     sources = None
     try:
@@ -232,14 +239,15 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
     return CellState("finished", "", summary, sources=sources)
 
 
-def read_failure(home: Store) -> str:
-    """Return why a run has no result, as :func:`record_failure` noted it; empty without a note."""
+def read_failure(home: Store) -> CellState | None:
+    """Return why a run has no result, as :func:`record_failure` noted it; None without a note."""
     try:
-        return str(json.loads(home.read(FAILURE))["reason"])
+        note = json.loads(home.read(FAILURE))
+        return CellState("stopped" if note["status"] == "stopped" else "failed", note["reason"])
     except FileNotFoundError:
-        return ""
+        return None
     except (ValueError, KeyError, TypeError):
-        return "the last attempt failed"
+        return CellState("failed", "the last attempt failed")
 
 
 def _sources_key(experiment: Experiment) -> str:

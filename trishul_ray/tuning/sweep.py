@@ -60,6 +60,8 @@ _SECTIONS = (
     *("extends", "name", "title", "profile", "base", "axes", "except", "adjust", "tables"),
     *("figures", "search", "early_stopping"),
 )
+#: How a table says that its runs were chosen by the scores that it shows.
+CHOSEN_ON_TEST = "chosen on the test rows"
 #: Sections that are not taken from the files that a file extends.
 _OWN = ("extends", "name", "profile", "base", "axes")
 
@@ -313,11 +315,13 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         for field in overrides.keys() & search.space.keys():
             overrides[field].fail(f"`search` samples {field}, so it reaches no run; leave it out")
     if "early_stopping" in sections:
-        early_stopping = read_early_stopping(sections["early_stopping"])
+        early_stopping = read_early_stopping(sections["early_stopping"], cells, search)
         if any(table.paper for table in tables):
             sections["early_stopping"].fail(
                 "early_stopping: a table with `paper` shows finished runs only; remove one of them"
             )
+        if early_stopping.on == "test":
+            tables = tuple(replace(t, title=f"{t.title}, {CHOSEN_ON_TEST}") for t in tables)
     return Sweep(
         name=name,
         title=title,

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from ray import tune
 from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
+from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import FailsAgainError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
@@ -27,12 +28,11 @@ from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.results import NUMBERS, damaged_files, flat_metrics
 from trishul_ray.runs.runner import FinishedRun, RunSteps, attempt_of, run_steps
 from trishul_ray.tracking.progress import HEADLINES, RunProgress
+from trishul_ray.tuning.search import HEADLINE
 from trishul_ray.tuning.state import read_failure
 
-#: Why a cell that early stopping ended has no result: the beginning of its reason.
-STOPPED_EARLY = "stopped early"
-#: Keys of a trial's results, besides the metrics of the round.
-ROUND, HEADLINE, NOTES, FAILURE, FINISHED = "round", "headline", "notes", "failure", "finished"
+#: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`.
+ROUND, NOTES, FAILURE, FINISHED, STOPPED = "round", "notes", "failure", "finished", "stopped"
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class _Notes(RunProgress):
         return lambda text, share: None
 
 
+class _StoppedBefore(Exception):
+    """Ends a run as early stopping has ended it before."""
+
+
 class NodeDrainsError(RayActorError):
     """Ends a trial whose node is being drained.
 
@@ -96,7 +100,8 @@ class CellTrial(tune.Trainable):
     """Runs one cell of a sweep after the other, with the same coordinator and client actors.
 
     Each result is one round: its number, its metrics, and what was reported in it. The last one
-    has ``finished``, or ``failure`` if the same input would fail again.
+    has ``finished``, ``failure`` if the same input would fail again, or ``stopped`` if early
+    stopping ended the run before.
     """
 
     def setup(  # type: ignore[override]  # tune.with_parameters adds the others
@@ -133,6 +138,8 @@ class CellTrial(tune.Trainable):
         try:
             while not self._results:
                 self._advance()
+        except _StoppedBefore as stop:
+            self._add({STOPPED: str(stop), DONE: True})
         except InputError as error:
             # Not raised: Tune would try again, with the same input.
             self._add({FAILURE: _one_line(error), DONE: True})
@@ -152,12 +159,13 @@ class CellTrial(tune.Trainable):
     def _run(self, run: CellRun) -> RunSteps:
         # A generator: nothing is done before the first step, where Tune handles errors.
         home = run_folder(run.experiment)
-        if run.stays_stopped and (why := read_failure(home)).startswith(STOPPED_EARLY):
+        noted = read_failure(home) if run.stays_stopped else None
+        if noted is not None and noted.status == "stopped":
             checkpoint = open_checkpoints(run.experiment).newest()
             # The last record is that of a round that has not been evaluated.
             for record in checkpoint.records[:-1] if checkpoint is not None else ():
                 self._metrics |= {ROUND: record["round"], **flat_metrics(record)}
-            raise InputError(why)  # ends this run as it ended before
+            raise _StoppedBefore(noted.reason)
         steps = partial(
             run_steps,
             run.experiment,
@@ -194,8 +202,11 @@ class CellTrial(tune.Trainable):
             self._add({ROUND: record["round"]})
 
     def _add(self, fields: dict[str, Any]) -> None:
-        measured = [self._metrics[name] for name in HEADLINES if name in self._metrics]
-        headline = {HEADLINE: measured[0]} if measured else {}
+        headline: dict[str, float] = {}
+        for rows in get_args(RowSet):
+            names = [score_name(name, rows) for name in HEADLINES]
+            measured = [self._metrics[name] for name in names if name in self._metrics]
+            headline |= {score_name(HEADLINE, rows): value for value in measured[:1]}
         known = {NOTES: self._take_notes(), DONE: False}
         self._results.append({**self._metrics, **headline, **known, **fields})
 

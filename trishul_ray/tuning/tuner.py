@@ -36,7 +36,7 @@ from trishul_ray.tuning.monitor import Monitor, TuneOptions
 from trishul_ray.tuning.samples import sampling_space
 from trishul_ray.tuning.search import EarlyStopping, Search
 from trishul_ray.tuning.state import record_failure
-from trishul_ray.tuning.trial import HEADLINE, ROUND, CellRun, CellTrial, FindRun
+from trishul_ray.tuning.trial import ROUND, CellRun, CellTrial, FindRun
 from trishul_ray.tuning.watchdog import Watchdog
 
 #: Seconds in which nodes answer; those that have gone do not.
@@ -63,6 +63,8 @@ def run_cells(
 ) -> dict[str, str]:
     """Run cells on the current Ray runtime; return why cells failed, by id.
 
+    Those that early stopping ends have not failed.
+
     A cell that fails is tried again from its checkpoint; one that always fails is recorded in its
     folder, and the others go on. ``early_stopping`` compares by the metric of ``search``.
 
@@ -73,9 +75,11 @@ def run_cells(
     experiments = {id: run.experiment for id, run in runs.items()}
     nodes = possible_nodes()
     groups = group_cells(experiments, nodes, options.concurrency)
+    if search is None and early_stopping is not None:
+        search = Search(on=early_stopping.on)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
-    failures = prepare_inputs(experiments, progress)
+    failures = prepare_inputs(experiments, progress, search)
     for id, why in failures.items():
         record_failure(experiments[id], why, 1)
         progress.end(id, failure=why)
@@ -118,17 +122,16 @@ def run_search(
         All samples: values by field name.
 
     Raises:
-        InputError: Optuna is not installed, or the cluster cannot hold a run.
+        InputError: The task has no such metric, or the cluster cannot hold a run.
         RunError: Ray Tune failed.
     """
-    searcher = _optuna(search)
     nodes = possible_nodes()
     names = [str(number) for number in range(search.samples)]
     (group,) = group_cells(dict.fromkeys(names, experiment), nodes, options.concurrency)
-    prepare_inputs({experiment.id: experiment}, progress)
+    prepare_inputs({experiment.id: experiment}, progress, search)
     monitor = Monitor(find, options, progress, search)
     scheduler = _scheduler(early_stopping, search, [experiment])
-    _fit(group, find, sampling_space(search), scheduler, monitor, searcher, search.samples)
+    _fit(group, find, sampling_space(search), scheduler, monitor, _optuna(search), search.samples)
     return monitor.samples
 
 
@@ -174,15 +177,15 @@ def _answer(exists: "ray.ObjectRef[bool]") -> bool:
 
 
 def prepare_inputs(
-    experiments: Mapping[str, Experiment], progress: SweepProgress
+    experiments: Mapping[str, Experiment], progress: SweepProgress, search: Search | None = None
 ) -> dict[str, str]:
     """Prepare the data and pretrain the backbones of all cells, each once.
 
     Returns:
-        Why the data of cells are not available, by id.
+        Why the data of cells are not available, or have no metric of the search, by id.
 
     Raises:
-        InputError: No cell has data.
+        InputError: It is so for all cells.
     """
     outcomes: dict[str, InputError | None] = {}
     failures: dict[str, InputError] = {}
@@ -190,7 +193,7 @@ def prepare_inputs(
         task, storage = experiment.task.model_dump_json(), experiment.storage
         key = "\n".join((*inputs_of(experiment), task, f"{storage.cache} {storage.hub}"))
         if key not in outcomes:
-            outcomes[key] = _prepare(experiment, progress)
+            outcomes[key] = _prepare(experiment, progress, search)
         if (error := outcomes[key]) is not None:
             failures[id] = error
     if experiments and len(failures) == len(experiments):
@@ -198,11 +201,18 @@ def prepare_inputs(
     return {id: str(error) for id, error in failures.items()}
 
 
-def _prepare(experiment: Experiment, progress: SweepProgress) -> InputError | None:
+def _prepare(
+    experiment: Experiment, progress: SweepProgress, search: Search | None
+) -> InputError | None:
     backbone = Backbone.of(experiment)
     try:
         label = f"preparing {experiment.data.name}"
-        prepare_dataset(experiment, backbone, progress.task_progress(label))
+        _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
+        if search is not None and search.metric not in (None, *task.metrics):
+            return InputError(
+                f"{search.place}: search.metric={search.metric}: the task has "
+                f"{', '.join(task.metrics)}"
+            )
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:
         return error
@@ -274,10 +284,10 @@ def _scheduler(
     if early_stopping is None:
         return None
     rounds = max(experiment.federation.rounds for experiment in experiments)
-    search = search or Search()
+    assert search is not None
     return AsyncHyperBandScheduler(
         time_attr=ROUND,
-        metric=search.metric or HEADLINE,
+        metric=search.compared,
         mode=search.mode,
         max_t=rounds,
         grace_period=min(early_stopping.grace, rounds),
@@ -285,17 +295,27 @@ def _scheduler(
     )
 
 
-def _optuna(search: Search) -> Searcher:
+def check_optuna(search: Search) -> None:
+    """Check that Optuna is installed.
+
+    Raises:
+        InputError: It is not.
+    """
     try:
-        import optuna  # type: ignore[import-not-found,unused-ignore]  # an extra
+        import optuna  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # an extra
     except ImportError as error:
         raise InputError(
-            "search.kind=optuna needs the package optuna: pip install 'trishul-ray[search]'"
+            f"{search.place}: search: kind optuna needs the package optuna: "
+            "pip install '.[search]' in a clone of the repository, or pip install 'optuna>=5,<6'"
         ) from error
+
+
+def _optuna(search: Search) -> Searcher:
+    import optuna  # type: ignore[import-not-found,unused-ignore]
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return OptunaSearch(metric=search.metric or HEADLINE, mode=search.mode, seed=search.seed)
+    return OptunaSearch(metric=search.compared, mode=search.mode, seed=search.seed)
 
 
 def _worker_environment() -> WorkerEnvironment:
