@@ -14,7 +14,7 @@ from trishul_ray.methods.base import method_class
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: What every part may import.
-FOUNDATION = {"errors", "files", "lazy", "network", "redaction", "rng", "version"}
+FOUNDATION = {"errors", "files", "lazy", "network", "plugins", "redaction", "rng", "version"}
 
 #: What else a part of the package may import. A part is a folder or a file of the package.
 MAY_IMPORT = {

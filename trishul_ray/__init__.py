@@ -18,6 +18,7 @@ from trishul_ray.version import __version__
 
 if TYPE_CHECKING:
     from trishul_ray.api import load, run
+    from trishul_ray.plugins import load_plugin
     from trishul_ray.result import Result
 
 __all__ = [
@@ -28,11 +29,12 @@ __all__ = [
     "StorageError",
     "__version__",
     "load",
+    "load_plugin",
     "run",
 ]
 
 #: Where the names that are imported at their first use come from.
-_LAZY = {"Result": "result", "load": "api", "run": "api"}
+_LAZY = {"Result": "result", "load": "api", "load_plugin": "plugins", "run": "api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from trishul_ray import plugins
 from trishul_ray.spectral.bases import BasisInit
 
 #: ``optimizer.lr_source`` of a rate that the user set.
@@ -161,16 +162,21 @@ class PartitionConfig(Section):
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
-@cache
 def task_kinds() -> tuple[str, ...]:
-    """Return what ``task.kind`` may be: ``auto``, and what the files in ``tasks/`` register.
+    """Return what ``task.kind`` may be: ``auto``, and what files in ``tasks/`` and plug-ins name.
 
     The files are read, not imported: they need torch, and reading a configuration does not.
     """
+    plugins.load_installed()
+    return ("auto", *sorted({*_own_task_kinds(), *plugins.provided("task.kind")}))
+
+
+@cache
+def _own_task_kinds() -> frozenset[str]:
     files = [f for f in (resources.files("trishul_ray") / "tasks").iterdir() if f.is_file()]
     sources = [f.read_text(encoding="utf-8") for f in files if f.name.endswith(".py")]
     pattern = re.compile(r'^@register\("([^"]+)"\)$', re.MULTILINE)
-    return ("auto", *sorted({kind for text in sources for kind in pattern.findall(text)}))
+    return frozenset(kind for text in sources for kind in pattern.findall(text))
 
 
 class TaskConfig(Section):

@@ -15,6 +15,7 @@ they stand for is compared when a result is used; see
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trishul_ray import plugins
 from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,12 +36,49 @@ def note_content(experiment: "Experiment") -> "Experiment":
     return experiment.model_copy(update={"data": data, "model": model})
 
 
+def note_plugins(experiment: "Experiment") -> "Experiment":
+    """Return the experiment with the plug-ins that it uses, of all that are loaded."""
+    if not plugins.any_loaded():
+        return experiment
+    from trishul_ray.data.prepare import dataset_names
+
+    dataset_names()  # finds those of plug-ins
+    return experiment.model_copy(update={"plugins": plugins.used_by(_registered(experiment))})
+
+
+def _registered(experiment: "Experiment") -> list[str]:
+    """Return the fields of an experiment that may name what a plug-in registers."""
+    return [
+        f"method={experiment.method.name}",
+        f"task.kind={experiment.task.kind}",
+        f"data.name={experiment.data.name}",
+    ]
+
+
+def _check_plugins(experiment: "Experiment") -> None:
+    """Raise an InputError for a class of a script that cannot be told from others, or sent."""
+    own = plugins.loose(_registered(experiment))
+    if not own:
+        return
+    unknown = any(plugin.content == plugins.UNKNOWN for plugin in experiment.plugins)
+    if experiment.resources.backend == "inline" and not unknown:
+        return
+    why = "whose source cannot be read" if unknown else "which the workers of Ray cannot import"
+    raise InputError(
+        f"{own[0]} is registered in a script or notebook, {why}: save its class in a file and "
+        "load that (--plugin mine.py, from Python plugins=['mine.py'])"
+        + ", or set resources.backend=inline"
+        * (not unknown)
+    )
+
+
 def check_content(experiment: "Experiment") -> None:
     """Check that own data and model still are what they were when the experiment was loaded.
 
     Raises:
-        InputError: They are not.
+        InputError: They are not, or workers could not load its method or task.
     """
+    _check_plugins(experiment)
     data, model = experiment.data, experiment.model
     for field, path, noted, now in (
         ("data.path", data.path, data.content_hash, _data_content(data)),

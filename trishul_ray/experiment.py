@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from trishul_ray import plugins
 from trishul_ray.config import (
     AdapterConfig,
     DataConfig,
@@ -37,6 +38,7 @@ from trishul_ray.config import (
 )
 from trishul_ray.errors import did_you_mean
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
+from trishul_ray.plugins import Plugin, find_plugin
 from trishul_ray.version import NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
@@ -53,6 +55,7 @@ def _validated_method(value: Any) -> Any:
     name = fields.get("name", "trishul")
     if name not in method_names():
         hint = did_you_mean(str(name), method_names())
+        hint += "".join(f"; {fault}" for fault in plugins.faults())
         raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}{hint}")
     return method_class(name).Config.model_validate({**fields, "name": name})
 
@@ -61,6 +64,10 @@ class Experiment(Section):
     """A federated run. Every field that can change a number is part of :attr:`id`."""
 
     name: str = not_in_id("run", "a label", max_length=100)
+    plugins: tuple[Plugin, ...] = not_in_id(
+        (), "Python files with methods, tasks or datasets of your own; those that the run uses are "
+        "noted, with their content, which is in the id"
+    )  # fmt: skip
     seed: int = Field(
         0, ge=0, lt=2**63, description="the only seed; every random stream derives from it"
     )
@@ -83,6 +90,16 @@ class Experiment(Section):
     storage: StorageConfig = StorageConfig()
 
     _method = field_validator("method", mode="before")(_validated_method)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _load_plugins(cls, fields: Any) -> Any:
+        # First of all: the names of other fields may be a plug-in's.
+        if not isinstance(fields, dict) or not fields.get("plugins"):
+            return fields
+        given = fields["plugins"]
+        given = given if isinstance(given, list | tuple) else [given]
+        return fields | {"plugins": tuple(find_plugin(each) for each in given)}
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "Experiment":
@@ -126,6 +143,8 @@ class Experiment(Section):
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:
             kept["model"]["name"] = self.model.content_hash
+        if self.plugins:
+            kept["plugins"] = sorted(plugin.content for plugin in self.plugins)
         for name in build_method(self.method).ignored_fields(self.adapter):
             section, _, field = name.partition(".")
             if field:
@@ -153,13 +172,33 @@ class Experiment(Section):
         evaluation = self.evaluation.model_copy(update={"every": every})
         return self.model_copy(update={"evaluation": evaluation})
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain JSON values, for ``Experiment.model_validate``."""
-        return self.model_dump(mode="json")
+    def to_dict(self, *, sources: bool = False) -> dict[str, Any]:
+        """Return all fields as plain JSON values, for ``Experiment.model_validate``.
+
+        With ``sources``, also the texts of plug-ins, so that another process can load them.
+        """
+        fields = self.model_dump(mode="json")
+        if not self.plugins:
+            del fields["plugins"]
+        for plugin in fields.get("plugins", ()) if not sources else ():
+            del plugin["source"]
+        return fields
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.plugins:
+            return super().__reduce_ex__(protocol)
+        return _received, (self.to_dict(sources=True),)
 
     def to_yaml(self) -> bytes:
         """Return all fields as YAML, which ``trishul run`` reads."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True).encode()
+
+
+def _received(fields: dict[str, Any]) -> Experiment:
+    """Return an experiment in the process that it was sent to; its plug-ins are loaded first."""
+    for plugin in fields["plugins"]:
+        find_plugin(plugin)
+    return Experiment.model_validate(fields)
 
 
 def _identity_of(section: BaseModel) -> dict[str, Any]:

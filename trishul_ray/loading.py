@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from trishul_ray import plugins
 from trishul_ray.config import SHORT_MODEL_NAMES
-from trishul_ray.content import note_content
+from trishul_ray.content import note_content, note_plugins
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
@@ -83,6 +84,9 @@ def experiment_of_arguments(
     if config is not None:
         read = _read_yaml(config) if isinstance(config, Path) else config
         user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in read.items()}
+    user |= {key: arguments[key] for key in ("plugins",) if key in arguments}
+    _load_plugins(user)
+    arguments = {key: value for key, value in arguments.items() if key != "plugins"}
     _expand_short_fields(user)
     for key in ("dataset", "model", "method"):  # further fields of the method depend on its name
         if isinstance(arguments.get(key), str):
@@ -137,6 +141,7 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
     Raises:
         InputError: as :func:`load_experiment`.
     """
+    _load_plugins(user)
     data = user.get("data", {})
     dataset = data.get("name", "digits") if isinstance(data, dict) else None
     experiment = build_experiment(_merge(_preset(dataset), user))
@@ -165,7 +170,15 @@ def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment
         # A union repeats the error of each of its members.
         messages = dict.fromkeys(_describe_error(item, fields) for item in error.errors())
         raise InputError("; ".join(messages)) from error
+    experiment = note_plugins(experiment)
     return note_content(experiment) if note else experiment
+
+
+def _load_plugins(fields: dict[str, Any]) -> None:
+    """Load the files that the field ``plugins`` names; what they register may be named, too."""
+    if given := fields.get("plugins"):
+        given = given if isinstance(given, list | tuple) else [given]
+        fields["plugins"] = [plugins.find_plugin(each) for each in given]
 
 
 def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:

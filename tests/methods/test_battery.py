@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from newcomers import NEWCOMERS
 from peft import PeftModel
 from pydantic import ValidationError
 
@@ -19,7 +20,7 @@ from trishul_ray.federation.workbench import frozen_part, global_model
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.storage import Store
 
-METHODS = method_names()
+METHODS = [*method_names(), *NEWCOMERS]
 
 
 def run(executor, tmp_path, name="run"):
@@ -129,7 +130,7 @@ def model_of(bench, trained):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in METHODS if not method_class(name).moves_beyond_mean]
+    "name", [m for m in METHODS if m in NEWCOMERS or not method_class(m).moves_beyond_mean]
 )
 def test_one_client_is_central_training(name, executor, tmp_path):
     """With one client that takes part in every round, the global model after each round is the

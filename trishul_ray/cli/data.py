@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli.output import err, out, print_field, print_line
+from trishul_ray.cli.output import Plugins, err, out, print_field, print_line
 from trishul_ray.errors import InputError
 
 
@@ -41,7 +41,7 @@ def pretrain(
     print_line(f"{name}: {folder}")
 
 
-def methods() -> None:
+def methods(plugin: Plugins = None) -> None:
     """List the methods: what they do, what they send, where they are published."""
     from trishul_ray.report.catalogue import methods_table
 
@@ -72,6 +72,7 @@ def datasets(
         ),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as a PNG file.")] = None,
+    plugin: Plugins = None,
 ) -> None:
     """List the datasets; with a name, show how its rows are partitioned among the clients.
 
@@ -80,9 +81,12 @@ def datasets(
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
     if not arguments:
+        from trishul_ray.data.prepare import dataset_faults
         from trishul_ray.report.catalogue import datasets_table
 
         out.print(datasets_table())
+        for fault in dataset_faults():
+            print_line(f"warning: {fault}", err)
         return
     from trishul_ray.data.prepare import find_source
 

@@ -4,12 +4,33 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from trishul_ray.plugins import load_plugin
+
 out = Console()
 err = Console(stderr=True)
+
+
+def _load_plugins(files: list[Path] | None) -> None:
+    for file in files or ():
+        load_plugin(file)
+
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        help="A file with a method, task or dataset of your own; may be repeated.",
+        callback=_load_plugins,
+        show_default=False,
+    ),
+]
 
 
 def print_line(text: str, console: Console = out) -> None:

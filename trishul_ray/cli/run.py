@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import as_typed, err, out, print_field, print_line
+from trishul_ray.cli.output import Plugins, as_typed, err, out, print_field, print_line
 from trishul_ray.errors import FailsAgainError, InputError, RunError, describe_os_error
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run(
         bool,
         typer.Option("--fields", help="List all fields: values, what they allow and mean."),
     ] = False,
+    plugin: Plugins = None,
 ) -> None:
     """Run one federated experiment, or continue it where it stopped.
 
@@ -105,6 +106,7 @@ def export(
     runs: Annotated[
         str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
     ] = "runs",
+    plugin: Plugins = None,
 ) -> None:
     """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import as_typed, err, out, print_field, print_line, print_whole
+from trishul_ray.cli.output import Plugins, as_typed, err, out, print_field, print_line, print_whole
 from trishul_ray.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def table(
     stall_minutes: StallMinutes = 30.0,
     concurrency: Concurrency = None,
     report: ReportFolder = Path("report"),
+    plugin: Plugins = None,
 ) -> None:
     """Reproduce tables and figures of the paper: run what is missing, print them, write a report.
 
@@ -91,6 +92,7 @@ def sweep(
     stall_minutes: StallMinutes = 30.0,
     concurrency: Concurrency = None,
     report: ReportFolder = Path("report"),
+    plugin: Plugins = None,
 ) -> None:
     """Run a grid or a search of whole runs, print its tables, and write a report.
 
@@ -136,6 +138,7 @@ def plan(
     runs: Annotated[
         str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
     ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Show what sweeps would run, how long it takes and what it costs. Runs nothing.
 
@@ -181,6 +184,7 @@ def report(
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Where the report is written.")
     ] = Path("report"),
+    plugin: Plugins = None,
 ) -> None:
     """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from filelock import FileLock
 
+from trishul_ray import plugins
 from trishul_ray.data.cache import LOCK, remove_leftovers
 from trishul_ray.data.custom import CUSTOM
-from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.datasets import FAULTS, PUBLIC
 from trishul_ray.data.datasets.digits import Digits
 from trishul_ray.data.datasets.synthetic import SYNTHETIC
 from trishul_ray.data.hub import ON_HUB
@@ -29,6 +30,7 @@ from trishul_ray.data.prepared import (
     Split,
     write_split,
 )
+from trishul_ray.data.public import PublicDataset
 from trishul_ray.data.tables import take_rows
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import stamp
@@ -70,23 +72,44 @@ class Source(Protocol):
 
 
 _FOUND: tuple[Source, ...] = (Digits(), *PUBLIC, *SYNTHETIC)
-_SOURCES: dict[str, Source] = {source.name: source for source in _FOUND}
+_OWN: dict[str, Source] = {source.name: source for source in _FOUND}
+
+
+def _sources() -> dict[str, Source]:
+    """Return the sources of the package and of plug-ins, by name.
+
+    Raises:
+        InputError: A plug-in's dataset has a name that is taken.
+    """
+    sources = dict(_OWN)
+    for found in plugins.contents(PublicDataset):
+        if found.name in _OWN or found.name in CUSTOM:
+            raise InputError(f"a plug-in's dataset is named {found.name!r}, which is taken")
+        sources[found.name] = found
+    return sources
 
 
 def dataset_names() -> tuple[str, ...]:
     """Return the names that :func:`prepare` accepts: public datasets, own data, synthetic ones."""
     synthetic = [source.name for source in SYNTHETIC]
-    return (*sorted(_SOURCES.keys() - synthetic), *CUSTOM, *synthetic)
+    return (*sorted(_sources().keys() - synthetic), *CUSTOM, *synthetic)
+
+
+def dataset_faults() -> tuple[str, ...]:
+    """Return the files of datasets and the plug-ins that could not be loaded, one line each."""
+    return (*FAULTS, *plugins.faults())
 
 
 def describe_datasets() -> dict[str, str]:
     """Return one line on each dataset, by name."""
-    return {name: (_SOURCES.get(name) or CUSTOM[name]).description for name in dataset_names()}
+    sources = _sources()
+    return {name: (sources.get(name) or CUSTOM[name]).description for name in dataset_names()}
 
 
 def official_rows(name: str) -> Mapping[str, int] | None:
     """Return the published numbers of ``train`` and ``test`` rows; None for the user's own data."""
-    return _SOURCES[name].official if name in _SOURCES else None
+    source = _sources().get(name)
+    return None if source is None else source.official
 
 
 def prepare(
@@ -138,16 +161,17 @@ def find_source(data: "DataConfig | str") -> Source:
         if isinstance(data, str):
             return CUSTOM[name](None, {}, 0.2)
         return CUSTOM[name](data.path, data.columns, data.test_share, data.skip_broken)
-    if name not in _SOURCES:
+    sources = _sources()
+    if name not in sources:
         known = dataset_names()
-        hint = did_you_mean(name, known)
+        hint = did_you_mean(name, known) + "".join(f"; {fault}" for fault in dataset_faults())
         raise InputError(f"data.name={name!r} is unknown; known: {', '.join(known)}{hint}")
     if not isinstance(data, str) and (data.path is not None or data.columns or data.skip_broken):
         field = "path" if data.path is not None else "columns" if data.columns else "skip_broken"
         raise InputError(
             f"data.{field} is for your own data (dataset {', '.join(CUSTOM)}), not dataset {name}"
         )
-    return _SOURCES[name]
+    return sources[name]
 
 
 def _read_or_write(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from trishul_ray import plugins
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
@@ -242,6 +243,10 @@ class Method:
     def __init__(self, config: MethodConfig) -> None:
         self.config: Any = config
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        needed = plugins.used_by([f"method={self.config.name}"])
+        return _restored, (needed, self.config.model_dump(), self.lora_alpha)
+
     def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
         """Return the shared fields that this method does not read, by dotted name.
 
@@ -421,9 +426,12 @@ def register(name: str) -> Callable[[_M], _M]:
     """Return a class decorator that makes a method available as ``method=<name>``."""
 
     def add(cls: _M) -> _M:
-        if _REGISTRY.get(name, cls).__qualname__ != cls.__qualname__:
-            raise ValueError(f"method name {name!r} is taken by {_REGISTRY[name].__qualname__}")
+        old = _REGISTRY.get(name, cls)
+        ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
+        if ours or old.__qualname__ != cls.__qualname__:
+            raise ValueError(f"method name {name!r} is taken by {old.__qualname__}")
         _REGISTRY[name] = cls
+        plugins.claim(f"method={name}", cls)
         return cls
 
     return add
@@ -439,12 +447,14 @@ def _import_methods() -> None:
 def method_names() -> list[str]:
     """Return the names of all registered methods, sorted, after importing the whole package."""
     _import_methods()
+    plugins.load_installed()
     return sorted(_REGISTRY)
 
 
 def method_class(name: str) -> type[Method]:
     """Return the class registered under ``name``, or raise KeyError."""
     _import_methods()
+    plugins.load_installed()
     return _REGISTRY[name]
 
 
@@ -458,4 +468,14 @@ def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> 
     method = method_class(config.name)(config)
     if adapter is not None:
         method.lora_alpha = adapter.alpha
+    return method
+
+
+def _restored(needed: tuple[plugins.Plugin, ...], fields: dict[str, Any], alpha: Any) -> Method:
+    """Return a method in the process that it was sent to, which may not know its plug-in yet."""
+    for plugin in needed:
+        plugins.find_plugin(plugin)
+    cls = method_class(fields["name"])
+    method = cls(cls.Config.model_validate(fields))
+    method.lora_alpha = alpha
     return method

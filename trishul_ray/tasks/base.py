@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trishul_ray import plugins
 from trishul_ray.tasks.breakdown import (
     class_counts,
     client_counts,
@@ -160,6 +161,8 @@ def register(kind: str) -> Callable[[_T], _T]:
             raise ValueError(
                 f"task kind {kind!r} on {cls.reads} rows is taken by {found.__qualname__}"
             )
+        _REGISTRY[kind, cls.reads] = cls
+        plugins.claim(f"task.kind={kind}", cls)
         return cls
 
     return add
@@ -175,6 +178,7 @@ def _import_tasks() -> None:
 def task_classes() -> "Mapping[tuple[str, Kind], type[Task]]":
     """Return all registered tasks, by kind and rows, after importing the whole package."""
     _import_tasks()
+    plugins.load_installed()
     return _REGISTRY
 
 

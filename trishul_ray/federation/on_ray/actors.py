@@ -77,6 +77,18 @@ class Assignment:
     attempt: str
     prepared: list[Any]
 
+    def load(self) -> dict[str, Any]:
+        """Return the fields of the experiment, once this process has loaded its plug-ins.
+
+        Raises:
+            InputError: A plug-in cannot be loaded here.
+        """
+        from trishul_ray.plugins import find_plugin
+
+        for plugin in self.experiment.get("plugins", ()):
+            find_plugin(plugin)
+        return self.experiment
+
 
 class Process(NamedTuple):
     """The process of an actor."""
@@ -114,7 +126,7 @@ class ClientActor:
             self._bench.close()
             self._bench = None
         self._settings.close()
-        self.experiment = Experiment.model_validate(run.experiment)
+        self.experiment = Experiment.model_validate(run.load())
         self._settings.enter_context(deterministic(self.experiment))
         self._token = run.token
 
@@ -234,7 +246,7 @@ class Coordinator:
             from trishul_ray.federation.on_ray.pool import ActorPool
             from trishul_ray.federation.server import Server
 
-            experiment = Experiment.model_validate(run.experiment)
+            experiment = Experiment.model_validate(run.load())
             self.pool = ActorPool(self.clients, run)
             self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
             self._token = run.token

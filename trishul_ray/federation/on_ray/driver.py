@@ -55,7 +55,8 @@ class RayDriver:
         self.limit = experiment.resources.max_restarts
         self.losses = 0
         self._last_round = -1  # the last round whose record was returned
-        self._run = Assignment(uuid.uuid4().hex, experiment.to_dict(), attempt, [ray.put(prepared)])
+        fields = experiment.to_dict(sources=True)
+        self._run = Assignment(uuid.uuid4().hex, fields, attempt, [ray.put(prepared)])
 
     def begin(self) -> RoundReport:
         """Start the run, or continue its checkpoint, once one client actor has started.

@@ -1,0 +1,247 @@
+"""Methods, tasks and datasets from files and packages outside the package."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import EntryPoint
+
+import pytest
+from newcomers import FOLDER, unloaded_after
+from tiny_run import TINY
+
+import trishul_ray
+from trishul_ray import plugins
+from trishul_ray.errors import InputError
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.loading import build_experiment, load_experiment
+from trishul_ray.methods.base import method_names, register
+from trishul_ray.methods.fedit import FedIT, FedITConfig
+from trishul_ray.runs.trained import open_run
+
+ROLORA = str(FOLDER / "rolora.py")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    method_names()
+    with unloaded_after():
+        yield
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """``mine(text)`` -> a file with a copy of RoLoRA under the name mine, ending with ``text``."""
+
+    def write(text="", name="mine.py"):
+        source = (FOLDER / "rolora.py").read_text().replace("rolora", "mine")
+        (tmp_path / name).write_text(source + text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_content_is_part_of_the_id_where_it_is_used(mine, tmp_path):
+    plain = load_experiment(None, ["method=fedit"])
+    first = load_experiment(None, [f"plugins=[{mine()}]", "method=mine"])
+    assert [plugin.name for plugin in first.plugins] == ["mine"]
+    other = load_experiment(None, [f"plugins=[{mine('# changed')}]", "method=mine"])
+    assert first.id != other.id
+    again = load_experiment(None, [f"plugins=[{mine()}]", "method=mine"])
+    assert again.id == first.id
+    # Wherever the file lies; and a run that does not use it is the same run as ever.
+    (tmp_path / "elsewhere").mkdir()
+    moved = load_experiment(None, [f"plugins=[{mine(name='elsewhere/mine.py')}]", "method=mine"])
+    assert moved.id == first.id
+    unused = load_experiment(None, [f"plugins=[{mine()}]", "method=fedit"])
+    assert unused.id == plain.id and "plugins" not in unused.to_dict()
+
+
+def test_a_method_that_extends_a_plugin_notes_both(mine, tmp_path):
+    trishul_ray.load_plugin(mine())
+    child = tmp_path / "child.py"
+    child.write_text(
+        "from trishul_ray.methods.base import method_class, register\n"
+        "Config = method_class('mine').Config\n"
+        "@register('child')\n"
+        "class Child(method_class('mine')):\n"
+        "    class Config(Config):\n"
+        "        name: str = 'child'\n"
+    )
+    made = load_experiment(None, [f"plugins={child}", "method=child"])
+    assert [plugin.name for plugin in made.plugins] == ["child", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise RuntimeError('not today\\nsecond line')", "line 1: RuntimeError: not today"),
+        ("import nowhere_to_be_found", "line 1: ModuleNotFoundError: No module named"),
+        ("x = 1\ndef f(:\n", "line 2: SyntaxError: invalid syntax"),
+        (
+            "from trishul_ray.methods.base import Method, register\n"
+            "@register('fedit')\nclass FedIT(Method):\n    pass\n",
+            "ValueError: method name 'fedit' is taken by FedIT",
+        ),
+        (None, "No such file or directory; name a Python file"),
+    ],
+)
+def test_a_faulty_file_is_one_line(called, tmp_path, text, said):
+    file = tmp_path / "faulty.py"
+    if text is not None:
+        file.write_text(text)
+    for words in (["--plugin", str(file)], [f"plugins=[{file}]"]):
+        code, _, error = called("run", "--show", *words)
+        assert code == 2 and said in error and f"plug-in {file}" in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_path):
+    words = [*TINY, f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}", "method=mine"]
+    code, _, error = called("run", "--plugin", mine(), *words)
+    assert code == 0, error
+    (home,) = (tmp_path / "runs").glob("*/result.json")
+    stored = (home.parent / "config.yaml").read_text()
+    assert "mine" in stored and "class RoLoRA" not in stored
+    assert "source" not in json.loads(home.read_text())["config"]["plugins"][0]
+    _, experiment = open_run(str(home.parent), "")
+    assert experiment.id == home.parent.name
+    with unloaded_after():
+        for table in (plugins._owners, plugins._newest):
+            table.clear()
+        code, _, error = called("export", home.parent, tmp_path / "adapter")
+        assert code == 2 and "load it with --plugin mine.py" in error
+        code, _, error = called("export", home.parent, tmp_path / "no", "--plugin", mine("# new"))
+        assert code == 2 and "plug-in mine has changed" in error
+    code, _, error = called("export", home.parent, tmp_path / "adapter", "--plugin", mine())
+    assert code == 0, error
+
+
+def test_a_class_of_a_script_runs_in_its_process_and_nowhere_else(small):
+    class MineConfig(FedITConfig):
+        name: str = "mine"
+
+    @register("mine")
+    class Mine(FedIT):
+        Config = MineConfig
+
+    with pytest.raises(InputError, match=r"method=mine is registered in a script.*--plugin"):
+        prepare_run(small("method=mine"))
+    made = small("method=mine", "resources.backend=inline")
+    prepare_run(made)
+    (noted,) = made.plugins
+    assert noted == plugins._of_class(Mine) and noted.content in made.identity()["plugins"]
+    Unreadable = type("Mine", (FedIT,), {"Config": MineConfig, "__qualname__": Mine.__qualname__})
+    register("mine")(Unreadable)
+    Unreadable.__module__ = "__main__"
+    with pytest.raises(InputError, match="whose source cannot be read"):
+        prepare_run(small("method=mine", "resources.backend=inline"))
+
+
+def test_a_dataset_and_a_task_of_a_file(tmp_path, called):
+    file = tmp_path / "both.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            from trishul_ray.data.hub import HubRepo
+            from trishul_ray.data.public import PublicDataset, TextRows
+            from trishul_ray.tasks.base import register
+            from trishul_ray.tasks.sequence_classification import SequenceClassification
+
+            NOTES = PublicDataset(
+                name="notes", description="notes", repo=HubRepo("notes"), sizes={"train": 40},
+                rows=TextRows(fields=("text",), classes=("a", "b")), test_share=0.2,
+            )
+
+            @register("halved")
+            class Halved(SequenceClassification):
+                def loss(self, outputs, batch):
+                    return super().loss(outputs, batch) / 2
+            """
+        )
+    )
+    code, said, error = called("datasets", "--plugin", str(file))
+    assert code == 0 and "notes" in said, error
+    made = load_experiment(
+        None,
+        [f"plugins={file}", "dataset=notes", "model=bert-tiny", "task.kind=halved", "budget=2"],
+    )
+    assert [plugin.name for plugin in made.plugins] == ["both"]
+    only_data = load_experiment(None, ["dataset=notes", "model=bert-tiny", "budget=2"])
+    assert only_data.plugins == made.plugins
+
+
+def test_sweeps_take_plugins(called, mine, tmp_path):
+    sweep = tmp_path / "mine.yaml"
+    sweep.write_text("name: mine\naxes: {method: [fedit, mine], seed: [0, 1]}\n")
+    runs = f"storage.runs={tmp_path / 'runs'}"
+    code, said, error = called("plan", str(sweep), runs, "--device", "cpu", "--plugin", mine())
+    assert code == 0, error
+    assert "4" in said
+    code, _, error = called("plan", str(sweep), runs, "--device", "cpu")
+    assert code == 0 or "unknown method 'mine'" in error  # loaded before, in this process
+
+
+def test_installed_packages_are_found(monkeypatch, tmp_path):
+    package = tmp_path / "their_methods"
+    package.mkdir()
+    text = (FOLDER / "rolora.py").read_text().replace("rolora", "theirs")
+    (package / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    entries = [
+        EntryPoint("theirs", "their_methods", plugins.GROUP),
+        EntryPoint("broken", "nowhere_to_be_found", plugins.GROUP),
+    ]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    monkeypatch.setattr(plugins, "_faults", None)
+    made = load_experiment(None, ["method=theirs"])
+    (noted,) = made.plugins
+    assert noted.name.startswith("their_methods") and noted.source is None
+    again = build_experiment(made.to_dict(), note=False)
+    assert again.id == made.id
+    with pytest.raises(InputError, match=r"unknown method 'x'.*plug-in broken \(nowhere_to"):
+        load_experiment(None, ["method=x"])
+    changed = made.to_dict() | {"plugins": [{"name": noted.name, "content": "sha256:00"}]}
+    with pytest.raises(InputError, match="has changed"):
+        build_experiment(changed)
+    sys.modules.pop("their_methods", None)
+
+
+@pytest.mark.slow
+def test_a_method_of_a_file_gives_the_inline_bytes_on_two_actors(
+    local_ray, small, inline_result, assert_same, drive_to_end, tmp_path
+):
+    from trishul_ray.federation.on_ray.driver import open_driver
+
+    # Eighteen uploads are added by the actors, which get the method by the object store.
+    wide = ["federation.clients=18", "federation.clients_per_round=18", "federation.local_steps=1"]
+    options = ["resources.actors=2", "resources.cpus_per_actor=0.5", "federation.rounds=2"]
+    experiment = small(f"plugins=[{ROLORA}]", "method=rolora", *wide, *options)
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        result = drive_to_end(driver)
+    assert_same(result, inline_result(experiment))
+
+
+@pytest.mark.slow
+def test_a_sweep_with_a_plugin_runs_on_ray(start, mine, cache, tmp_path):
+    sweep = tmp_path / "mine.yaml"
+    sweep.write_text("name: mine\naxes: {method: [fedit, mine]}\n")
+    words = [word for word in TINY if "backend" not in word]
+    command = start(
+        sys.executable, "-m", "trishul_ray.cli", "sweep", sweep, *words, "--plugin", mine(),
+        f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}",
+    )  # fmt: skip
+    code, _, error = command.end(400)
+    assert code == 0, error
+    results = [json.loads(p.read_text()) for p in (tmp_path / "runs").glob("*/result.json")]
+    assert sorted(r["config"]["method"]["name"] for r in results) == ["fedit", "mine"]
+    assert [bool(r["config"].get("plugins")) for r in results].count(True) == 1
+
+
+def test_without_plugins_nothing_is_imported_for_them():
+    script = (
+        "import sys, trishul_ray.plugins\n"
+        "print(*sorted({'torch', 'pydantic', 'pyarrow'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr

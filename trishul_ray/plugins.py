@@ -1,0 +1,232 @@
+"""Methods, tasks and datasets from outside the package: your own files, and installed packages.
+
+A plug-in is a Python file, or a module that an installed package names under the entry point group
+``trishul_ray.plugins``. Loading it runs its code, which registers what it defines; a dataset is a
+``PublicDataset`` at its top level. An experiment notes the plug-ins that it uses with the hash of
+their content, which is part of its id. The text of a file travels with the experiment to its
+workers, but is not stored with a run: a run's folder names a plug-in, and never runs one.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trishul_ray.errors import InputError, first_line
+
+#: Entry points of installed packages that are plug-ins.
+GROUP = "trishul_ray.plugins"
+
+#: Content of a class whose source cannot be read: it must not be run.
+UNKNOWN = "unknown"
+
+#: Beginning of the names of the modules that files become.
+_PREFIX = "trishul_plugin_"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plug-in as an experiment notes it.
+
+    Attributes:
+        name: The file's name without ``.py``, or package and version.
+        content: ``sha256:`` and the hash of the file's text, or of the package's files.
+        source: The text of a file; None for a package, and where a run is stored.
+    """
+
+    name: str
+    content: str
+    source: str | None = None
+
+
+#: The plug-in of a module, or of a package, by its name.
+_owners: dict[str, Plugin] = {}
+#: The module of a file that was run last, by the name of the plug-in.
+_newest: dict[str, str] = {}
+#: The plug-ins that define what a field names (``method=mine``), with those that they extend.
+_providers: dict[str, tuple[Plugin, ...]] = {}
+#: Classes by the same names that are registered neither by the package nor by a plug-in.
+_loose: dict[str, type] = {}
+#: Why installed plug-ins could not be loaded, one line each; None before they are looked for.
+_faults: list[str] | None = None
+
+
+def load_plugin(path: str | Path) -> Plugin:
+    """Load a plug-in from a file: its methods, tasks and datasets can be used from now on.
+
+    Raises:
+        InputError: The file cannot be read, or fails; names the line.
+    """
+    path = Path(path)
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"plug-in {path}: {reason}; name a Python file") from error
+    content = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return _run(Plugin(path.stem, content, text), str(path))
+
+
+def find_plugin(noted: "Plugin | dict[str, Any] | str | Path") -> Plugin:
+    """Load a plug-in that is given as a file, or make sure that a noted one is loaded.
+
+    Raises:
+        InputError: It cannot be loaded, or what is installed or loaded has another content.
+    """
+    if isinstance(noted, str | Path):
+        return load_plugin(noted)
+    plugin = Plugin(**noted) if isinstance(noted, dict) else noted
+    if plugin.source is not None:
+        return _run(plugin, f"<plug-in {plugin.name}>")
+    load_installed()
+    known = {each.content: each for each in _owners.values() if each.name == plugin.name}
+    known |= {each.content: each for each in map(_of_class, _loose.values())}
+    found = known.get(plugin.content)
+    if found is not None:
+        return found if found.source is None else _run(found, f"<plug-in {found.name}>")
+    if known:
+        raise InputError(
+            f"plug-in {plugin.name} has changed: content {plugin.content[:19]} is needed, and "
+            f"{next(reversed(known))[:19]} is loaded; restore it, or start over"
+        )
+    raise InputError(
+        f"plug-in {plugin.name} (content {plugin.content[:19]}) is needed: load it with --plugin "
+        f"{plugin.name}.py (from Python: trishul_ray.load_plugin), or install its package"
+    )
+
+
+def load_installed() -> None:
+    """Load the plug-ins of installed packages, once; a faulty one is left out (:func:`faults`)."""
+    global _faults
+    if _faults is not None:
+        return
+    _faults = []
+    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        try:
+            package = entry.module.partition(".")[0]
+            _owners[package] = _of_package(entry, package)
+            entry.load()
+        except Exception as error:
+            _faults.append(f"plug-in {entry.name} ({entry.value}): {_reason(error)}")
+
+
+def faults() -> list[str]:
+    """Return why installed plug-ins could not be loaded, one line each."""
+    return list(_faults or ())
+
+
+def claim(field: str, cls: type) -> None:
+    """Note who defines a class that is registered as what ``field`` names, e.g. ``method=mine``."""
+    modules = [base.__module__ for base in cls.__mro__]
+    _providers[field] = tuple(dict.fromkeys(filter(None, map(_owner_of, modules))))
+    _loose.pop(field, None)
+    if not _providers[field] and not cls.__module__.startswith("trishul_ray."):
+        _loose[field] = cls
+
+
+def used_by(fields: Iterable[str]) -> tuple[Plugin, ...]:
+    """Return the plug-ins behind what fields such as ``method=mine`` name, by name."""
+    found = {plugin for field in fields for plugin in _providers.get(field, ())}
+    found |= {_of_class(_loose[field]) for field in fields if field in _loose}
+    return tuple(sorted(found, key=lambda plugin: plugin.name))
+
+
+def any_loaded() -> bool:
+    """Return whether there is a plug-in, or a class of a script or notebook."""
+    load_installed()
+    return bool(_owners or _loose)
+
+
+def loose(fields: Iterable[str]) -> list[str]:
+    """Return those of the fields that name a class of a script, notebook or other module."""
+    return [field for field in fields if field in _loose]
+
+
+def provided(field: str) -> list[str]:
+    """Return the values of a field, such as ``task.kind``, that plug-ins and scripts define."""
+    owned = [name for name, plugins in _providers.items() if plugins]
+    names = (name.partition("=") for name in [*owned, *_loose])
+    return sorted({value for key, _, value in names if key == field})
+
+
+def contents(kind: type) -> Iterator[Any]:
+    """Yield the objects of a type at the top level of the plug-ins' modules, of each name once."""
+    load_installed()
+    for name, module in list(sys.modules.items()):
+        if (plugin := _owner_of(name)) is None or not isinstance(module, ModuleType):
+            continue
+        if plugin.source is not None and _newest.get(plugin.name) != name:
+            continue  # an older content of the same file
+        for value in list(vars(module).values()):
+            if isinstance(value, kind):
+                named = getattr(value, "name", None)
+                _providers[f"data.name={named}"] = (plugin,)
+                yield value
+
+
+def _owner_of(module: str) -> Plugin | None:
+    return _owners.get(module) or _owners.get(module.partition(".")[0])
+
+
+def _run(plugin: Plugin, where: str) -> Plugin:
+    """Run a file's text, unless it is what was run last under its name."""
+    stem = "".join(c if c.isalnum() else "_" for c in plugin.name)
+    name = f"{_PREFIX}{stem}_{plugin.content[7:15]}"
+    if _newest.get(plugin.name) == name:
+        return _owners[name]
+    module = ModuleType(name)
+    module.__file__ = where
+    lines = (plugin.source or "").splitlines(keepends=True)
+    linecache.cache[where] = (len(plugin.source or ""), None, lines, where)
+    sys.modules[name], _owners[name] = module, plugin
+    try:
+        exec(compile(plugin.source or "", where, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[name], _owners[name]
+        raise InputError(f"plug-in {where}{_line_of(error, where)}: {_reason(error)}") from error
+    _newest[plugin.name] = name
+    return plugin
+
+
+def _line_of(error: BaseException, where: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename == where:
+        return f", line {error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
+    return f", line {frames[-1].lineno}" if frames else ""
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _of_package(entry: EntryPoint, package: str) -> Plugin:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ImportError(f"no package {package!r}")
+    folders = found.submodule_search_locations
+    files = sorted(Path(folders[0]).rglob("*.py")) if folders else [Path(found.origin)]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    version = entry.dist.version if entry.dist is not None else "unknown"
+    return Plugin(f"{package} {version}", f"sha256:{digest.hexdigest()}")
+
+
+def _of_class(cls: type) -> Plugin:
+    """Return what stands for a class that is no plug-in's: its source identifies it."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        text = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return Plugin(name, UNKNOWN)
+    return Plugin(name, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
