@@ -119,11 +119,12 @@ def overhead(selection: Selection) -> OverheadData | None:
     machines = {_machine(cell): None for cell in selection.finished}
     counts = sorted({bar.measured.count for bar in seconds})
     span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    span += " round" if counts == [1] else " rounds"
     remarks = [
         "the clock alone: a repetition gives other numbers",
         "local steps alone, without evaluation, aggregation and diagnostics; mean over the clients "
         "of a round",
-        f"bars: median of {span} rounds, without the first of each run, and 10–90 % of them",
+        f"bars: median of {span}, without the first of each run, and 10–90 % of them",
         f"measured on {'; '.join(machines)}",
     ]
     if overheads:
@@ -189,7 +190,8 @@ def _draw(axes: Axes, data: OverheadData, bars: Sequence[Bar], *, is_share: bool
         centre, low, high = bar.measured.centre, bar.measured.low, bar.measured.high
         if is_share:
             axes.plot(x, centre, color=style.colour, marker=style.marker)
-            text, y, offset, side = f"{centre:+.1%}", centre, (7.0, 0.0), "left"
+            text = f"{centre:+.1%}, n = {bar.measured.count}"
+            y, offset, side = centre, (7.0, 0.0), "left"
         else:
             axes.bar(
                 x, centre, width=0.9 * width, color=style.colour, alpha=0.75, hatch=style.hatch,
