@@ -1,9 +1,11 @@
 """A mirror with a few rows of public datasets, in the columns of their formats."""
 
 import io
+import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 from PIL import Image
 
@@ -43,8 +45,16 @@ COLUMNS = {ImageRows: image_columns, QuestionRows: question_columns, TextRows: t
 
 
 def write_table(file, columns):
+    """Write a table in the format of the file's suffix."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), file)
+    table = pa.table(columns)
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    elif file.suffix in (".csv", ".tsv"):
+        delimiter = "\t" if file.suffix == ".tsv" else ","
+        pa.csv.write_csv(table, file, pa.csv.WriteOptions(delimiter=delimiter))
+    else:
+        pq.write_table(table, file)
 
 
 def write_mirror(folder, source, counts):

@@ -87,8 +87,8 @@ def find_plugin(noted: "Plugin | dict[str, Any] | str | Path") -> Plugin:
     if plugin.source is not None:
         return _run(plugin, f"<plug-in {plugin.name}>")
     load_installed()
-    known = {each.content: each for each in _owners.values() if each.name == plugin.name}
-    known |= {each.content: each for each in map(_of_class, _loose.values())}
+    every = (*_owners.values(), *map(_of_class, _loose.values()))
+    known = {each.content: each for each in every if each.name == plugin.name}
     found = known.get(plugin.content)
     if found is not None:
         return found if found.source is None else _run(found, f"<plug-in {found.name}>")

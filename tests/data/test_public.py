@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from public_mirror import COLUMNS, write_mirror
+from public_mirror import COLUMNS, write_mirror, write_table
 
+from trishul_ray.data import datasets
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
@@ -220,6 +221,53 @@ def test_a_dataset_that_is_not_on_the_hub_needs_no_revision(tmp_path):
     with pytest.raises(InputError, match=r"not found: no mirror is set") as caught:
         source.read(None, lambda *_: None)
     assert "internet" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
+@pytest.mark.parametrize("spelled", ["number", "name"])
+def test_a_mirror_may_be_of_any_format_and_spell_labels(tmp_path, suffix, spelled):
+    repo = HubRepo("mine", file_patterns=(f"{{split}}.{suffix}",))
+    source = published(repo=repo, sizes={"train": 2, "test": 2})
+    write_mirror(tmp_path, source, {"train": 4, "test": 2})
+    if spelled == "name":
+        names = [source.rows.classes[n % 2] for n in range(4)]
+        columns = {"sms": [f"text {n}" for n in range(4)], "label": names}
+        write_table(tmp_path / "mine" / f"train.{suffix}", columns)
+    _, columns = source.read(tmp_path, lambda *_: None)
+    assert columns["train"]["label"].tolist() == [0, 1, 0, 1]
+    assert columns["train"]["sms"].to_pylist() == [f"text {n}" for n in range(4)]
+
+
+def test_a_label_that_is_no_class_is_named(tmp_path):
+    source = published(
+        repo=HubRepo("mine", file_patterns=("{split}.csv",)), sizes={"train": 2, "test": 2}
+    )
+    write_mirror(tmp_path, source, {"train": 4, "test": 2})
+    columns = {"sms": ["a", "b"], "label": [source.rows.classes[0], "Spam?"]}
+    write_table(tmp_path / "mine" / "train.csv", columns)
+    with pytest.raises(CorruptFileError, match=r"label is 'Spam\?', not a class \(ham, spam"):
+        source.read(tmp_path, lambda *_: None)
+
+
+def test_a_faulty_file_is_named_and_the_others_are_found(tmp_path, monkeypatch):
+    (tmp_path / "emotions.py").write_text(
+        "from trishul_ray.data.hub import HubRepo\n"
+        "from trishul_ray.data.public import PublicDataset, TextRows\n"
+        "EMOTIONS = PublicDataset(name='emotions', description='', repo=HubRepo('lab/emotions'),\n"
+        "    rows=TextRows(('text',), ('a', 'b')), sizes={'train': 2, 'test': 2})\n"
+    )
+    monkeypatch.setattr(datasets, "__path__", [*datasets.__path__, str(tmp_path)])
+    found, faults = datasets._find_datasets()
+    assert {source.name for source in found} == {source.name for source in PUBLIC}
+    (fault,) = faults
+    assert "emotions.py is left out: ValueError: dataset emotions: lab/emotions is on" in fault
+    monkeypatch.setattr("trishul_ray.data.prepare.FAULTS", faults)
+    with pytest.raises(InputError, match=r"is unknown; known: .*emotions\.py is left out"):
+        prepare("emotions", cache=tmp_path, hub=None)
+
+
+def test_no_file_of_a_dataset_is_faulty():
+    assert datasets.FAULTS == ()
 
 
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))

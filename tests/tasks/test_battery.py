@@ -30,7 +30,8 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def bench(request, tmp_path_factory):
     kind, reads, family = request.param
-    words = [f"dataset={DATA[reads]}", f"model={MODELS[family]}", f"task.kind={kind}"]
+    words = list(task_classes()[kind, reads].sample) or [f"dataset={DATA[reads]}"]
+    words += [f"model={MODELS[family]}", f"task.kind={kind}"]
     words += ["model.init=random", f"storage.cache={tmp_path_factory.mktemp('cache')}"]
     experiment = load_experiment(None, [*words, "tracking.mlflow=false"])
     bench = build_workbench(experiment, prepare_run(experiment))

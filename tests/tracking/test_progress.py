@@ -162,3 +162,11 @@ def test_a_terminal_gets_a_bar_with_the_figures_and_notes_above_it(clock):
     last = [line for line in shown.replace("\r", "\n").splitlines() if "round" in line][-1]
     for part in ("round 2/2", "accuracy 54.32%", "loss 2.5", "2 M up", "done"):
         assert part in last
+
+
+def test_the_headline_is_the_tasks(clock):
+    console = plain()
+    with RunProgress(2, console) as progress:
+        progress.headline = "closeness"
+        progress.advance(1, {"closeness": 0.5, "accuracy": 0.1, "loss": 1.0, "seconds": 1})
+    assert lines(console) == ["round 1/2  closeness 50.00%  loss 1  1.0 s  1.0 s left"]

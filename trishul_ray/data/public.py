@@ -131,7 +131,7 @@ class TextRows(RowFormat):
     Attributes:
         fields: text columns in reading order.
         classes: class names; a label is an index into them.
-        label: label column, integers.
+        label: label column, integers or class names.
     """
 
     fields: tuple[str, ...]
@@ -147,7 +147,7 @@ class TextRows(RowFormat):
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the texts and ``label``."""
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
-        columns["label"] = read_labels(table, self.label, len(self.classes), where)
+        columns["label"] = read_labels(table, self.label, len(self.classes), where, self.classes)
         progress(1.0)
         return columns
 

@@ -257,16 +257,31 @@ def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
     return texts
 
 
-def read_labels(table: pa.Table, column: str, classes: int, where: str) -> np.ndarray:
+def read_labels(
+    table: pa.Table, column: str, classes: int, where: str, names: Sequence[str] = ()
+) -> np.ndarray:
     """Return the labels of ``table[column]``, int64 [N].
 
+    Texts, such as all columns of a CSV file, may be whole numbers or the ``names`` of the classes.
+
     Raises:
-        CorruptFileError: the column is missing, holds a null, is not integer, or a label is
-            outside 0..classes-1.
+        CorruptFileError: the column is missing, holds a null, is neither integer nor text, or a
+            label is outside 0..classes-1 and no name of a class.
     """
     values = get_column(table, column, where)
+    if is_text(values.type):
+        texts = values.to_pylist()
+        numbers = {str(k): k for k in range(classes)} | {name: k for k, name in enumerate(names)}
+        for row, text in enumerate(texts):
+            if text not in numbers:
+                allowed = f"a class ({', '.join(names)}) or " if names else ""
+                raise CorruptFileError(
+                    f"{where}, row {row}: {column} is {text!r}, not {allowed}a number in "
+                    f"0..{classes - 1}"
+                )
+        return np.array([numbers[text] for text in texts], dtype=np.int64)
     if not pa.types.is_integer(values.type):
-        raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not integer")
+        raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not integer or text")
     labels: np.ndarray = values.to_numpy().astype(np.int64)
     invalid = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(invalid):

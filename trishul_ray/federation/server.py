@@ -92,6 +92,7 @@ class RoundReport:
     events: list[str]
     round: int  # the last aggregated round
     finished: bool
+    headline: str  # the task's main metric
 
 
 @dataclass(frozen=True)
@@ -410,7 +411,8 @@ class Server:
 
     def _report(self, records: list[dict[str, Any]]) -> RoundReport:
         events, self.events = self.events, []
-        return RoundReport(records, events, self.round, self.finished)
+        headline = self.blueprint.task.headline
+        return RoundReport(records, events, self.round, self.finished, headline)
 
     def result(self) -> RunResult:
         """Return the result of a finished run."""

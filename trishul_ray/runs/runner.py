@@ -424,6 +424,7 @@ def _train(
 
 def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown: int) -> None:
     """Log all records of a report; display its events and the last ``shown`` records."""
+    progress.headline = report.headline
     for event in report.events:
         progress.note(event)
     for record in report.records:

@@ -43,6 +43,9 @@ class Task(ABC):
     reads: "ClassVar[Kind]"
     #: The families of backbones that it runs on.
     families: "ClassVar[tuple[ModelKind, ...]]"
+    #: For the tests of all tasks: overrides that name a small dataset whose rows the task accepts,
+    #: such as ``("dataset=table", "data.path=tests/ratings.csv")``; empty for one of the package's.
+    sample: ClassVar[tuple[str, ...]] = ()
     #: The kind of model that the task trains.
     model_kind: "ModelKind"
     #: The main metric, in [0, 1]; higher is better.

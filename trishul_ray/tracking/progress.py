@@ -12,8 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 #: Minimum seconds between two plain lines about one preparation; its last line always appears.
 PLAIN_INTERVAL = 5.0
-#: Metrics that a task may have as its headline; see ``Task.headline``.
-HEADLINES = ("accuracy", "f1")
 #: How often the same note is printed before repeats are only counted.
 MAX_REPEATS = 3
 
@@ -48,7 +46,12 @@ class RunProgress:
     Args:
         total_rounds: Number of rounds of the whole run.
         console: Where to print; default is standard error.
+
+    Attributes:
+        headline: The metric that is shown beside the loss; see ``Task.headline``.
     """
+
+    headline = "accuracy"
 
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
         self._total = total_rounds
@@ -102,7 +105,7 @@ class RunProgress:
         self._previous = now
         if round_ > 0:
             self._recent_seconds.append(seconds)
-        self._latest |= {k: float(metrics[k]) for k in (*HEADLINES, "loss") if k in metrics}
+        self._latest |= {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
         self._uploaded += float(metrics.get("uploaded_parameters", 0.0))
         eta = "done" if round_ >= self._total else ""
         if self._recent_seconds and not eta:
@@ -158,7 +161,7 @@ class RunProgress:
         return report
 
     def _figures(self, values: Mapping[str, float]) -> str:
-        parts = [f"{name} {values[name]:.2%}" for name in HEADLINES if name in values]
+        parts = [f"{name} {value:.2%}" for name, value in values.items() if name != "loss"]
         if "loss" in values:
             parts.append(f"loss {values['loss']:.4g}")
         if self._uploaded:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
-from trishul_ray.tracking.progress import HEADLINES, RunProgress, format_duration
+from trishul_ray.tracking.progress import RunProgress, format_duration
 
 #: Number of running cells that are shown on a terminal.
 SHOWN = 12
@@ -76,7 +76,9 @@ class SweepProgress(RunProgress):
         self._running[id] = _Running(old.began if old else now, task=old.task if old else None)
         self._show()
 
-    def round(self, id: str, round_: int, metrics: Mapping[str, float]) -> None:
+    def round(
+        self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
+    ) -> None:
         """Show a finished round of a cell; the first one is that which it continued from."""
         cell = self._running[id]
         if cell.first is None:
@@ -87,7 +89,7 @@ class SweepProgress(RunProgress):
         self._rounds_done += round_ - cell.round
         self._rounds_left -= round_ - cell.round
         cell.round = round_
-        cell.metrics |= {k: float(metrics[k]) for k in (*HEADLINES, "loss") if k in metrics}
+        cell.metrics |= {k: float(metrics[k]) for k in (headline, "loss") if k in metrics}
         self._show()
 
     def retry(self, id: str, why: str, attempt: int, attempts: int) -> None:

@@ -19,6 +19,7 @@ from trishul_ray.tuning.state import record_failure
 from trishul_ray.tuning.trial import (
     FAILURE,
     FINISHED,
+    HEADLINE_NAME,
     NOTES,
     ROUND,
     STOPPED,
@@ -92,7 +93,8 @@ class Monitor(tune.Callback):
         for note in result.get(NOTES, ()):
             self._progress.note(f"{self._run(trial).name}: {note}")
         if ROUND in result:
-            self._progress.round(self._id(trial), result[ROUND], result)
+            headline = result.get(HEADLINE_NAME, "accuracy")
+            self._progress.round(self._id(trial), result[ROUND], result, headline)
 
     def on_trial_recover(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any

@@ -27,12 +27,14 @@ from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.results import NUMBERS, damaged_files, flat_metrics
 from trishul_ray.runs.runner import FinishedRun, RunSteps, attempt_of, run_steps
-from trishul_ray.tracking.progress import HEADLINES, RunProgress
+from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tuning.search import HEADLINE
 from trishul_ray.tuning.state import read_failure
 
 #: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`.
 ROUND, NOTES, FAILURE, FINISHED, STOPPED = "round", "notes", "failure", "finished", "stopped"
+#: The metric that :data:`HEADLINE` is, by its own name.
+HEADLINE_NAME = "headline_name"
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ class CellTrial(tune.Trainable):
                 next(self._steps)
         except StopIteration as end:
             finished: FinishedRun = end.value
+            self._notes.headline = finished.summary["headline"]
             if not self._results:
                 self._metrics = finished.summary["final"]
                 self._add({ROUND: finished.summary["final"]["round"]})
@@ -204,10 +207,9 @@ class CellTrial(tune.Trainable):
     def _add(self, fields: dict[str, Any]) -> None:
         headline: dict[str, float] = {}
         for rows in get_args(RowSet):
-            names = [score_name(name, rows) for name in HEADLINES]
-            measured = [self._metrics[name] for name in names if name in self._metrics]
-            headline |= {score_name(HEADLINE, rows): value for value in measured[:1]}
-        known = {NOTES: self._take_notes(), DONE: False}
+            if (name := score_name(self._notes.headline, rows)) in self._metrics:
+                headline[score_name(HEADLINE, rows)] = self._metrics[name]
+        known = {NOTES: self._take_notes(), DONE: False, HEADLINE_NAME: self._notes.headline}
         self._results.append({**self._metrics, **headline, **known, **fields})
 
     def _take_notes(self) -> list[str]:
