@@ -335,3 +335,14 @@ def test_where_limits_what_is_shown():
 def test_a_slug_fits_file_names_and_ids():
     assert make_slug("paper", "../../etc/passwd", "λ <b>") == "paper-etc-passwd-b"
     assert make_slug("λ") == "x"
+
+
+def test_numbers_in_the_head_of_a_column_have_their_axis():
+    axes = {"method": ("TRISHUL", "RAVAN"), "partition.alpha": ("0.1", "1e-2"), "rounds": ("5",)}
+    sweep = invent_sweep("own", axes, ("method",), ("partition.alpha", "rounds"), profile="custom")
+    (table,) = build_tables([sweep], paper_value)
+    assert table.columns == (("α = 0.1", "rounds = 5"), ("α = 1e-2", "rounds = 5"))
+    shown = {"partition.alpha": {"0.1": "skewed"}}
+    sweep = invent_sweep("own", axes, (), ("partition.alpha",), profile="custom", shown=shown)
+    (table,) = build_tables([sweep], paper_value)
+    assert table.columns == (("skewed",), ("α = 1e-2",))

@@ -1,5 +1,6 @@
 """Sweep files: what they mean, and the message for each mistake, with file, line and remedy."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -649,3 +650,28 @@ def test_a_run_that_sweeps_share_is_scored_where_one_of_them_asks_for_it():
             assert [set(run.scored_rounds) for run in runs] == [rounds] * 2
     run, _ = distinct(asking(4, 6)).values()
     assert run.scored_rounds >= {*range(0, 25, 4), *range(0, 25, 6)}
+
+
+def test_the_guides_examples_are_loaded(tmp_path):
+    """Every block of YAML in docs/sweep-files.md is a file, named in its first line."""
+    guide = (Path(__file__).parents[2] / "docs" / "sweep-files.md").read_text()
+    blocks = re.findall(r"```yaml\n# (\S+)\n(.*?)```", guide, flags=re.DOTALL)
+    assert len(blocks) == guide.count("```yaml") == 4
+    for name, text in blocks:
+        (tmp_path / name).write_text(text)
+    sweeps = {name: load_sweep(tmp_path / name) for name, _ in blocks}
+    assert {name: len(sweep.cells) for name, sweep in sweeps.items()} == {
+        "mine.yaml": 9,
+        "more.yaml": 15,
+        "random.yaml": 1,
+        "tune.yaml": 2,
+    }
+    mine = sweeps["mine.yaml"]
+    rates = {c.experiment.optimizer.lr for c in mine.cells if c.labels["method"] == "fedit"}
+    assert rates == {0.005}
+    assert {c.experiment.federation.rounds for c in sweeps["more.yaml"].cells} == {20}
+    assert (
+        sweeps["random.yaml"].search.mode == "min" and len(sweeps["random.yaml"].search.space) == 4
+    )
+    assert sweeps["tune.yaml"].search.kind == "optuna"
+    assert sweeps["tune.yaml"].early_stopping.grace == 3

@@ -40,6 +40,8 @@ PaperValue = Callable[[str, Mapping[str, str]], float | None]
 SEED = "seed"
 #: The column of the mean over all others; also the paper's label of it.
 AVERAGE = "average"
+#: How fields are called in the head of a column, where it is not by their names.
+SYMBOLS = {"alpha": "α", "lam": "λ"}
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 _REFERENCE_METHOD = "fullft"
 #: How states of runs without a number are displayed, the gravest first.
@@ -481,10 +483,7 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
         )
         groups.append(RowGroup(label, _mark_best(table_rows)))
     names = [
-        tuple(
-            shown_label(sweep.shown, axis, label)
-            for axis, label in zip(layout.columns, column, strict=True)
-        )
+        tuple(_head(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
         or ("",)
         for column in columns
     ]
@@ -492,6 +491,13 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
         names.append((AVERAGE, *[""] * (len(layout.columns) - 1)))
     metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
     return SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells))
+
+
+def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
+    """Return the head of a column: a label that is a number has its axis beside it."""
+    head = shown_label(sweep.shown, axis, label)
+    is_number = head == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
+    return f"{SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else head
 
 
 def _in_order(
