@@ -103,12 +103,19 @@ def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_p
     (home,) = (tmp_path / "runs").glob("*/result.json")
     stored = (home.parent / "config.yaml").read_text()
     assert "mine" in stored and "class RoLoRA" not in stored
-    assert "source" not in json.loads(home.read_text())["config"]["plugins"][0]
+    (noted,) = json.loads(home.read_text())["config"]["plugins"]
+    assert noted.keys() == {"name", "content"}
     _, experiment = open_run(str(home.parent), "")
     assert experiment.id == home.parent.name
+    text = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    (tmp_path / "evil.py").write_text(text)
     with unloaded_after():
         for table in (plugins._owners, plugins._newest):
             table.clear()
+        for evil in ({**noted, "source": text}, str(tmp_path / "evil.py")):
+            with pytest.raises(InputError, match="plug-in"):
+                build_experiment(experiment.to_dict() | {"plugins": [evil]})
+        assert not (tmp_path / "ran").exists()
         code, _, error = called("export", home.parent, tmp_path / "adapter")
         assert code == 2 and "load it with --plugin mine.py" in error
         code, _, error = called("export", home.parent, tmp_path / "no", "--plugin", mine("# new"))

@@ -38,7 +38,7 @@ from trishul_ray.config import (
 )
 from trishul_ray.errors import did_you_mean
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
-from trishul_ray.plugins import Plugin, find_plugin
+from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.version import NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
@@ -94,12 +94,11 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _load_plugins(cls, fields: Any) -> Any:
-        # First of all: the names of other fields may be a plug-in's.
+        # First of all: the names of other fields may be a plug-in's. A stored configuration never
+        # brings code: a note is looked for among the plug-ins that this process has loaded.
         if not isinstance(fields, dict) or not fields.get("plugins"):
             return fields
-        given = fields["plugins"]
-        given = given if isinstance(given, list | tuple) else [given]
-        return fields | {"plugins": tuple(find_plugin(each) for each in given)}
+        return fields | {"plugins": tuple(map(find_noted, fields["plugins"]))}
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "Experiment":
@@ -197,7 +196,7 @@ class Experiment(Section):
 def _received(fields: dict[str, Any]) -> Experiment:
     """Return an experiment in the process that it was sent to; its plug-ins are loaded first."""
     for plugin in fields["plugins"]:
-        find_plugin(plugin)
+        find_plugin(Plugin(**plugin))
     return Experiment.model_validate(fields)
 
 

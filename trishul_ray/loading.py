@@ -178,7 +178,10 @@ def _load_plugins(fields: dict[str, Any]) -> None:
     """Load the files that the field ``plugins`` names; what they register may be named, too."""
     if given := fields.get("plugins"):
         given = given if isinstance(given, list | tuple) else [given]
-        fields["plugins"] = [plugins.find_plugin(each) for each in given]
+        fields["plugins"] = [
+            plugins.load_plugin(each) if isinstance(each, str | Path) else plugins.find_noted(each)
+            for each in given
+        ]
 
 
 def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:

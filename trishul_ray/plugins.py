@@ -75,15 +75,25 @@ def load_plugin(path: str | Path) -> Plugin:
     return _run(Plugin(path.stem, content, text), str(path))
 
 
-def find_plugin(noted: "Plugin | dict[str, Any] | str | Path") -> Plugin:
-    """Load a plug-in that is given as a file, or make sure that a noted one is loaded.
+def find_noted(note: Any) -> Plugin:
+    """Return a plug-in by what a configuration notes of it; a text in it is not run.
+
+    Raises:
+        InputError: As :func:`find_plugin`; or it is no note.
+    """
+    if isinstance(note, Plugin):
+        return find_plugin(note)
+    if not isinstance(note, dict) or not {"name", "content"} <= note.keys():
+        raise InputError(f"plugins: {note!r} is neither a Python file nor the note of a plug-in")
+    return find_plugin(Plugin(str(note["name"]), str(note["content"])))
+
+
+def find_plugin(plugin: Plugin) -> Plugin:
+    """Load a plug-in that another process has sent, or make sure that a noted one is loaded.
 
     Raises:
         InputError: It cannot be loaded, or what is installed or loaded has another content.
     """
-    if isinstance(noted, str | Path):
-        return load_plugin(noted)
-    plugin = Plugin(**noted) if isinstance(noted, dict) else noted
     if plugin.source is not None:
         return _run(plugin, f"<plug-in {plugin.name}>")
     load_installed()

@@ -83,10 +83,10 @@ class Assignment:
         Raises:
             InputError: A plug-in cannot be loaded here.
         """
-        from trishul_ray.plugins import find_plugin
+        from trishul_ray.plugins import Plugin, find_plugin
 
         for plugin in self.experiment.get("plugins", ()):
-            find_plugin(plugin)
+            find_plugin(Plugin(**plugin))
         return self.experiment
 
 
