@@ -26,8 +26,8 @@ from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.reproduce import reproduce
+from trishul_ray.tuning.search import TuneOptions
 from trishul_ray.tuning.sweep import Sweep, sweep_from_axes
 
 #: Seconds of a trial beyond its rounds, and throughput of two trials at once against one.

@@ -8,10 +8,10 @@ could not be computed on another machine. There, a run's ``config.yaml`` still h
 experiment whose path neither exists here nor has a note has the path itself in its id.
 
 Names of public datasets, and of models on the hub or in a mirror, are in the id as they are. What
-they stand for is compared when a result is used; see
-:func:`trishul_ray.federation.prepare.local_sources`.
+they stand for, the sources of a run, is compared when a result is used; see :func:`local_sources`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig, ModelConfig
+    from trishul_ray.data.prepared import ProgressCallback
     from trishul_ray.experiment import Experiment
 
 
@@ -89,6 +90,60 @@ def check_content(experiment: "Experiment") -> None:
                 f"{field}={path!r} has changed: this experiment is on content {noted[:19]}, and it "
                 f"now has {now[:19]}; restore it, or start again: it is another experiment"
             )
+
+
+def local_sources(
+    experiment: "Experiment", progress: "ProgressCallback | None" = None
+) -> tuple[dict[str, str], str]:
+    """Return the rows and the weights of an experiment as they are on this machine.
+
+    They are a part of ``Blueprint.sources``: its tokens and answers follow from the rows and from
+    the files of the backbone. Nothing is downloaded or pretrained, and torch is not imported.
+
+    Returns:
+        The sources that can be read here, and what cannot be, as text; empty if all can.
+    """
+    from trishul_ray.data.prepare import prepare
+    from trishul_ray.models.backbone import Backbone
+
+    sources: dict[str, str] = {}
+    unknown = []
+    backbone = Backbone.of(experiment)
+    places = backbone.places
+    try:
+        rows = prepare(
+            experiment.data, cache=places.cache, hub=places.hub, progress=progress, download=False
+        )
+        sources["rows"] = rows.fingerprint
+    except InputError as error:
+        unknown.append(f"the data ({error})")
+    try:
+        weights = backbone.local_source()
+        if weights is None:
+            unknown.append(f"the weights of {backbone.name} (not on this machine)")
+        elif weights:
+            sources["backbone"] = weights
+    except InputError as error:
+        unknown.append(f"the weights of the backbone ({error})")
+    return sources, " and ".join(unknown)
+
+
+def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return the sources known in both that differ, as text for a message; empty if none do."""
+    titles = {
+        "rows": "data", "tokens": "tokens of the data", "answers": "answers of the classes",
+        "backbone": "weights of the backbone",
+    }  # fmt: skip
+    changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
+    if "rows" in changed and "tokens" in changed:
+        changed.remove("tokens")  # new rows imply new tokens
+    return " and ".join(titles[source] for source in changed)
+
+
+def comparable(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Return whether the backbone's sources are of one kind: a folder's hash, or a hub's commit."""
+    backbones = [s["backbone"] for s in (before, now) if "backbone" in s]
+    return len({source.startswith("sha256:") for source in backbones}) < 2
 
 
 def _data_content(data: "DataConfig") -> str | None:

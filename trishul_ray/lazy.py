@@ -1,8 +1,9 @@
-"""PyTorch and parts of Arrow, imported at their first use.
+"""PyTorch, transformers and parts of Arrow, imported at their first use.
 
 A configuration consists of the classes of the methods, which compute with tensors. Modules that
 are imported to read one, or to list datasets, write ``from trishul_ray.lazy import torch`` instead
-of ``import torch``, so that a mistyped field is answered at once: importing torch takes seconds.
+of ``import torch``, so that a mistyped field is answered at once, as is a command that finds all
+its runs finished: importing torch takes seconds, and transformers more.
 ``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``.
 """
 
@@ -10,12 +11,13 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["pc", "pq", "torch"]
+__all__ = ["pc", "pq", "torch", "transformers"]
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
     import torch
+    import transformers
 else:
 
     class _Lazy(ModuleType):
@@ -23,5 +25,6 @@ else:
             return getattr(importlib.import_module(self.__name__), name)
 
     torch = _Lazy("torch")
+    transformers = _Lazy("transformers")
     pc = _Lazy("pyarrow.compute")
     pq = _Lazy("pyarrow.parquet")

@@ -3,7 +3,7 @@
 import pytest
 from tiny_run import TINY
 
-from trishul_ray.tuning import reproduce
+from trishul_ray.federation.on_ray import session
 
 
 @pytest.fixture(autouse=True)
@@ -11,7 +11,7 @@ def without_ray(monkeypatch):
     def start():
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(reproduce, "ray_session", start)
+    monkeypatch.setattr(session, "ray_session", start)
 
 
 @pytest.mark.parametrize(

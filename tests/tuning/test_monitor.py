@@ -6,7 +6,8 @@ import pytest
 from ray.tune.experiment import Trial
 
 from trishul_ray.tuning import monitor
-from trishul_ray.tuning.monitor import WAITING_NOTICE_SECONDS, Monitor, TuneOptions
+from trishul_ray.tuning.monitor import WAITING_NOTICE_SECONDS, Monitor
+from trishul_ray.tuning.search import TuneOptions
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -20,8 +21,8 @@ from trishul_ray.report.sweep_tables import build_tables
 from trishul_ray.runs.results import read_metrics
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning import tuner
-from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.reproduce import reproduce
+from trishul_ray.tuning.search import TuneOptions
 from trishul_ray.tuning.sweep import load_sweep
 
 pytestmark = [
@@ -230,6 +231,47 @@ def test_damaged_cells_are_restored_and_run_again_only_without_a_checkpoint(swee
     (replaced,) = client.search_runs(groups, run_view_type=ViewType.DELETED_ONLY)
     assert replaced.info.run_id == old["3"]["mlflow_run_id"]
     assert replaced.data.tags["trishul.replaced_by"] == results["3"]["attempt"]
+
+
+def test_a_command_with_nothing_to_do_imports_nothing_heavy_and_writes_nothing(
+    tmp_path, cache, small_words
+):
+    """All cells have finished: neither torch, Ray nor MLflow is needed, and the page is current."""
+    file, report = tmp_path / "mine.yaml", tmp_path / "report"
+    file.write_text("axes: {seed: [0, 1]}\n")
+    places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+    words = [*small_words, *places, "tracking.mlflow=true", "resources.backend=inline"]
+    script = (
+        "import sys\n"
+        "from trishul_ray.cli import main\n"
+        "sys.argv = ['trishul', 'sweep', *sys.argv[1:]]\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as error:\n"
+        "    assert not error.code, error.code\n"
+        "heavy = {'torch', 'transformers', 'ray', 'mlflow', 'datasets'} & sys.modules.keys()\n"
+        "print('HEAVY', *sorted(heavy), file=sys.stderr)\n"
+    )
+
+    def run():
+        command = [sys.executable, "-c", script, str(file), "--report", str(report), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+
+    first = run()
+    assert "torch" in first.stderr.rpartition("HEAVY")[2]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    second = run()
+    assert not second.stderr.rpartition("HEAVY")[2].split()
+    assert second.stdout == first.stdout
+    changed = {p for p, t in before.items() if p.suffix != ".lock" and p.stat().st_mtime_ns != t}
+    assert not changed
+    page = report / "report.html"
+    whole = page.read_bytes()
+    page.write_bytes(whole[:-1])
+    run()
+    assert page.read_bytes().partition(b"data-time")[0] == whole.partition(b"data-time")[0]
+    (tmp_path / "runs" / "mlflow.db").unlink()
+    assert "mlflow" in run().stderr.rpartition("HEAVY")[2]
 
 
 @pytest.mark.chaos

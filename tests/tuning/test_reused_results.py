@@ -10,8 +10,8 @@ from trishul_ray.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.reproduce import reproduce
+from trishul_ray.tuning.search import TuneOptions
 from trishul_ray.tuning.sweep import load_sweep
 
 

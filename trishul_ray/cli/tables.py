@@ -255,8 +255,8 @@ def run_sweeps(
         typer.Exit: Interrupted.
     """
     from trishul_ray.tracking.sweep_progress import SweepProgress
-    from trishul_ray.tuning.monitor import TuneOptions
     from trishul_ray.tuning.reproduce import reproduce
+    from trishul_ray.tuning.search import TuneOptions
 
     options = TuneOptions(retries, stall_minutes, concurrency)
     with SweepProgress(err) as progress:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.prepared import DatasetInfo, RowSet
+from trishul_ray.lazy import torch
 from trishul_ray.methods.base import SURVEY
 from trishul_ray.tasks.base import Task
 
@@ -20,17 +20,17 @@ from trishul_ray.tasks.base import Task
 Arrays = dict[str, np.ndarray]
 
 
-def to_arrays(state: dict[str, torch.Tensor]) -> Arrays:
+def to_arrays(state: "dict[str, torch.Tensor]") -> Arrays:
     """Return tensors as arrays in host memory."""
     return {key: value.detach().cpu().numpy() for key, value in state.items()}
 
 
-def to_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+def to_tensors(arrays: Arrays) -> "dict[str, torch.Tensor]":
     """Return copies of arrays as tensors; arrays from the object store are read-only."""
     return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
 
 
-def as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+def as_tensors(arrays: Arrays) -> "dict[str, torch.Tensor]":
     """Return arrays as tensors that share their memory; do not write to them."""
     with warnings.catch_warnings():
         # torch warns of read-only arrays, such as those of the object store.
@@ -155,21 +155,3 @@ class Blueprint:
     sources: dict[str, str] = field(default_factory=dict)
     client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
-
-
-def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the sources known in both that differ, as text for a message; empty if none do."""
-    titles = {
-        "rows": "data", "tokens": "tokens of the data", "answers": "answers of the classes",
-        "backbone": "weights of the backbone",
-    }  # fmt: skip
-    changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
-    if "rows" in changed and "tokens" in changed:
-        changed.remove("tokens")  # new rows imply new tokens
-    return " and ".join(titles[source] for source in changed)
-
-
-def comparable(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether the backbone's sources are of one kind: a folder's hash, or a hub's commit."""
-    backbones = [s["backbone"] for s in (before, now) if "backbone" in s]
-    return len({source.startswith("sha256:") for source in backbones}) < 2

@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -108,41 +107,6 @@ def _encode_rows(
     if isinstance(task, Verbalizer):  # the names of the classes may be the answers
         sources["answers"] = ",".join(map(str, task.answer_ids))
     return dataset, task, sources
-
-
-def local_sources(
-    experiment: Experiment, progress: ProgressCallback | None = None
-) -> tuple[dict[str, str], str]:
-    """Return the sources of an experiment as they are on this machine; see ``Blueprint``.
-
-    Nothing is downloaded or pretrained.
-
-    Returns:
-        The sources that can be read here, and what cannot be, as text; empty if all can.
-    """
-    sources: dict[str, str] = {}
-    unknown = []
-    backbone = Backbone.of(experiment)
-    places = backbone.places
-    try:
-        rows = prepare(
-            experiment.data, cache=places.cache, hub=places.hub, progress=progress, download=False
-        )
-        sources["rows"] = rows.fingerprint
-        on_disk = backbone.name in BUILTINS or isinstance(backbone.location, Path)
-        if rows.info.kind != "image" and on_disk:
-            sources |= _encode_rows(rows, experiment, backbone, progress)[2]
-    except InputError as error:
-        unknown.append(f"the data ({error})")
-    try:
-        weights = backbone.local_source()
-        if weights is None:
-            unknown.append(f"the weights of {backbone.name} (not on this machine)")
-        elif weights:
-            sources["backbone"] = weights
-    except InputError as error:
-        unknown.append(f"the weights of the backbone ({error})")
-    return sources, " and ".join(unknown)
 
 
 def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:

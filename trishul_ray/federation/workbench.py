@@ -12,6 +12,7 @@ from torch import Tensor
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.content import changed_sources
 from trishul_ray.data.partition import Partition, client_names
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.errors import InputError
@@ -20,7 +21,6 @@ from trishul_ray.federation.messages import (
     Arrays,
     Blueprint,
     Expected,
-    changed_sources,
     to_tensors,
 )
 from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset

@@ -280,7 +280,7 @@ class Backbone:
         Raises:
             InputError: The name matches no model.
         """
-        from trishul_ray.models.shared_weights import local_weights_source
+        from trishul_ray.models.lookup import local_weights_source
 
         return local_weights_source(self)
 

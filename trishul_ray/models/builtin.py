@@ -12,22 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.processors import TemplateProcessing
-from transformers import (
-    BertConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    T5Config,
-    ViTConfig,
-)
+from trishul_ray.lazy import transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 #: Ids of the special tokens.
@@ -53,11 +41,12 @@ Objective = Literal["masked", "causal", "denoise"]
 #: ``model_type`` of a built-in's architecture in transformers.
 ModelType = Literal["vit", "bert", "t5", "llama"]
 
-_CONFIGS: dict[ModelType, type[PretrainedConfig]] = {
-    "vit": ViTConfig,
-    "bert": BertConfig,
-    "t5": T5Config,
-    "llama": LlamaConfig,
+#: Classes of transformers' configurations.
+_CONFIGS: dict[ModelType, str] = {
+    "vit": "ViTConfig",
+    "bert": "BertConfig",
+    "t5": "T5Config",
+    "llama": "LlamaConfig",
 }
 
 #: Special tokens around one text, and around a pair, by model type.
@@ -105,9 +94,12 @@ class Builtin:
     architecture: Mapping[str, Any] = field(default_factory=dict)
     model_type: ModelType = "vit"
 
-    def config(self) -> PretrainedConfig:
+    def config(self) -> "PretrainedConfig":
         """Return a new configuration of the architecture."""
-        return _CONFIGS[self.model_type](**self.architecture)
+        config: PretrainedConfig = getattr(transformers, _CONFIGS[self.model_type])(
+            **self.architecture
+        )
+        return config
 
     @property
     def hash(self) -> str:
@@ -210,6 +202,12 @@ def _byte_characters() -> list[str]:
 
 def byte_tokenizer(model_type: str) -> "PreTrainedTokenizerBase":
     """Return the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.processors import TemplateProcessing
+
     sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
     pieces = [*_SPECIAL_TOKENS, *_byte_characters(), *sentinels]
     fast = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
@@ -218,7 +216,7 @@ def byte_tokenizer(model_type: str) -> "PreTrainedTokenizerBase":
     single, pair = _TEMPLATES[model_type]
     special = [(token, i) for i, token in enumerate(_SPECIAL_TOKENS)]
     fast.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast,
         pad_token=_SPECIAL_TOKENS[PAD],
         eos_token=_SPECIAL_TOKENS[EOS],

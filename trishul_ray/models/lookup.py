@@ -19,45 +19,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    BertConfig,
-    LlamaConfig,
-    PretrainedConfig,
-    RobertaConfig,
-    T5Config,
-    ViTConfig,
-)
-from transformers.utils import logging as hf_logging
 
 from trishul_ray.data.hub import check_depth
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import digest
+from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.network import hub_or_cache
 
 if TYPE_CHECKING:
-    from trishul_ray.models.backbone import ModelKind
+    from transformers import PretrainedConfig
+
+    from trishul_ray.models.backbone import Backbone, ModelKind
     from trishul_ray.storage import Places
 
 # fmt: off
 #: What creates the configuration of a well-known model, by hub name.
-KNOWN: dict[str, Callable[[], PretrainedConfig]] = {
-    "google/vit-base-patch16-224-in21k": lambda: ViTConfig(
+KNOWN: "dict[str, Callable[[], PretrainedConfig]]" = {
+    "google/vit-base-patch16-224-in21k": lambda: transformers.ViTConfig(
         hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
         image_size=224, patch_size=16, num_channels=3,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     ),
-    "google-t5/t5-base": lambda: T5Config(
+    "google-t5/t5-base": lambda: transformers.T5Config(
         vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12,
         relative_attention_num_buckets=32,
     ),
-    "meta-llama/Llama-3.2-1B": lambda: LlamaConfig(
+    "meta-llama/Llama-3.2-1B": lambda: transformers.LlamaConfig(
         vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, intermediate_size=8192, rms_norm_eps=1e-5,
         max_position_embeddings=131072, tie_word_embeddings=True,
@@ -67,11 +58,11 @@ KNOWN: dict[str, Callable[[], PretrainedConfig]] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         },
     ),
-    "FacebookAI/roberta-base": lambda: RobertaConfig(
+    "FacebookAI/roberta-base": lambda: transformers.RobertaConfig(
         vocab_size=50265, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
         intermediate_size=3072, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5,
     ),
-    "sentence-transformers/all-MiniLM-L6-v2": lambda: BertConfig(
+    "sentence-transformers/all-MiniLM-L6-v2": lambda: transformers.BertConfig(
         vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
         intermediate_size=1536, max_position_embeddings=512,
     ),
@@ -156,6 +147,34 @@ def folder_source(folder: Path, *, weights: bool = True) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(files).encode()).hexdigest()}"
 
 
+def weights_source(backbone: "Backbone", commit: str | None) -> str:
+    """Return the identity of the weights; ``commit`` is that of the hub.
+
+    See :class:`~trishul_ray.models.shared_weights.Resident`.
+    """
+    drawn, location = backbone.config.init == "random", backbone.location
+    if drawn and (backbone.name in BUILTINS or location in KNOWN):
+        return ""
+    if isinstance(location, Path):
+        return folder_source(location, weights=not drawn)
+    return f"{location}@{commit}" if commit else ""
+
+
+def local_weights_source(backbone: "Backbone") -> str | None:
+    """Return the :func:`weights_source` of what is on this machine; None if nothing is.
+
+    Raises:
+        InputError: The name matches no model.
+    """
+    location = backbone.location
+    if isinstance(location, Path):
+        known = backbone.config.init == "random" or location.is_dir()
+        return weights_source(backbone, None) if known else None
+    file = try_to_load_from_cache(location, "config.json")
+    commit = Path(file).parent.name if isinstance(file, str) else None
+    return weights_source(backbone, commit) if commit or location in KNOWN else None
+
+
 def packaged_folder(name: str) -> Path | None:
     """Return the folder of a model of :data:`PACKAGED`, unimported; None if not installed."""
     spec = importlib.util.find_spec(PACKAGED[name][0])
@@ -175,10 +194,12 @@ def _packaged_model(name: str) -> Path:
     return folder
 
 
-def read_architecture(location: Path | str) -> PretrainedConfig:
+def read_architecture(location: Path | str) -> "PretrainedConfig":
     """Read ``config.json`` without running any code found there; raise as transformers does."""
     with reading_from(location):
-        config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            location, trust_remote_code=False
+        )
     return config
 
 
@@ -220,17 +241,17 @@ def read_normalization(
         raise CorruptFileError(f"{file}: not a readable preprocessor file ({error})") from error
 
 
-def usual_kind(architecture: PretrainedConfig) -> "ModelKind":
+def usual_kind(architecture: "PretrainedConfig") -> "ModelKind":
     """Return the kind of model that an architecture is usually used as.
 
     Image models classify images, encoder-decoders map text to text, encoders classify text, and
     all others (decoders) continue a text.
     """
-    if type(architecture) in AutoModelForImageClassification._model_mapping:
+    if type(architecture) in transformers.AutoModelForImageClassification._model_mapping:
         return "image-classification"
     if architecture.is_encoder_decoder:
         return "seq2seq-lm"
-    if type(architecture) in AutoModelForMaskedLM._model_mapping:
+    if type(architecture) in transformers.AutoModelForMaskedLM._model_mapping:
         return "sequence-classification"
     return "causal-lm"
 
@@ -248,6 +269,8 @@ def reading_from(location: Path | str) -> Iterator[None]:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence load reports, retry notes and progress bars of transformers in this context."""
+    from transformers.utils import logging as hf_logging
+
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)

@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import transformers
 from filelock import FileLock
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from trishul_ray.data.prepare import make_cache_folder
 from trishul_ray.files import remove_unused, stamp
-from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
-from trishul_ray.models.lookup import KNOWN, folder_source, source_files
+from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import build_module, draw_head, draw_weights, load_checkpoint
 
 if TYPE_CHECKING:
@@ -125,31 +123,6 @@ def weights_file(
     ]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return backbone.places.cache / FOLDER / f"{digest}.safetensors"
-
-
-def weights_source(backbone: "Backbone", commit: str | None) -> str:
-    """Return the identity of the weights, see :class:`Resident`; ``commit`` is that of the hub."""
-    drawn, location = backbone.config.init == "random", backbone.location
-    if drawn and (backbone.name in BUILTINS or location in KNOWN):
-        return ""
-    if isinstance(location, Path):
-        return folder_source(location, weights=not drawn)
-    return f"{location}@{commit}" if commit else ""
-
-
-def local_weights_source(backbone: "Backbone") -> str | None:
-    """Return the :func:`weights_source` of what is on this machine; None if nothing is.
-
-    Raises:
-        InputError: The name matches no model.
-    """
-    location = backbone.location
-    if isinstance(location, Path):
-        known = backbone.config.init == "random" or location.is_dir()
-        return weights_source(backbone, None) if known else None
-    file = try_to_load_from_cache(location, "config.json")
-    commit = Path(file).parent.name if isinstance(file, str) else None
-    return weights_source(backbone, commit) if commit or location in KNOWN else None
 
 
 def write_aligned(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

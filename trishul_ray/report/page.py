@@ -4,12 +4,14 @@ The same outcomes give the same bytes. What depends on the clock is on the HTML 
 elements with the attribute ``data-time``: without them, the pages of two repetitions are equal.
 """
 
+import hashlib
 import itertools
+import json
 import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from trishul_ray.files import digest
 from trishul_ray.report.outcomes import (
     CellOutcome,
     DrawnFigure,
@@ -42,6 +45,7 @@ from trishul_ray.report.table_formats import (
     to_markdown,
 )
 from trishul_ray.tracking.progress import format_duration
+from trishul_ray.version import __version__
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
@@ -60,6 +64,8 @@ _STATUSES: tuple[Status, ...] = (
     *("finished", "missing", "stopped"),
     *("failed", "stale", "corrupt"),
 )
+#: File of a report that says what it was made from.
+_MADE_FROM = "made-from.json"
 #: How the overhead figure marks itself: it draws measured seconds.
 _TIMED = 'data-timed="true"'
 
@@ -218,7 +224,8 @@ def write_report(
     """Write the report on sweeps into a folder, and return the path of its HTML page.
 
     The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
-    LaTeX) and ``figures/`` (SVG, PDF, and what they show as CSV).
+    LaTeX) and ``figures/`` (SVG, PDF, and what they show as CSV). A report that was made from the
+    same results by the same code, which ``made-from.json`` says, stays as it is.
 
     Args:
         outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
@@ -226,6 +233,9 @@ def write_report(
         figures: Draws a figure; by default :func:`trishul_ray.report.paper_figures.draw`.
         paper: Returns the numbers that the paper prints.
     """
+    made_from = _made_from(outcomes) if figures is None and paper is paper_value else None
+    if made_from is not None and _is_current(folder, made_from):
+        return folder / "report.html"
     if figures is None:
         from trishul_ray.report.paper_figures import draw  # imports matplotlib
 
@@ -248,20 +258,51 @@ def write_report(
         "statuses": _STATUSES,
         "to_markdown": to_markdown,
     }
+    files: dict[str, str | bytes] = {}
     for part in page.parts:
         for slug, table in part.tables:
-            _write(folder / "tables" / f"{slug}.csv", to_csv(table))
-            _write(folder / "tables" / f"{slug}.tex", to_latex(table))
+            files[f"tables/{slug}.csv"] = to_csv(table)
+            files[f"tables/{slug}.tex"] = to_latex(table)
         for drawing in part.drawings:
-            if drawing.image:
-                _write(folder / "figures" / f"{drawing.slug}.svg", drawing.image.svg)
-                _write(folder / "figures" / f"{drawing.slug}.csv", drawing.image.csv)
-                _write(folder / "figures" / f"{drawing.slug}.pdf", drawing.image.pdf)
-    paths = [
-        _write(folder / name, templates.get_template(name).render(page=page))
-        for name in ("report.md", "report.html")
-    ]
-    return paths[-1]
+            if image := drawing.image:
+                for kind, content in (("svg", image.svg), ("csv", image.csv), ("pdf", image.pdf)):
+                    files[f"figures/{drawing.slug}.{kind}"] = content
+    for name in ("report.md", "report.html"):
+        files[name] = templates.get_template(name).render(page=page)
+    for name, content in files.items():
+        _write(folder / name, content)
+    if made_from is not None:
+        hashes = {name: digest(folder / name) for name in files}
+        _write(folder / _MADE_FROM, json.dumps({"made_from": made_from, "files": hashes}, indent=1))
+    return folder / "report.html"
+
+
+def _made_from(outcomes: Sequence[SweepOutcome]) -> str | None:
+    """Return a hash of what a report shows and of the code that shows it.
+
+    None if a result has no checksum, which stands for its files.
+    """
+    code = [digest(file) for file in sorted(Path(__file__).parent.rglob("*.*")) if file.is_file()]
+    shown: list[object] = [__version__, code]
+    for sweep in outcomes:
+        shown.append(replace(sweep, cells=()))
+        for cell in sweep.cells:
+            checksum = cell.summary.get("checksum")
+            if cell.status == "finished" and checksum is None:
+                return None
+            shown.append((cell.labels, cell.id, cell.status, cell.reason, cell.metric, checksum))
+    return hashlib.sha256(repr(shown).encode()).hexdigest()
+
+
+def _is_current(folder: Path, made_from: str) -> bool:
+    """Return whether a folder has the whole report that :func:`_made_from` identifies."""
+    try:
+        noted = json.loads((folder / _MADE_FROM).read_bytes())
+        return noted["made_from"] == made_from and all(
+            digest(folder / name) == expected for name, expected in noted["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _parts(

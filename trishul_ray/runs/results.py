@@ -13,25 +13,28 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
 
-from trishul_ray.data.coverage import Coverage
 from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import Checkpoint
-from trishul_ray.federation.server import RunResult
 from trishul_ray.files import digest
+from trishul_ray.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS, __version__
 
+if TYPE_CHECKING:
+    from trishul_ray.data.coverage import Coverage
+    from trishul_ray.federation.checkpoint import Checkpoint
+    from trishul_ray.federation.server import RunResult
+
+#: Of the folder of a run: why a sweep gave it up.
+FAILURE = "failure.json"
 #: Files of a finished run's numbers, which reports read.
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
@@ -136,7 +139,7 @@ def read_metrics(home: Store) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def write_tables(experiment: Experiment, result: RunResult | Checkpoint, folder: Path) -> None:
+def write_tables(experiment: Experiment, result: "RunResult | Checkpoint", folder: Path) -> None:
     """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
     (folder / "config.yaml").write_bytes(experiment.to_yaml())
     (folder / "metrics.parquet").write_bytes(metrics_parquet(result.records))
@@ -202,8 +205,8 @@ def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | 
 
 def summarize(
     experiment: Experiment,
-    result: RunResult,
-    coverage: Coverage,
+    result: "RunResult",
+    coverage: "Coverage",
     wall_seconds: float,
     run_id: str | None,
 ) -> dict[str, Any]:
@@ -282,7 +285,8 @@ def _metrics(record: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 def result_json(summary: dict[str, Any]) -> bytes:
     """Return the bytes of result.json: a summary and its checksum."""
-    content = {**summary, "checksum": _checksum(summary)}
+    # As it will be read: keys are text, and tuples are lists.
+    content = {**summary, "checksum": _checksum(json.loads(json.dumps(summary)))}
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -324,8 +328,16 @@ def unscored(experiment: Experiment, summary: dict[str, Any]) -> str:
     return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
 
 
+def attempt_of(home: Store) -> str:
+    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
+    try:
+        return str(json.loads(home.read("attempt.json"))["attempt"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return ""
+
+
 def _checksum(summary: dict[str, Any]) -> str:
-    """Return the SHA-256 of a summary as canonical JSON, without the checksum itself."""
-    plain = json.loads(json.dumps({k: v for k, v in summary.items() if k != "checksum"}))
+    """Return the SHA-256 of plain JSON values as canonical JSON, without the checksum itself."""
+    plain = {key: value for key, value in summary.items() if key != "checksum"}
     text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -20,6 +20,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
+from trishul_ray.content import changed_sources, local_sources
 from trishul_ray.data.custom import CUSTOM
 from trishul_ray.errors import (
     CorruptFileError,
@@ -31,7 +32,6 @@ from trishul_ray.errors import (
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.on_ray.workers import Workers
@@ -40,7 +40,6 @@ from trishul_ray.federation.prepare import (
     check_fits,
     coverage_of,
     image_size_line,
-    local_sources,
     prepare_run,
     random_weights_line,
 )
@@ -52,7 +51,9 @@ from trishul_ray.redaction import redact
 from trishul_ray.runs.duration import DurationNote
 from trishul_ray.runs.related import extend_shorter, note_differences
 from trishul_ray.runs.results import (
+    FAILURE,
     TABLES,
+    attempt_of,
     damaged_files,
     file_hashes,
     flat_metrics,
@@ -76,9 +77,6 @@ from trishul_ray.storage import Store, reason
 from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow_run import Tracker
 from trishul_ray.tracking.progress import RunProgress
-
-#: Of the folder of a run: why a sweep gave it up.
-FAILURE = "failure.json"
 
 #: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
 LOCK_SECONDS = 5.0
@@ -433,14 +431,6 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
     progress.count_earlier(report.records[:-shown])
     for record in report.records[-shown:]:
         progress.advance(record["round"], record)
-
-
-def attempt_of(home: Store) -> str:
-    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
-    try:
-        return str(json.loads(home.read("attempt.json"))["attempt"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return ""
 
 
 def _attempt(home: Store, new: str) -> str:

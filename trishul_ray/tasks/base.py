@@ -5,6 +5,8 @@ Python floats. Merging them is exactly rounded, so metrics do not depend on how 
 over workers.
 """
 
+from __future__ import annotations
+
 import importlib
 import math
 import pkgutil
@@ -14,11 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from trishul_ray import plugins
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.breakdown import (
     class_counts,
     client_counts,
@@ -28,6 +27,8 @@ from trishul_ray.tasks.breakdown import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.data.prepare import Encoder
     from trishul_ray.data.prepared import DatasetInfo, Kind
@@ -40,14 +41,14 @@ class Task(ABC):
     """Turns rows of a dataset into batches, a loss and metrics."""
 
     #: The rows that the task reads: images, texts or questions.
-    reads: "ClassVar[Kind]"
+    reads: ClassVar[Kind]
     #: The families of backbones that it runs on.
-    families: "ClassVar[tuple[ModelKind, ...]]"
+    families: ClassVar[tuple[ModelKind, ...]]
     #: For the tests of all tasks: overrides that name a small dataset whose rows the task accepts,
     #: such as ``("dataset=table", "data.path=tests/ratings.csv")``; empty for one of the package's.
     sample: ClassVar[tuple[str, ...]] = ()
     #: The kind of model that the task trains.
-    model_kind: "ModelKind"
+    model_kind: ModelKind
     #: The main metric, in [0, 1]; higher is better.
     headline: str = "accuracy"
     #: Keys of a prepared batch that are not inputs of the model.
@@ -59,10 +60,10 @@ class Task(ABC):
     #: Names of groups of test rows, indexed by the ``group`` column. Each has its own headline.
     groups: tuple[str, ...] = ()
     #: The tokenizer; None if the rows hold no text.
-    tokens: "TokenizerRef | None" = None
+    tokens: TokenizerRef | None = None
 
     @classmethod
-    def build(cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone") -> "Task":
+    def build(cls, experiment: Experiment, info: DatasetInfo, backbone: Backbone) -> Task:
         """Build the task of an experiment, on rows that it reads and a backbone of its families.
 
         Raises:
@@ -80,7 +81,7 @@ class Task(ABC):
         return (self.headline, "loss", *(group_metric(self.headline, g) for g in self.groups))
 
     @property
-    def encoder(self) -> "Encoder | None":
+    def encoder(self) -> Encoder | None:
         """Encoder of the dataset's texts as token ids; None if the rows hold no text."""
         return None
 
@@ -124,7 +125,7 @@ class Task(ABC):
         """Return the headline of every client that has test rows of its own."""
         return score_by_client(sums, self.row_score)
 
-    def predict(self, model: "AdaptedModel", batch: Mapping[str, Tensor]) -> Any:
+    def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Any:
         """Return what :meth:`evaluate` scores: the model's outputs, or the text it generates."""
         return model.forward(**self.inputs(batch))
 
@@ -146,7 +147,7 @@ class Task(ABC):
         return {}
 
 
-_REGISTRY: "dict[tuple[str, Kind], type[Task]]" = {}
+_REGISTRY: dict[tuple[str, Kind], type[Task]] = {}
 
 _T = TypeVar("_T", bound=type[Task])
 
@@ -178,7 +179,7 @@ def _import_tasks() -> None:
         importlib.import_module(f"trishul_ray.tasks.{module.name}")
 
 
-def task_classes() -> "Mapping[tuple[str, Kind], type[Task]]":
+def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
     """Return all registered tasks, by kind and rows, after importing the whole package."""
     _import_tasks()
     plugins.load_installed()
@@ -197,8 +198,8 @@ def exact_sum(sums: Sequence[Mapping[str, float]], key: str) -> float:
 
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits of a model's output, or the output itself if it is a tensor."""
-    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-    if not isinstance(logits, Tensor):
+    logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    if not isinstance(logits, torch.Tensor):
         raise TypeError(f"expected logits as a tensor, got {type(logits).__name__}")
     return logits
 
@@ -296,7 +297,7 @@ def class_sums(
     logits, labels = logits.float(), batch["labels"]
     choices = logits if class_columns is None else logits[:, class_columns]
     columns = labels if class_columns is None else class_columns[labels]
-    losses = F.cross_entropy(logits, columns, reduction="none")
+    losses = torch.nn.functional.cross_entropy(logits, columns, reduction="none")
     predicted = choices.argmax(dim=-1).where(choices.isfinite().all(dim=-1), -1)
     scores = {"loss_sum": losses, "correct": predicted == labels}
     return sum_rows(scores, batch, groups, by="correct") | class_counts(predicted, labels)
@@ -321,7 +322,7 @@ class Classification(Task):
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean cross-entropy of logits [b, K], in float32."""
-        return F.cross_entropy(logits_of(outputs).float(), batch["labels"])
+        return torch.nn.functional.cross_entropy(logits_of(outputs).float(), batch["labels"])
 
     def class_logits(self, outputs: Any) -> Tensor:
         """Return the logits of the classes [b, K]; the largest is the prediction."""

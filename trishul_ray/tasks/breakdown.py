@@ -3,13 +3,19 @@
 Shapes: b rows of a batch, K classes, C clients.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Sums of one batch, by name.
 Sums = Mapping[str, float]

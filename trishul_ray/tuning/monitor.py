@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from trishul_ray.federation.on_ray.nodes import launch_failures
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.report.outcomes import Status
 from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning.search import Search
+from trishul_ray.tuning.search import Search, TuneOptions
 from trishul_ray.tuning.state import record_failure
 from trishul_ray.tuning.trial import (
     FAILURE,
@@ -30,22 +29,6 @@ from trishul_ray.tuning.watchdog import Watchdog
 
 #: Seconds without a running trial before it is reported that trials wait for resources.
 WAITING_NOTICE_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """How cells are run.
-
-    Attributes:
-        retries: How often a cell that failed is tried again.
-        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
-        concurrency: Number of cells at a time; None is what the cluster holds, with the nodes that
-            its autoscaler may add. Cells beyond that wait.
-    """
-
-    retries: int = 2
-    stall_minutes: float = 30.0
-    concurrency: int | None = None
 
 
 class Monitor(tune.Callback):

@@ -5,31 +5,32 @@ the store and runs only the cells that have none that can be used.
 """
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.on_ray.session import ray_session
-from trishul_ray.federation.prepare import check_fits
+from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import SweepOutcome, shown_label
-from trishul_ray.runs.results import read_metrics
-from trishul_ray.runs.runner import attempt_of
+from trishul_ray.runs.results import attempt_of, read_metrics
 from trishul_ray.runs.tracked import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
-from trishul_ray.tracking.store import tracking_uri
+from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
 from trishul_ray.tuning.cells import Cell
-from trishul_ray.tuning.monitor import TuneOptions
 from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
+from trishul_ray.tuning.search import TuneOptions
 from trishul_ray.tuning.state import CellState, collect, examine, read_failure
 from trishul_ray.tuning.sweep import Sweep, distinct
-from trishul_ray.tuning.trial import CellRun
-from trishul_ray.tuning.tuner import check_optuna, check_stores, run_cells, run_search
+
+if TYPE_CHECKING:
+    from trishul_ray.tuning.trial import CellRun
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         RunError: Ray or Ray Tune failed.
     """
     for sweep in filter(is_adaptive, sweeps):
+        from trishul_ray.tuning.tuner import check_optuna
+
         assert sweep.search is not None
         check_optuna(sweep.search)
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
@@ -72,10 +75,15 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         progress.note(f"finished results were {note}")
     searches = [part for part in work.parts if is_adaptive(part.sweep)]
     status: Status = "FAILED"
+    idle = not (missing or searches) and work.is_logged()
     try:
-        work.open_parents()
+        if not idle:
+            work.open_parents()
         if missing or searches:
             progress.phase("starting Ray")
+            from trishul_ray.federation.on_ray.session import ray_session
+            from trishul_ray.tuning.tuner import check_stores
+
             with ray_session():
                 check_stores({cell.experiment.storage.runs for s in sweeps for cell in s.cells})
                 _run(work, missing, searches, options)
@@ -86,16 +94,19 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         status = "KILLED"
         raise
     finally:
-        work.close_parents(status)
+        if not idle:
+            work.close_parents(status)
     outcomes = collect([part.sweep for part in work.parts], work.states)
-    commands = [part.parent.ui_command() for part in work.parts if part.parent is not None]
-    return Reproduced(outcomes, failures, len(missing), commands[0] if commands else None)
+    command = next((part.tracking.command for part in work.parts if part.tracking), None)
+    return Reproduced(outcomes, failures, len(missing), command)
 
 
 def _run(
     work: "_Work", missing: Sequence[str], searches: Sequence["_Part"], options: TuneOptions
 ) -> None:
     """Run missing cells on Ray; runs are compared with each other where they may be stopped."""
+    from trishul_ray.tuning.tuner import run_search
+
     left = dict.fromkeys(missing)
     for part in work.parts:
         compared = part.sweep.early_stopping or part.sweep.search
@@ -127,6 +138,8 @@ def _run(
 def _run_cells(
     work: "_Work", ids: Sequence[str], options: TuneOptions, sweep: Sweep | None = None
 ) -> None:
+    from trishul_ray.tuning.tuner import run_cells
+
     if ids:
         runs = {id: work.run_of(id) for id in ids}
         stopping, search = (sweep.early_stopping, sweep.search) if sweep else (None, None)
@@ -141,7 +154,9 @@ class _Samples:
     cell: Cell
     parent: str | None
 
-    def __call__(self, config: Mapping[str, object]) -> CellRun:
+    def __call__(self, config: Mapping[str, object]) -> "CellRun":
+        from trishul_ray.tuning.trial import CellRun
+
         assert self.sweep.search is not None
         cell = sampled(self.cell, config, self.sweep.search)
         tags = cell_tags(self.sweep, cell)
@@ -155,6 +170,7 @@ class _Part:
 
     def __init__(self, sweep: Sweep) -> None:
         self.parent: SweepRun | None = None
+        self.tracking = SweepTracking.of(sweep)
         self.set_sweep(sweep)
 
     def set_sweep(self, sweep: Sweep) -> None:
@@ -227,8 +243,10 @@ class _Work:
             )
         ]
 
-    def run_of(self, id: str) -> CellRun:
+    def run_of(self, id: str) -> "CellRun":
         """Return what the trial of a cell runs."""
+        from trishul_ray.tuning.trial import CellRun
+
         experiment = self.experiment(id)
         return CellRun(
             with_parent(experiment, self.holders[id][0].parent_id),
@@ -244,7 +262,8 @@ class _Work:
             InputError: The tracking store cannot be used.
         """
         for part in self.parts:
-            part.parent = open_parent(part.sweep)
+            if part.tracking is not None:
+                part.parent = part.tracking.open()
 
     def close_parents(self, status: Status) -> None:
         """End the MLflow runs of the sweeps, and of cells that were being driven."""
@@ -269,8 +288,20 @@ class _Work:
             rejected += self._log_reused(part, tags)
             counts = {status: found[status] for status in ("finished", "failed", "stopped")}
             counts["missing"] = len(part.cells) - sum(counts.values())
-            for line in rejected + part.parent.close(counts, status):
+            rejected += part.parent.close(counts, status)
+            for line in rejected:
                 self.progress.note(f"MLflow refused: {line}")
+            if status == "FINISHED" and not rejected and part.tracking is not None:
+                part.tracking.note(self._results(part))
+
+    def is_logged(self) -> bool:
+        """Return whether MLflow has all sweeps as they are now, which need not be logged again."""
+        return all(p.tracking is None or p.tracking.has(self._results(p)) for p in self.parts)
+
+    def _results(self, part: _Part) -> dict[str, str]:
+        """Return the checksums of a sweep's results, by id."""
+        summaries = {id: self.states[id].summary for id in part.cells}
+        return {id: summary["checksum"] for id, summary in summaries.items() if summary is not None}
 
     def _log_reused(self, part: _Part, tags: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Log results that were made for another MLflow experiment or store."""
@@ -302,6 +333,8 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
     for id, experiment in experiments.items():
         kept = experiment.model_dump_json(include={"model", "adapter", "budget", "method"})
         if kept not in checked:
+            from trishul_ray.federation.prepare import check_fits
+
             checked.add(kept)
             try:
                 check_fits(experiment)
@@ -345,26 +378,84 @@ def with_parent(experiment: Experiment, parent: str | None) -> Experiment:
     return experiment.model_copy(update={"tracking": tracking})
 
 
-def open_parent(sweep: Sweep) -> SweepRun | None:
-    """Open the MLflow run of a sweep, the same one at every call; None if it logs nothing.
+@dataclass(frozen=True)
+class SweepTracking:
+    """The MLflow run of a sweep, the same one at every call.
 
-    Raises:
-        InputError: The tracking store cannot be used.
+    Attributes:
+        sweep: The sweep.
+        uri: Address of the MLflow store.
+        runs: Folder of the sweep's runs.
+        experiment: Name of the MLflow experiment.
     """
-    tracked = [cell.experiment for cell in sweep.cells if cell.experiment.tracking.mlflow]
-    if not tracked:
-        return None
-    experiment = tracked[0]
-    runs, options = experiment.storage.runs, experiment.tracking
-    names = [sweep.name, sweep.profile, Store.open(runs).uri]
-    if sweep.file is None:  # axes on the command line have no name of their own
-        names += sorted({cell.experiment.id for cell in sweep.cells})
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
-    return SweepRun.open(
-        tracking_uri(options.uri, runs),
-        options.experiment,
-        f"sweep-{digest}",
-        f"{sweep.name}-{sweep.profile}",
-        {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
-        {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
-    )
+
+    sweep: Sweep
+    uri: str
+    runs: Store
+    experiment: str
+
+    @classmethod
+    def of(cls, sweep: Sweep) -> "SweepTracking | None":
+        """Return how a sweep is logged; None if it is not.
+
+        Raises:
+            InputError: There is no usable tracking URI.
+        """
+        tracked = [cell.experiment for cell in sweep.cells if cell.experiment.tracking.mlflow]
+        if not tracked:
+            return None
+        storage, options = tracked[0].storage, tracked[0].tracking
+        uri = tracking_uri(options.uri, storage.runs)
+        return cls(sweep, uri, Store.open(storage.runs, storage.retry_seconds), options.experiment)
+
+    def open(self) -> SweepRun:
+        """Create the run, or open it.
+
+        Raises:
+            InputError: The tracking store cannot be used.
+        """
+        sweep = self.sweep
+        return SweepRun.open(
+            self.uri,
+            self.experiment,
+            f"sweep-{self._key}",
+            f"{sweep.name}-{sweep.profile}",
+            {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
+            {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that shows the store in a browser, or its address."""
+        return ui_command(self.uri)
+
+    def note(self, results: Mapping[str, str]) -> None:
+        """Note beside the runs that the store has these results, checksums by id."""
+        self._notes.write(self._file, json.dumps(self._logged(results)).encode())
+
+    def has(self, results: Mapping[str, str]) -> bool:
+        """Return whether the store is there and has these results, as :meth:`note` noted."""
+        file = sqlite_file(self.uri)
+        try:
+            noted = json.loads(self._notes.read(self._file))
+        except (FileNotFoundError, ValueError):
+            return False
+        return noted == self._logged(results) and (file is None or file.exists())
+
+    def _logged(self, results: Mapping[str, str]) -> dict[str, Any]:
+        return {"uri": redact(self.uri), "experiment": self.experiment, "results": dict(results)}
+
+    @property
+    def _file(self) -> str:
+        return f"{self._key}.json"
+
+    @property
+    def _notes(self) -> Store:
+        return self.runs.child("sweeps")
+
+    @property
+    def _key(self) -> str:
+        names = [self.sweep.name, self.sweep.profile, self.runs.uri]
+        if self.sweep.file is None:  # axes on the command line have no name of their own
+            names += sorted({cell.experiment.id for cell in self.sweep.cells})
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from ray import tune
-from ray.tune.search.variant_generator import generate_variants
 
 from trishul_ray.report.outcomes import TableLayout
 from trishul_ray.tuning.cells import Cell, vary
@@ -28,6 +26,8 @@ def with_random_samples(sweep: Sweep) -> Sweep:
     search = sweep.search
     if search is None or search.kind != "random":
         return sweep
+    from ray.tune.search.variant_generator import generate_variants
+
     rng = np.random.RandomState(search.seed)
     space = sampling_space(search)
     samples = [
@@ -77,6 +77,8 @@ def sampled(cell: Cell, values: Mapping[str, Any], search: Search) -> Cell:
 
 def sampling_space(search: Search) -> dict[str, Any]:
     """Return the space of a search as Ray Tune takes it."""
+    from ray import tune
+
     space: dict[str, Any] = {}
     for name, domain in search.space.items():
         if isinstance(domain, Choice):

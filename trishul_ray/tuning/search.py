@@ -1,4 +1,4 @@
-"""Search spaces and early stopping of a user's own sweep, as read from its file."""
+"""How the cells of a sweep are run: search spaces and early stopping of its file, and retries."""
 
 import itertools
 import math
@@ -53,6 +53,22 @@ class Interval:
     def corners(self) -> tuple[Any, ...]:
         """Values that are valid only if all are."""
         return self.low, self.high
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How cells are run.
+
+    Attributes:
+        retries: How often a cell that failed is tried again.
+        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
+        concurrency: Number of cells at a time; None is what the cluster holds, with the nodes that
+            its autoscaler may add. Cells beyond that wait.
+    """
+
+    retries: int = 2
+    stall_minutes: float = 30.0
+    concurrency: int | None = None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
-from trishul_ray.runs.results import NUMBERS, damaged_files, flat_metrics
-from trishul_ray.runs.runner import FinishedRun, RunSteps, attempt_of, run_steps
+from trishul_ray.runs.results import NUMBERS, attempt_of, damaged_files, flat_metrics
+from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tuning.search import HEADLINE
 from trishul_ray.tuning.state import read_failure

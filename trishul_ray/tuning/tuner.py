@@ -32,9 +32,9 @@ from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.storage import Store
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tuning.grouping import Group, group_cells, inputs_of
-from trishul_ray.tuning.monitor import Monitor, TuneOptions
+from trishul_ray.tuning.monitor import Monitor
 from trishul_ray.tuning.samples import sampling_space
-from trishul_ray.tuning.search import EarlyStopping, Search
+from trishul_ray.tuning.search import EarlyStopping, Search, TuneOptions
 from trishul_ray.tuning.state import record_failure
 from trishul_ray.tuning.trial import ROUND, CellRun, CellTrial, FindRun
 from trishul_ray.tuning.watchdog import Watchdog
