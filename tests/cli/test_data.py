@@ -129,3 +129,21 @@ def test_many_clients_are_summed_up():
     table = partition_table(LabelCounts(counts, ("a", "b"), "class"))
     assert table.row_count == 32
     assert list(table.columns[-1].cells)[-2:] == ["10 more", "a: 40, b: 40"]
+
+
+def test_the_heads_of_a_backbone_are_those_of_a_run_and_need_none(called, small, inline_result):
+    words = ["model.init=random", "adapter.heads=2", "method.block_scores=all"]
+    code, shown, error = called("models", "vit-digits", *words)
+    assert code == 0, error
+    blueprint = inline_result(small("method=trishul", *words)).blueprint
+    printed = [
+        line.replace("│", " ").split() for line in shown.splitlines() if "vit.layers" in line
+    ]
+    assert {block: int(heads) for block, _, heads in printed} == blueprint.heads
+    norms = {block: float(norm) for block, norm, _ in printed}
+    assert norms == {b: float(f"{norm:.4g}") for b, norm in blueprint.block_norms.items()}
+
+
+def test_heads_that_clients_decide_are_not_shown(called):
+    code, _, error = called("models", "vit-digits", "method.allocation=gradient")
+    assert code == 2 and "by what clients measure before round 1" in error

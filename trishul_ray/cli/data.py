@@ -48,14 +48,46 @@ def methods(plugin: Plugins = None) -> None:
     out.print(methods_table())
 
 
-def models() -> None:
+def models(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="A backbone, then key=value overrides: shows its heads by block."),
+    ] = None,
+) -> None:
     """List the known backbones: size, adapted matrices, source of the weights.
 
+    With a name, show how many core heads each of its blocks gets, from its weights alone.
     Name any other model by its hub name, its name in a mirror, or its folder: `model=owner/name`.
-    """
-    from trishul_ray.report.catalogue import models_table
 
-    out.print(models_table())
+    - `trishul models vit-digits`
+    - `trishul models vit-b16 method.block_scores=attention budget=higher`
+    """
+    from trishul_ray.report.catalogue import heads_table, models_table
+
+    if not arguments:
+        out.print(models_table())
+        return
+    from trishul_ray.federation.prepare import build_site
+    from trishul_ray.loading import load_experiment
+    from trishul_ray.methods.base import build_method
+    from trishul_ray.models.backbone import Backbone
+
+    name, *overrides = arguments
+    experiment = load_experiment(None, [f"model={name}", *overrides])
+    method, backbone = build_method(experiment.method, experiment.adapter), Backbone.of(experiment)
+    if (plan := method.survey_plan) is not None and plan.decides_adapters:
+        raise InputError("these heads are by what clients measure before round 1: start a run")
+    module = backbone.load(backbone.family, None, seed=experiment.seed)
+    site = build_site(module, experiment)
+    adapters = method.adapters(site)
+    heads = {
+        block: (
+            sum(site.squared_norms[layer.name] for layer in layers),
+            int(getattr(adapters[layers[0].name], "heads", 0)),
+        )
+        for block, layers in site.blocks().items()
+    }
+    out.print(heads_table(heads))
 
 
 def datasets(

@@ -4,6 +4,7 @@ Each table imports what it lists, and nothing else, so that it is shown at once.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.markup import escape
@@ -51,6 +52,19 @@ def models_table() -> Table:
     for name, builtin in BUILTINS.items():
         weights = f"built in: {builtin.description.partition(': ')[0]}, `trishul pretrain`"
         table.add_row(name, *_size(name), weights)
+    return table
+
+
+def heads_table(blocks: Mapping[str, tuple[float, int]]) -> Table:
+    """List blocks: squared norm of the adapted matrices, and core heads on each of them."""
+    mean = sum(heads for _, heads in blocks.values()) / len(blocks)
+    table = Table(
+        Column("block", no_wrap=True, overflow="fold"),
+        Column("squared norm of its adapted matrices", justify="right"),
+        Column(f"heads on each (mean {mean:g})", justify="right"),
+    )
+    for name, (norm, heads) in blocks.items():
+        table.add_row(name, f"{norm:.4g}", str(heads))
     return table
 
 
