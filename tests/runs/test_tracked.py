@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from mlflow.utils.validation import _validate_metric_name
 
+from trishul_ray.experiment import Experiment
 from trishul_ray.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.runs.tracked import grouped_metrics, log_totals, run_name
@@ -25,6 +26,12 @@ def test_names_tell_runs_apart():
     names = [run_name(load_experiment(None, words)) for words in changes]
     assert names[0] == "trishul λ=0.01 α=0.3 rank=4 seed=0 quickstart"
     assert len(set(names)) == len(names)
+    rates = [run_name(load_experiment(None, [f"optimizer.lr={lr}"])) for lr in (0.0123, 0.0456)]
+    assert rates[0] == "trishul λ=0.01 α=0.3 rank=4 lr=0.0123 seed=0 quickstart"
+    assert rates[0] != rates[1]
+    data = Experiment(data={"name": "table", "path": "/somewhere/notes.csv"})
+    assert run_name(data).endswith("seed=0 notes.csv")
+    assert run_name(data.model_copy(update={"name": "mine"})).endswith("seed=0 mine")
     full = run_name(load_experiment(None, ["method=fullft"]))
     assert full == "fullft α=0.3 seed=0 quickstart"  # which has no budget
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from trishul_ray.config import SET_BY_HAND
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.tables import describe
@@ -75,7 +76,11 @@ def open_tracker(
 
 
 def run_name(experiment: Experiment) -> str:
-    """Return a name that tells runs apart: method, λ, α or partition, budget, seed, and label."""
+    """Return a name that tells runs apart: method, λ, α or partition, budget, rate, seed, label.
+
+    The rate is named if it was set, such as by a search. Without a label of their own, runs on own
+    data are named after it.
+    """
     parts = [experiment.method.name]
     if (lam := getattr(experiment.method, "lam", None)) is not None:
         parts.append(f"λ={lam:g}")
@@ -83,7 +88,12 @@ def run_name(experiment: Experiment) -> str:
     parts.append(f"α={split.alpha:g}" if split.kind == "dirichlet" else split.kind)
     if "budget" in experiment.identity():
         parts.append(f"rank={experiment.lora_rank}")
-    return " ".join([*parts, f"seed={experiment.seed}", experiment.name])
+    if experiment.optimizer.lr_source == SET_BY_HAND:
+        parts.append(f"lr={experiment.optimizer.lr:.3g}")
+    label = experiment.name
+    if experiment.data.path is not None and label == type(experiment).model_fields["name"].default:
+        label = Path(experiment.data.path).name or label
+    return " ".join([*parts, f"seed={experiment.seed}", label])
 
 
 def grouped_metrics(record: Mapping[str, float]) -> dict[str, float]:
