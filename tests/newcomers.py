@@ -1,4 +1,4 @@
-"""Methods that were written by docs/adding-a-method.md alone, as plug-ins for the tests."""
+"""Methods and a task that were written by the guides alone, as plug-ins for the tests."""
 
 import sys
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trishul_ray import plugins
 from trishul_ray.methods import base
+from trishul_ray.tasks import base as tasks
 
 FOLDER = Path(__file__).parent / "methods" / "newcomers"
 NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
@@ -14,7 +15,9 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 @contextmanager
 def unloaded_after():
     """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
-    tables = (base._REGISTRY, plugins._owners, plugins._providers, plugins._newest, plugins._loose)
+    base.method_names(), tasks.task_classes()  # the built-in ones are registered before
+    tables = [base._REGISTRY, tasks._REGISTRY]
+    tables += [plugins._owners, plugins._providers, plugins._newest, plugins._loose]
     before = [dict(table) for table in tables]
     modules = set(sys.modules)
     try:

@@ -15,7 +15,7 @@ from trishul_ray import plugins
 from trishul_ray.errors import InputError
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import build_experiment, load_experiment
-from trishul_ray.methods.base import method_names, register
+from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
 from trishul_ray.runs.trained import open_run
 
@@ -24,7 +24,6 @@ ROLORA = str(FOLDER / "rolora.py")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    method_names()
     with unloaded_after():
         yield
 

@@ -8,7 +8,6 @@ from newcomers import FOLDER, unloaded_after
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.methods.base import method_names
 from trishul_ray.plugins import load_plugin
 
 #: A run of seconds: random weights, so that nothing needs pretraining.
@@ -46,7 +45,6 @@ def executor(cache):
 @pytest.fixture(scope="package", autouse=True)
 def newcomers():
     """The methods of ``newcomers/`` are known to the tests of methods."""
-    method_names()  # the built-in ones are registered before
     with unloaded_after():
         for file in sorted(FOLDER.glob("*.py")):
             load_plugin(file)

@@ -2,14 +2,17 @@
 
 import math
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from newcomers import unloaded_after
 
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
 from trishul_ray.loading import load_experiment
+from trishul_ray.plugins import load_plugin
 from trishul_ray.tasks.base import task_classes
 
 #: Rows of each kind, and a small model of each family.
@@ -25,11 +28,20 @@ CASES = [
     for (kind, reads), task in sorted(task_classes().items())
     for family in task.families
 ]
+#: A task of a file, which names rows that it accepts.
+NEWCOMER = ("rating", "text", "sequence-classification")
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=[*CASES, NEWCOMER], ids="-".join)
 def bench(request, tmp_path_factory):
-    kind, reads, family = request.param
+    with unloaded_after():
+        if request.param == NEWCOMER:
+            load_plugin(Path(__file__).parent / "newcomers" / "rating.py")
+        yield made(request.param, tmp_path_factory)
+
+
+def made(case, tmp_path_factory):
+    kind, reads, family = case
     words = list(task_classes()[kind, reads].sample) or [f"dataset={DATA[reads]}"]
     words += [f"model={MODELS[family]}", f"task.kind={kind}"]
     words += ["model.init=random", f"storage.cache={tmp_path_factory.mktemp('cache')}"]
