@@ -1,5 +1,6 @@
 """Settings of a run: active inside the block, restored after it; the same bytes on a GPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 from trishul_ray.config import ModelConfig, ResourcesConfig
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.determinism import ENVIRONMENT, deterministic
+from trishul_ray.federation.determinism import ENVIRONMENT, WAITING, deterministic
 
 
 def settings():
@@ -105,18 +106,28 @@ def test_an_operation_without_a_deterministic_kernel_is_named():
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
-@pytest.mark.parametrize("module", ["cli", "federation.on_ray.actors"])
-def test_the_environment_is_set_before_torch_is_imported(module):
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        ("cli", {}),
+        ("federation.on_ray.actors", {}),
+        # What the user has set stays, and decides alone how threads wait.
+        ("cli", {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OMP_WAIT_POLICY": "PASSIVE"}),
+        ("cli", {"KMP_BLOCKTIME": "0"}),
+    ],
+)
+def test_the_environment_is_set_before_torch_is_imported(module, given):
     """OpenMP reads its settings when torch is loaded, cuBLAS at the first CUDA call."""
+    names = sorted({*ENVIRONMENT, *WAITING, "OMP_WAIT_POLICY"})
     code = (
-        "import os, sys\n"
+        "import json, os, sys\n"
         f"import trishul_ray.{module}\n"
-        f"print([os.environ.get(name) for name in {list(ENVIRONMENT)}], 'torch' in sys.modules)"
+        f"print(json.dumps({{name: os.environ[name] for name in {names} if name in os.environ}}))\n"
+        "assert 'torch' not in sys.modules"
     )
-    first, *others = ENVIRONMENT
-    environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT} | {first: ":16:8"}
+    environment = {k: v for k, v in os.environ.items() if k not in names} | given
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    # A variable that the user has set keeps its value.
-    assert done.stdout.strip() == f"{[':16:8', *(ENVIRONMENT[name] for name in others)]} False"
+    waiting = {} if given else WAITING
+    assert json.loads(done.stdout) == ENVIRONMENT | waiting | given

@@ -20,20 +20,28 @@ ENVIRONMENT = {
     # cuBLAS selects its algorithms by the size of its workspace; a fixed size gives the same bytes
     # (NVIDIA, "cuBLAS: Results Reproducibility"). Read at the first CUDA call.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # By default, torch's OpenMP threads spin while they wait, and block cores that other processes
-    # need: with one busy process beside it on two cores, a step took 7 to 20 times as long. Read
-    # when torch is loaded.
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
+
+#: Variables that decide how long an OpenMP thread without work spins before it sleeps, read when
+#: torch is loaded. Spinning threads block cores that other processes need: with one busy process
+#: beside it on two cores, a step took 7 to 20 times as long. Threads that sleep at once take a
+#: fifth longer on a quiet machine (``benchmarks/waiting.py``). So they spin for a fraction of a
+#: millisecond: GNU's runtime counts iterations, Intel's and LLVM's milliseconds.
+WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 
 #: A setting: how to read it, how to change it, and its value in a run.
 _Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
 
 
 def set_environment() -> None:
-    """Set the variables of :data:`ENVIRONMENT` that are not set. Call it before importing torch."""
+    """Set the variables of :data:`ENVIRONMENT` that are not set. Call it before importing torch.
+
+    Those of :data:`WAITING` are set if the user has chosen no way of waiting.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", *WAITING}:
+        os.environ.update(WAITING)
 
 
 @contextmanager
