@@ -276,6 +276,74 @@ def test_the_source_without_a_look_up():
     assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source == SET_BY_HAND
 
 
+def test_the_source_names_another_alpha():
+    def source(alpha):
+        words = ["dataset=cifar100", f"partition.alpha={alpha}"]
+        return load_experiment(None, words).optimizer.lr_source
+
+    assert source(0.3) == "RAVAN Table 8; borrowed from ravan, for trishul"
+    assert source(0.05) == f"{source(0.3)}; from α = 0.3, for 0.05"
+    words = ["dataset=cifar100", "partition.kind=iid", "partition.alpha=0.05", "method=ravan"]
+    assert load_experiment(None, words).optimizer.lr_source == "RAVAN Table 8"
+
+
+@pytest.fixture
+def tuned_file(tmp_path):
+    """A file of tuned rates on digits, of budget 4: FedIT's on two partitions, and TRISHUL's."""
+    common = {
+        "dataset": "digits", "rank": 4, "model": "vit-digits", "optimizer": "adam",
+        "metric": "validation_accuracy", "score": 0.75, "edge": None,
+        "grid": {0.01: 0.5, 0.02: 0.75}, "runs": ["0" * 12],
+    }  # fmt: skip
+    skewed = {"partition": "dirichlet", "alpha": 0.3}
+    rates = [
+        {"method": "fedit", **skewed, "rate": 0.021, "edge": "highest"},
+        {"method": "fedit", "partition": "iid", "alpha": None, "rate": 0.022},
+        {"method": "trishul", **skewed, "rate": 0.023},
+    ]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"rates": [common | rate for rate in rates]}))
+    return path
+
+
+def test_tuned_rates_replace_others_and_say_what_they_were_tuned_for(tuned_file):
+    def rate(*words):
+        made = load_experiment(None, [*words, f"optimizer.rates={tuned_file}"])
+        return made.optimizer.lr, made.optimizer.lr_source
+
+    best = "mine.yaml: best of 2 rates, validation_accuracy 0.75"
+    assert rate() == (0.023, best)
+    assert rate("optimizer.lr=0.5") == (0.023, best)
+    assert rate("method.lam=0", "seed=3", "federation.clients=50") == (0.023, best)
+    at_edge = best.replace("rates", "rates, the highest")
+    assert rate("method=fedit") == (0.021, at_edge)
+    assert rate("method=fedit", "partition.kind=iid") == (0.022, best)
+    assert rate("partition.alpha=0.1") == (0.023, f"{best}; borrowed from α = 0.3, for 0.1")
+    method = "; borrowed from method fedit, for scaffold"
+    assert rate("method=scaffold") == (0.021, at_edge + method)
+    # What it has no rate for is as without it.
+    for words in (["method=ravan"], ["budget=8"], ["dataset=cifar100"], ["partition.kind=iid"]):
+        plain = load_experiment(None, words).optimizer
+        assert rate(*words) == (plain.lr, plain.lr_source)
+    # The id is that of the rate, wherever it is from.
+    tuned = load_experiment(None, [f"optimizer.rates={tuned_file}"])
+    assert tuned.id == load_experiment(None, ["optimizer.lr=0.023"]).id
+    assert tuned.optimizer.rates is None
+
+
+def test_a_file_of_tuned_rates_that_cannot_be_read_is_named(tuned_file):
+    word = f"optimizer.rates={tuned_file}"
+    tuned_file.write_text("rates: [{dataset: digits}]")
+    with pytest.raises(InputError, match=r"is no file of tuned rates: rates\.0\.method: Field req"):
+        load_experiment(None, [word])
+    tuned_file.write_text("[]")
+    with pytest.raises(InputError, match="must contain key: value pairs"):
+        load_experiment(None, [word])
+    tuned_file.unlink()
+    with pytest.raises(InputError, match="does not exist; `trishul rates` writes such a file"):
+        load_experiment(None, [word])
+
+
 @pytest.mark.parametrize("dataset", ["cifar100", "svhn", "20newsgroups", "mrqa", "glue", "mine"])
 def test_every_built_in_method_has_a_rate(dataset):
     for name in method_names():

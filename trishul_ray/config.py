@@ -300,6 +300,9 @@ class OptimizerConfig(Section):
         5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
     )
     lr_source: str = not_in_id(GENERAL_DEFAULT, "source of the learning rate")
+    rates: PathText | None = not_in_id(
+        None, "file that `trishul rates` has written: its rate for the run, if any, replaces lr"
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD momentum")

@@ -4,23 +4,24 @@ Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.
 YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
 ``data.name``, ``model.name`` and ``method.name``; an override may name any field by the last part
 of its name if no other field has it (``rounds=3``). A learning rate that is not set is looked up in
-``presets/learning_rates.yaml``.
+``presets/learning_rates.yaml``. ``optimizer.rates`` names a file of tuned ones, which replace even
+one that is set.
 """
 
 import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trishul_ray import plugins
-from trishul_ray.config import SHORT_MODEL_NAMES
+from trishul_ray.config import SHORT_MODEL_NAMES, Section
 from trishul_ray.content import note_content, note_plugins
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -42,6 +43,8 @@ _OTHER_NAMES = {
 }
 #: Fields that loading fills in.
 _NOTED = ("lr_source", "content")
+#: α of the Dirichlet partitions that rates were published for.
+PUBLISHED_ALPHA = 0.3
 _PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
@@ -153,9 +156,15 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
             budget="budget" not in user,
             weights="init" not in (user.get("model") or {}),
         )
-    if "lr" in (user.get("optimizer") or {}):
-        return experiment
-    return _with_default_learning_rate(experiment)
+    rate = tuned_learning_rate(experiment)
+    if rate is None and "lr" not in (user.get("optimizer") or {}):
+        rate = _default_learning_rate_of(experiment)
+    # What it was read from is the source's to say: the run depends on the rate alone.
+    read: dict[str, Any] = {"rates": None}
+    if rate is not None:
+        read |= {"lr": rate[0], "lr_source": rate[1]}
+    optimizer = experiment.optimizer.model_copy(update=read)
+    return experiment.model_copy(update={"optimizer": optimizer})
 
 
 def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment:
@@ -204,6 +213,7 @@ def default_learning_rate(
     *,
     rates_like: str | None = None,
     partition: str | None = None,
+    alpha: float = PUBLISHED_ALPHA,
     optimizer: str = "adam",
     model: str | None = None,
 ) -> tuple[float, str] | None:
@@ -219,6 +229,7 @@ def default_learning_rate(
         iid: whether the partition is IID.
         rates_like: the method whose rates apply if the tables do not have ``method``.
         partition: ``partition.kind``; by default derived from ``iid``.
+        alpha: ``partition.alpha`` of a Dirichlet partition.
         optimizer: ``optimizer.name``.
         model: the backbone; None is the one of the table.
 
@@ -251,28 +262,117 @@ def default_learning_rate(
                 article = "an" if published_for == "iid" else "a"
                 published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[kind]
                 borrowed.append(f"from {article} {published} partition, for {used}")
+            elif kind == "dirichlet" and alpha != PUBLISHED_ALPHA:
+                borrowed.append(f"from α = {PUBLISHED_ALPHA}, for {alpha:g}")
             if model not in (None, rows["model"]):
                 borrowed.append(f"from {rows['model']}, for {model}")
     return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
 
 
-def _with_default_learning_rate(experiment: Experiment) -> Experiment:
+class TunedRate(Section):
+    """A learning rate that was chosen on validation rows, and what it was chosen for."""
+
+    dataset: str
+    method: str
+    rank: int = Field(description="LoRA rank of the budget")
+    partition: str
+    alpha: float | None = Field(description="Dirichlet concentration; None for other partitions")
+    model: str
+    optimizer: str
+    rate: float
+    metric: str = Field(description="what was compared, after the last round")
+    score: float = Field(description="mean over the seeds")
+    edge: Literal["lowest", "highest"] | None = Field(
+        description="whether it is at an end of the grid, beyond which a better one may be"
+    )
+    grid: dict[float, float | None] = Field(description="score by rate; None: a run failed")
+    runs: tuple[str, ...] = Field(description="ids of the runs with this rate")
+
+
+class TunedRates(Section):
+    """The content of a file of tuned rates."""
+
+    rates: tuple[TunedRate, ...]
+
+
+def tuned_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
+    """Return the rate that ``optimizer.rates`` has for an experiment, and its source.
+
+    It has one if it was tuned for the dataset, the budget and the kind of partition, and for the
+    method or the one that it borrows rates from. The source names what else differs.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    optimizer, partition = experiment.optimizer, experiment.partition
+    if optimizer.rates is None:
+        return None
+    file, method = Path(optimizer.rates).expanduser(), experiment.method.name
+    alpha = partition.alpha if partition.kind == "dirichlet" else None
+    meant = (experiment.data.name, experiment.lora_rank, partition.kind == "iid")
+    found: list[tuple[int, str, TunedRate]] = []
+    for tuned in _read_tuned_rates(file):
+        if (tuned.dataset, tuned.rank, tuned.partition == "iid") != meant:
+            continue
+        if tuned.method not in (method, method_class(method).rates_like):
+            continue
+        differences = [
+            f"{name} {theirs}, for {ours}"
+            for name, theirs, ours in (
+                ("method", tuned.method, method),
+                ("partition", tuned.partition, partition.kind),
+                ("α =", tuned.alpha, alpha),
+                ("model", tuned.model, experiment.model.name),
+                ("optimizer", tuned.optimizer, optimizer.name),
+            )
+            if theirs != ours
+        ]
+        borrowed = f"; borrowed from {'; '.join(differences)}" if differences else ""
+        # The method's own rate before that of another, however close its setting is.
+        found.append((10 * (tuned.method != method) + len(differences), borrowed, tuned))
+    if not found:
+        return None
+    _, borrowed, best = min(found, key=lambda each: each[0])
+    edge = f", the {best.edge}" if best.edge else ""
+    source = f"{file.name}: best of {len(best.grid)} rates{edge}, {best.metric} {best.score:.4g}"
+    return best.rate, source + borrowed
+
+
+def _read_tuned_rates(file: Path) -> tuple[TunedRate, ...]:
+    try:
+        changed = file.stat().st_mtime_ns
+    except OSError as error:
+        raise InputError(
+            f"optimizer.rates={str(file)!r} does not exist; `trishul rates` writes such a file"
+        ) from error
+    return _parse_tuned_rates(file, changed)
+
+
+@lru_cache
+def _parse_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
+    try:
+        return TunedRates.model_validate(_read_yaml(file)).rates
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"optimizer.rates={str(file)!r} is no file of tuned rates: {where}: {first['msg']}"
+        ) from error
+
+
+def _default_learning_rate_of(experiment: Experiment) -> tuple[float, str] | None:
     method = experiment.method.name
-    default = default_learning_rate(
+    return default_learning_rate(
         experiment.data.name,
         method,
         experiment.lora_rank,
         experiment.partition.kind == "iid",
         rates_like=method_class(method).rates_like,
         partition=experiment.partition.kind,
+        alpha=experiment.partition.alpha,
         optimizer=experiment.optimizer.name,
         model=experiment.model.name,
     )
-    if default is None:
-        return experiment
-    rate, source = default
-    optimizer = experiment.optimizer.model_copy(update={"lr": rate, "lr_source": source})
-    return experiment.model_copy(update={"optimizer": optimizer})
 
 
 @cache

@@ -88,6 +88,8 @@ def test_a_documented_command_works(where, words, places, called):
         get_builtin(context.params["name"], context.params["dataset"])
     if words[0] == "run":
         check_run(load_arguments(context.params["arguments"]))
+    if words[0] == "rates":
+        assert find_sweeps(["rates"], context.params["profile"])
     if words[0] in ("table", "sweep", "plan", "report"):
         check_sweeps(**context.params)
 
@@ -140,6 +142,7 @@ def hub(tmp_path_factory):
     (here / "my.yaml").write_text("dataset: digits\n")
     (here / "mine.yaml").write_text("axes: {seed: 0..1}\n")
     (here / "cifar.yaml").write_text("dataset: cifar100\n")
+    (here / "rates-smoke.yaml").write_text("rates: []\n")
     rows = [f"{text},{n % 2},{n % 7}" for n, text in enumerate(texts(84))]
     (here / "notes.csv").write_text("\n".join(["body,topic,hospital", *rows]))
     for n in range(60):

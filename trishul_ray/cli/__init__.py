@@ -61,6 +61,7 @@ for command in (
     run.export,
     tables.table,
     tables.sweep,
+    tables.rates,
     tables.plan,
     tables.report,
     cluster.submit,

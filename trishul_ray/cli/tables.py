@@ -114,6 +114,55 @@ def sweep(
     run_sweeps([made], retries, stall_minutes, concurrency, report)
 
 
+def rates(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SWEEP.yaml] [KEY=VALUE ...]",
+            help="A sweep file; default: that of the profile. Then overrides of every run",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Profile = "paper",
+    retries: Retries = 2,
+    stall_minutes: StallMinutes = 30.0,
+    concurrency: Concurrency = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the rates are written; default rates-PROFILE.yaml."
+        ),
+    ] = None,
+) -> None:
+    """Tune learning rates on validation rows, for each method, budget, dataset and partition.
+
+    - `trishul rates --profile smoke` — a small grid, on embedded data
+    - `trishul table all --profile smoke optimizer.rates=rates-smoke.yaml` — the tables with them
+
+    Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
+    rates` shows what it costs.
+    """
+    from trishul_ray.tuning.rates import check_rates, choose_rates, rates_table, write_rates
+    from trishul_ray.tuning.sweep import RATES, find_sweeps, load_sweep
+
+    files, overrides = split_arguments(arguments or [])
+    if len(files) > 1:
+        raise InputError(f"one sweep file at a time, not {', '.join(files)}")
+    if files:
+        sweep = load_sweep(Path(files[0]), overrides)
+    else:
+        (sweep,) = find_sweeps([RATES], profile, overrides)
+    check_rates(sweep)
+    result = _reproduce([sweep], retries, stall_minutes, concurrency)
+    chosen = choose_rates(result.outcomes[0])
+    file = output or Path(f"rates-{sweep.profile}.yaml")
+    write_rates(chosen, sweep.profile, file)
+    print_whole(rates_table(chosen))
+    if result.failures:
+        print_line(f"{len(result.failures)} runs failed, and their rates are not chosen", err)
+    print_field("rates", file)
+
+
 def plan(
     arguments: Annotated[
         list[str],
@@ -254,6 +303,17 @@ def run_sweeps(
         RunError: Cells failed.
         typer.Exit: Interrupted.
     """
+    result = _reproduce(sweeps, retries, stall_minutes, concurrency)
+    _show(result.outcomes, report)
+    if result.mlflow_command:
+        print_field("MLflow", as_typed(result.mlflow_command))
+    if result.failures:
+        raise RunError(_describe_failures(result))
+
+
+def _reproduce(
+    sweeps: "Sequence[Sweep]", retries: int, stall_minutes: float, concurrency: int | None
+) -> "Reproduced":
     from trishul_ray.tracking.sweep_progress import SweepProgress
     from trishul_ray.tuning.reproduce import reproduce
     from trishul_ray.tuning.search import TuneOptions
@@ -261,18 +321,13 @@ def run_sweeps(
     options = TuneOptions(retries, stall_minutes, concurrency)
     with SweepProgress(err) as progress:
         try:
-            result = reproduce(sweeps, options, progress)
+            return reproduce(sweeps, options, progress)
         except RunError as error:
             raise RunError(f"{error}. {_how_to_continue()}") from error
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed
                 print_line(f"stopped. {_how_to_continue()}", err)
             raise typer.Exit(130) from None
-    _show(result.outcomes, report)
-    if result.mlflow_command:
-        print_field("MLflow", as_typed(result.mlflow_command))
-    if result.failures:
-        raise RunError(_describe_failures(result))
 
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:

@@ -11,7 +11,8 @@ from trishul_ray.methods.base import method_class, method_names
 #: What is open, by the field that decides it.
 SWITCHES = {
     "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
-    "optimizer.lr_source": "Where do the learning rates come from?",
+    "optimizer.lr_source": "Where do the learning rates come from? The paper says both: tuned by "
+    "method and budget, and fixed across methods; `trishul rates` tunes them.",
     "optimizer.schedule": "Does the learning rate decay?",
     "model.name": "Which checkpoint is the backbone?",
     "model.dropout": "Does the backbone's dropout act in training?",

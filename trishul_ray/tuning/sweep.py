@@ -56,6 +56,8 @@ from trishul_ray.tuning.search import EarlyStopping, Search, read_early_stopping
 
 #: What the numbers of a sweep may be compared with.
 PROFILES = ("paper", "small", "smoke", "custom")
+#: The sweep of a profile that chooses learning rates, and the axis that it chooses from.
+RATES, RATE = "rates", "optimizer.lr"
 _SECTIONS = (
     *("extends", "name", "title", "profile", "base", "axes", "except", "adjust", "tables"),
     *("figures", "search", "early_stopping"),
@@ -159,7 +161,8 @@ def find_sweeps(
     """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
 
     Args:
-        names: their names; ``all`` stands for every sweep of the profile, in the paper's order.
+        names: their names; ``all`` stands for every sweep of the profile, in the paper's order, but
+            ``rates``, which has no table of the paper.
         profile: ``paper``, ``small`` or ``smoke``.
         overrides: ``key=value`` strings for all of them.
 
@@ -180,7 +183,8 @@ def find_sweeps(
         if name != "all" and name not in files:
             near = hint(name, sorted(files))
             raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
-        wanted |= dict.fromkeys(sorted(files) if name == "all" else [name])
+        every = sorted(files.keys() - {RATES})
+        wanted |= dict.fromkeys(every if name == "all" else [name])
     sweeps = [load_sweep(files[name], overrides) for name in wanted]
     return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
 
@@ -314,8 +318,19 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         search = read_search(sections["search"], cells, varied)
         for field in overrides.keys() & search.space.keys():
             overrides[field].fail(f"`search` samples {field}, so it reaches no run; leave it out")
+    varies_rate = RATE in axes or (search is not None and RATE in search.space)
+    if varies_rate and any(cell.fields.get("optimizer.rates") for cell in cells):
+        raise InputError(
+            f"{draft.place}: optimizer.rates replaces the learning rates that {RATE} varies; "
+            "remove one of them"
+        )
     if "early_stopping" in sections:
         early_stopping = read_early_stopping(sections["early_stopping"], cells, search)
+        if any(cell.experiment.evaluation.every == 0 for cell in cells):
+            sections["early_stopping"].fail(
+                "early_stopping: it compares rounds, and evaluation.every=0 scores only the last; "
+                "set evaluation.every=1"
+            )
         if any(table.paper for table in tables):
             sections["early_stopping"].fail(
                 "early_stopping: a table with `paper` shows finished runs only; remove one of them"

@@ -1,0 +1,128 @@
+"""Learning rates chosen on validation rows: the implementation of ``trishul rates``.
+
+A sweep named ``rates`` has an axis ``optimizer.lr`` and cells that are read by a validation metric.
+The best rate of each setting is written as data, which ``optimizer.rates`` names.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from rich.table import Table
+
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.loading import TunedRate, TunedRates
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
+from trishul_ray.report.sweep_tables import SEED, is_loss
+from trishul_ray.tasks.base import validation_name
+from trishul_ray.tuning.sweep import RATE, Sweep
+
+
+def check_rates(sweep: Sweep) -> None:
+    """Raise an InputError unless the sweep compares rates on validation rows."""
+    place = sweep.file or sweep.name
+    if RATE not in sweep.axes:
+        raise InputError(f"{place}: rates are chosen from an axis {RATE!r}; add it")
+    for cell in sweep.cells:
+        if not (cell.metric or "").startswith(validation_name("")):
+            raise InputError(
+                f"{place}: rates are chosen on validation rows, so labels must name such a metric, "
+                f"as in {{metric: {validation_name('accuracy')}}}, not {cell.metric}"
+            )
+        if cell.experiment.data.validation_share == 0:
+            raise InputError(f"{place}: data.validation_share=0: set a share to choose rates on")
+
+
+def choose_rates(outcome: SweepOutcome) -> TunedRates:
+    """Return the best rate of each setting: of the cells that differ in rate and seed alone.
+
+    The mean over the seeds counts. A rate of which a run failed, as one that diverges, is not the
+    best; of equal ones the lowest is.
+
+    Raises:
+        RunError: All rates of a setting failed, or cells have not been run.
+    """
+    settings: dict[tuple[tuple[str, str], ...], list[CellOutcome]] = {}
+    for cell in outcome.cells:
+        if cell.status not in ("finished", "failed"):
+            raise RunError(f"run {cell.id} is {cell.status}: no rate can be chosen yet")
+        labels = tuple((k, v) for k, v in cell.labels.items() if k not in (RATE, SEED))
+        settings.setdefault(labels, []).append(cell)
+    return TunedRates(rates=tuple(_best(dict(k), cells) for k, cells in settings.items()))
+
+
+def _best(labels: dict[str, str], cells: Sequence[CellOutcome]) -> TunedRate:
+    by_rate: dict[float, list[CellOutcome]] = {}
+    for cell in cells:
+        by_rate.setdefault(float(cell.labels[RATE]), []).append(cell)
+    grid = {rate: _mean([cell.value for cell in by_rate[rate]]) for rate in sorted(by_rate)}
+    scores = {rate: score for rate, score in grid.items() if score is not None}
+    if not scores:
+        raise RunError(
+            f"every learning rate failed for {', '.join(labels.values())}; add lower ones"
+        )
+    metric = cells[0].metric
+    rate = (min if is_loss(metric) else max)(scores, key=lambda each: scores[each])
+    edges: dict[float, Literal["lowest", "highest"]] = {min(grid): "lowest", max(grid): "highest"}
+    experiment = Experiment.model_validate(by_rate[rate][0].summary["config"])
+    partition = experiment.partition
+    return TunedRate(
+        dataset=experiment.data.name,
+        method=experiment.method.name,
+        rank=experiment.lora_rank,
+        partition=partition.kind,
+        alpha=partition.alpha if partition.kind == "dirichlet" else None,
+        model=experiment.model.name,
+        optimizer=experiment.optimizer.name,
+        rate=rate,
+        metric=metric,
+        score=scores[rate],
+        edge=edges.get(rate) if len(grid) > 1 else None,
+        grid=grid,
+        runs=tuple(cell.id for cell in by_rate[rate]),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
+    """Write tuned rates as YAML, which ``optimizer.rates`` reads.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    head = (
+        f"# Rates of the profile {profile}, which `trishul rates` chose on validation rows.\n"
+        "# `optimizer.rates` names this file, as in\n"
+        f"#   trishul table all --profile {profile} optimizer.rates={file}\n"
+    )
+    plain: Any = json.loads(rates.model_dump_json())
+    for each, rate in zip(plain["rates"], rates.rates, strict=True):
+        each["grid"] = dict(rate.grid)  # JSON's names are text
+    try:
+        file.write_text(head + yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {file}: cannot be written: {error.strerror}") from error
+
+
+def rates_table(rates: TunedRates) -> Table:
+    """Show tuned rates: a row for each setting."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("dataset", "method", "rank", "partition", "rate", "score", "grid"):
+        table.add_column(name, justify="right" if name in ("rank", "rate", "score") else "left")
+    for each in rates.rates:
+        failed = sum(score is None for score in each.grid.values())
+        notes = [f"{len(each.grid)} rates", f"at its {each.edge}" if each.edge else ""]
+        notes.append(f"{failed} failed" if failed else "")
+        partition = each.partition if each.alpha is None else f"{each.partition}({each.alpha:g})"
+        table.add_row(
+            *(each.dataset, each.method, str(each.rank), partition, f"{each.rate:g}"),
+            *(f"{each.score:.4f} {each.metric}", ", ".join(filter(None, notes))),
+        )
+    return table
