@@ -12,12 +12,12 @@ from typing import Any, Literal
 import yaml
 from rich.table import Table
 
+from trishul_ray.data.prepared import score_name
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.loading import TunedRate, TunedRates
-from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
-from trishul_ray.report.sweep_tables import SEED, is_loss
-from trishul_ray.tasks.base import validation_name
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, is_loss
+from trishul_ray.report.sweep_tables import SEED
 from trishul_ray.tuning.sweep import RATE, Sweep
 
 
@@ -27,10 +27,10 @@ def check_rates(sweep: Sweep) -> None:
     if RATE not in sweep.axes:
         raise InputError(f"{place}: rates are chosen from an axis {RATE!r}; add it")
     for cell in sweep.cells:
-        if not (cell.metric or "").startswith(validation_name("")):
+        if not (cell.metric or "").startswith(score_name("", "validation")):
             raise InputError(
                 f"{place}: rates are chosen on validation rows, so labels must name such a metric, "
-                f"as in {{metric: {validation_name('accuracy')}}}, not {cell.metric}"
+                f"as in {{metric: {score_name('accuracy', 'validation')}}}, not {cell.metric}"
             )
         if cell.experiment.data.validation_share == 0:
             raise InputError(f"{place}: data.validation_share=0: set a share to choose rates on")
