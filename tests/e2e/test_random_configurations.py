@@ -25,6 +25,7 @@ FIELDS = {
     "data.columns": ["{}", "{text: body}", "{a: }", "[1]"],
     "data.train_limit": ["null", 1, 20, 100, *NUMBERS],
     "data.test_share": NUMBERS,
+    "data.validation_share": [0, 0.2, *NUMBERS],
     "partition.kind": ["iid", "dirichlet", "natural", "x"],
     "partition.by": ["auto", "label", "group"],
     "partition.alpha": [0.3, *NUMBERS],

@@ -126,17 +126,19 @@ def test_every_seed_and_method_is_evaluated_on_the_same_rows(evaluated_rows):
 def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
     share = "data.validation_share=0.2"
 
-    def rows(*overrides):
-        experiment = small(share, *overrides)
+    def rows(*overrides, change=lambda experiment: experiment):
+        experiment = change(small(share, *overrides))
         prepared = prepare_run(experiment)
         split, chosen = build_workbench(experiment, prepared).scored["validation"]
-        assert prepared.shards.sizes.sum() == len(prepared.dataset.train)
+        trained = min(len(prepared.dataset.train), experiment.data.train_limit or 10**9)
+        assert prepared.shards.sizes.sum() == trained
         return split.fingerprint, chosen.tolist(), prepared.sources["rows"]
 
     first = rows("seed=0")
     assert len(first[1]) == 64
     for overrides in (["seed=1", "method=fedit"], ["partition.kind=iid", "federation.clients=7"]):
         assert rows(*overrides) == first
+    assert rows("data.train_limit=100", change=central_twin) == first
     assert rows("evaluation.limit=null")[1] == list(range(200))
     # The test rows are those of a run without validation rows.
     limited = small(share)

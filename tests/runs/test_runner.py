@@ -156,6 +156,7 @@ def numbers(finished):
     ("shorter", "more", "expected"),
     [
         (2, [], [2, 3, 3]),
+        (2, ["data.validation_share=0.2"], [2, 3, 3]),
         (2, ["optimizer.schedule=cosine"], [0, 1, 2, 3, 3]),
         (1, ["evaluation.diagnostics_every=2"], [0, 1, 2, 3, 3]),  # as the last, it has some
     ],

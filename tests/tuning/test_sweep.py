@@ -371,6 +371,11 @@ MISTAKES = [
         1,
         ["set data.validation_share", "or `on: test` in `search`"],
     ),
+    (
+        "base: {evaluation.every: 0}\nearly_stopping: {grace: 2}\n",
+        2,
+        ["evaluation.every=0 makes none"],
+    ),
     ("early_stopping: {grace: 2}\n", 1, ["set data.validation_share", "in `early_stopping`"]),
     (
         "search: {kind: random, on: test, space: {seed: {int: [1, 2]}}}\n"

@@ -172,6 +172,11 @@ def read_early_stopping(
     keys = node.mapping("early_stopping", ("kind", "grace", "reduction", "on"))
     kind = _one_of(keys, "kind", ("asha",), "asha")
     grace, reduction = _whole(keys, "grace", 1, 1), _whole(keys, "reduction", 3, 2)
+    if not all(cell.experiment.evaluation.every for cell in cells):
+        node.fail(
+            "early_stopping: it compares scores between the first round and the last, and "
+            "evaluation.every=0 makes none; set evaluation.every, such as 1"
+        )
     if search is None or search.kind == "grid":
         return EarlyStopping(
             kind, grace, reduction, _read_rows("early_stopping", node, keys, cells)

@@ -18,6 +18,8 @@ MASKED = [
     "federation.weighting=size",
     "partition.variant=per-label",
 ]
+#: Validation rows beside the test rows, and both by client.
+VALIDATED = ["data.validation_share=0.2", "evaluation.per_client=true"]
 
 
 @ray.remote(num_cpus=2)
@@ -50,7 +52,7 @@ def test_dropout_before_heads_are_chosen_does_not_depend_on_the_actors(
 @pytest.mark.parametrize(
     ("overrides", "actors"),
     [
-        (["federation.clients_per_actor=1"], 4),
+        ([*VALIDATED, "federation.clients_per_actor=1"], 4),
         (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
     ],
