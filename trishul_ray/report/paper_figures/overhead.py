@@ -203,11 +203,18 @@ def _draw(axes: Axes, data: OverheadData, bars: Sequence[Bar], *, is_share: bool
             axes.plot(
                 x, bar.paper, color=INK, marker=style.marker, markersize=8, markerfacecolor="none"
             )
-            text += f"\npaper {bar.paper:+.2%}" if is_share else f"\npaper {bar.paper:g} s"
-            y = y if is_share else max(y, bar.paper)
+            if is_share:
+                text += f"\npaper {bar.paper:+.2%}"
+            else:  # ours at the foot of its bar, where the paper's is not
+                y = 0.0
+                axes.annotate(
+                    f"{bar.paper:g}", (x, max(bar.paper, high)), (0.0, 7.0), fontsize=SMALL,
+                    textcoords="offset points", color=INK, ha="center", va="bottom",
+                )  # fmt: skip
         axes.annotate(
             text, (x, y), offset, textcoords="offset points", fontsize=SMALL, color=INK, ha=side,
             va="center" if is_share else "bottom",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.8},
         )  # fmt: skip
     axes.margins(y=0.18)
     letters = max(8, 44 // len(data.groups))
