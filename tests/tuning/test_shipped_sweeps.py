@@ -275,3 +275,22 @@ def test_messages_name_what_stands_in_for_a_dataset():
     (sweep,) = find_sweeps(["initialization"], "smoke", [])
     names = {cell_name(sweep, cell) for cell in sweep.cells}
     assert "initialization: Random Normal, digits (for CIFAR-100), seed=0" in names
+
+
+@pytest.mark.slow
+def test_smokes_language_cells_train_and_differ(inline_result, cache, tmp_path):
+    """Of 20 classes or free answers none is right after a few steps; the loss tells cells apart."""
+    places = [f"storage.cache={cache}", f"storage.runs={tmp_path}", "tracking.mlflow=false"]
+    words = [*places, "resources.backend=inline", "evaluation.limit=16"]
+    (sweep,) = find_sweeps(["language"], "smoke", words)
+    place = {"budget": "lower", "clients": "20", "partition": "iid", "seed": "0"}
+    losses = {}
+    for cell in sweep.cells:
+        labels = cell.labels
+        method, dataset = labels["method"], labels["dataset"]
+        here = all(labels[axis] == label for axis, label in place.items())
+        if here and method in ("Full-FT", "FedIT", "Fed-SB", "RAVAN"):
+            records = inline_result(cell.experiment).records
+            assert cell.metric == "loss" and records[-1]["loss"] < records[0]["loss"] - 0.5
+            losses[method, dataset] = round(records[-1]["loss"], 3)
+    assert len(losses) == len(set(losses.values())) == 8

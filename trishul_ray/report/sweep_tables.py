@@ -545,7 +545,7 @@ def _with_paper(
     labels: Mapping[str, str],
 ) -> TableCell:
     """Add the paper's number, and the difference from it where the two may be compared."""
-    if key is None or not cell.planned:
+    if key is None or not cell.planned or not cell.percent:  # the paper prints no loss
         return cell
     value = paper(key, labels)
     if value is None or cell.estimate is None or cell.left_out or not comparable:
