@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trishul_ray.errors import CorruptFileError, InputError, RunError, describe_os_error
+from trishul_ray.errors import CorruptFileError, InputError, RunError, at_loss, describe_os_error
 from trishul_ray.federation.determinism import set_environment
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ def run(
     if isinstance(config, str):
         config = Path(config)
     experiment = experiment_of_arguments(config, arguments)
-    with _progress(progress, experiment.federation.rounds) as display:
+    with (
+        _progress(progress, experiment.federation.rounds) as display,
+        at_loss(lambda why: display.note(f"{why}. Repeat the call to continue.")),
+    ):
         try:
             finished = run_experiment(experiment, display, fresh=fresh)
         except RunError:

@@ -5,7 +5,8 @@ run failed; one paragraph, exit code 1: what happened, what is kept, and how to 
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
@@ -24,12 +25,30 @@ class CorruptFileError(InputError):
     """An unreadable file; the message names the file and the fault."""
 
 
+class BusyError(RunError):
+    """A run that another process drives."""
+
+
 class StorageError(RunError, OSError):
     """The storage of runs kept failing until the retry time was over."""
 
 
 class StorageRefusedError(StorageError):
     """The storage of runs failed permanently: no permission, no bucket, or a file in the way."""
+
+
+#: What to do when this process has lost its Ray, in order; each is told why.
+last_words: list[Callable[[str], object]] = []
+
+
+@contextmanager
+def at_loss(action: Callable[[str], object]) -> Iterator[None]:
+    """Within the block, call ``action`` with the reason if Ray is lost, before the process ends."""
+    last_words.append(action)
+    try:
+        yield
+    finally:
+        last_words.remove(action)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

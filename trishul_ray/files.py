@@ -1,9 +1,11 @@
 """Tell whether a file has changed, write a folder as a whole, remove what nobody uses."""
 
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,9 @@ KEPT_SECONDS = 30 * 24 * 3600.0
 #: A file may change again without a visible change of its times within this many seconds, because
 #: the clocks of file systems advance in steps.
 SETTLING_SECONDS = 2.0
+
+#: A file in a scratch folder that is locked while its process lives.
+_OWNER = ".owner"
 
 
 def digest(file: Path) -> str:
@@ -66,6 +71,34 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[str]:
+    """Yield a temporary folder of this process, which is removed at the end.
+
+    If the process is killed, :func:`remove_abandoned` removes it.
+    """
+    prefix = f"trishul-{purpose}-"
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder,
+        open(f"{folder}/{_OWNER}", "wb") as owner,
+    ):
+        fcntl.flock(owner, fcntl.LOCK_SH)  # until this process and its forks have ended
+        yield folder
+
+
+def remove_abandoned() -> list[Path]:
+    """Remove the scratch folders of processes that were killed, and return them."""
+    removed = []
+    for owner in Path(tempfile.gettempdir()).glob(f"trishul-*/{_OWNER}"):
+        # Not to be opened, or another process is faster, or its own still lives.
+        with suppress(OSError), owner.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > SETTLING_SECONDS:
+                shutil.rmtree(owner.parent)
+                removed.append(owner.parent)
+    return removed
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:

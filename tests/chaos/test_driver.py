@@ -256,3 +256,38 @@ def test_a_signal_while_ray_connects_is_delivered_afterwards(start):
     exit_code, out, errors = command.end(LONG_WAIT)
     assert (exit_code, out) == (0, "stopped\n"), errors
     assert command.left_behind(60) == []
+
+
+def ray_process(command, name):
+    (found,) = [process for process in command.processes() if process.name() == name]
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_run_that_loses_its_ray_ends_in_order_and_is_continued(
+    trishul, words, tmp_path, name, inline_result
+):
+    words = [*words, "tracking.mlflow=true"]
+    experiment = load_experiment(None, words)
+    command = trishul("run", *words, TMPDIR=str(tmp_path), RAY_TMPDIR="/tmp")
+    command.wait_for(f"round 1/{ROUNDS}", LONG_WAIT)
+    assert len(list(tmp_path.glob("trishul-fork-*"))) == 1
+    ray_process(command, name).kill()
+    began = time.monotonic()
+    code, out, errors = command.end(LONG_WAIT)
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    assert code == 1, errors
+    said = " ".join(errors.split())
+    assert "error: Ray's own processes on this machine have ended" in said
+    kept = f"runs/{experiment.id}/checkpoints; to continue: trishul run {words[0]}"
+    assert kept in said
+    assert RAYS_OWN.search(out + errors) is None, out + errors
+    assert mlflow_status(tmp_path) == "FAILED"
+    assert command.left_behind(60) == []
+    assert list(tmp_path.glob("trishul-*")) == []
+    code, _, errors = trishul("run", *words, "resources.backend=inline").end(LONG_WAIT)
+    assert code == 0, errors
+    assert "continuing after round" in errors
+    assert result_of(tmp_path, experiment)["state_sha256"] == inline_result(experiment).digest
+    assert mlflow_status(tmp_path) == "FINISHED"

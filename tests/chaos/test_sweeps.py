@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -100,3 +101,53 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_continue(sweep, tmp_path):
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert {run.info.status for run in runs} == {"KILLED"} and len(runs) > 1
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("end", ["finishes", "is killed"])
+def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
+    slow = "federation.local_steps=60"
+    first = sweep(slow, "federation.batch_size=32")
+    first.wait_for("starting Ray", LONG_WAIT)
+    while not list(tmp_path.glob("runs/*/checkpoints/round-*")):
+        assert first.process.poll() is None
+        time.sleep(0.1)
+    second = sweep(slow, "federation.batch_size=32")
+    waits = second.wait_for("another process runs it: waiting", LONG_WAIT)
+    if end == "is killed":
+        first.process.kill()
+    else:
+        code, _, errors = first.end(LONG_WAIT)
+        assert code == 0, errors
+    code, out, errors = second.end(LONG_WAIT)
+    assert code == 0, errors
+    assert errors.count(waits) == 1 and "attempt 2" not in errors
+    for method in ("trishul", "fedit"):
+        assert re.search(rf"│ {method} +│ +[\d.]+ ± [\d.]+ │", out), out
+    assert_one_mlflow_run_each(tmp_path)
+    assert not list(tmp_path.glob("runs/.*.lock"))
+
+
+@pytest.mark.timeout(900)
+def test_a_sweep_that_loses_its_ray_ends_in_order_and_is_continued(sweep, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    first = sweep()
+    first.wait_for(f"1/{CELLS} ", LONG_WAIT)
+    before = finished_cells(tmp_path)
+    (gcs,) = [process for process in first.processes() if process.name() == "gcs_server"]
+    gcs.kill()
+    code, _, errors = first.end(LONG_WAIT)
+    assert code == 1, errors
+    said = " ".join(errors.split())
+    assert "error: Ray's own processes on this machine have ended" in said
+    assert "Finished cells and rounds are kept; to continue: trishul sweep" in said
+    assert first.left_behind(60) == []
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert "RUNNING" not in {run.info.status for run in runs}
+    code, _, errors = sweep().end(LONG_WAIT)
+    assert code == 0, errors
+    after = finished_cells(tmp_path)
+    assert {id: after[id] for id in before} == before
+    assert_one_mlflow_run_each(tmp_path)

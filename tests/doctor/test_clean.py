@@ -1,17 +1,36 @@
 """`trishul doctor --clean` removes leftovers, names them, and checks nothing."""
 
 import os
+import subprocess
+import sys
+import tempfile
+import textwrap
 import time
+from pathlib import Path
 
 from trishul_ray.data.from_python import store_rows
 from trishul_ray.doctor.services import check_cache
 from trishul_ray.federation.on_ray.old_sessions import QUIET_SECONDS, mark_session
-from trishul_ray.files import KEPT_SECONDS
+from trishul_ray.files import KEPT_SECONDS, scratch_folder
 
 
 def test_leftovers_are_removed_and_named(called, monkeypatch, tmp_path):
     monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = """
+        import os, signal
+        from trishul_ray.files import scratch_folder
+        with scratch_folder("test"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(killed)],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    (abandoned,) = tmp_path.glob("trishul-test-*")
+    os.utime(abandoned / ".owner", (0, 0))
     failed, session = tmp_path / "cache/data/table-0123456789ab", tmp_path / "ray/session_1"
     failed.mkdir(parents=True)
     session.mkdir(parents=True)
@@ -19,14 +38,19 @@ def test_leftovers_are_removed_and_named(called, monkeypatch, tmp_path):
     mark_session(session)
     for path in (failed / "lock", session):
         os.utime(path, (time.time() - 2 * QUIET_SECONDS,) * 2)
-    code, out, _ = called("doctor", "--clean")
+    with scratch_folder("test") as used:
+        os.utime(f"{used}/.owner", (0, 0))
+        code, out, _ = called("doctor", "--clean")
+        assert Path(used).is_dir()
     assert code == 0
-    assert out.splitlines() == [f"removed {failed}", f"removed {session}", "2 removed"]
-    assert not failed.exists() and not session.exists()
+    removed = [failed, session, abandoned]
+    assert out.splitlines() == [*(f"removed {folder}" for folder in removed), "3 removed"]
+    assert not any(folder.exists() for folder in [*removed, Path(used)])
 
 
 def test_rows_and_weights_are_removed_a_month_after_their_last_use(called, monkeypatch, tmp_path):
     cache = tmp_path / "cache"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     passed = [{"text": "a", "label": 0}]

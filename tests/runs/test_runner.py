@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
         next(run_steps(experiment, quiet()))
     steps.close()
     home = run_folder(experiment)
+    assert not list(Path(home.root).parent.glob(".*.lock"))
     assert not home.exists("result.json") and home.child("checkpoints").names()
     client = MlflowClient(f"sqlite:///{home.root}/../mlflow.db")
     (stopped,) = client.search_runs([e.experiment_id for e in client.search_experiments()])

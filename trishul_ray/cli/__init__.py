@@ -8,7 +8,6 @@ SIGHUP (the terminal was closed).
 import math
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from trishul_ray.cli import cluster, data, machine, run, tables
+from trishul_ray.cli.output import wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.federation.determinism import set_environment
 from trishul_ray.version import NUMERICS, __version__
@@ -98,7 +98,7 @@ def main() -> None:
     except _UsageError as error:
         _fail(_usage(error), 2)
     except RunError as error:
-        _fail(_wrapped(str(error)), 1)
+        _fail(wrapped(str(error)), 1)
     except OSError as error:
         _fail(describe_os_error(error), 1)
     except KeyboardInterrupt:
@@ -120,13 +120,6 @@ def _usage(error: Any) -> str:
         if is_field(name):
             return f"No such option: {option}; a field is written {name}={value}"
     return message
-
-
-def _wrapped(text: str) -> str:
-    """Return a paragraph in lines of 100 characters, with the line breaks it has."""
-    # Do not break paths and commands, which people copy.
-    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
 def _fail(message: str, code: int) -> NoReturn:

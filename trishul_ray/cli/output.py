@@ -3,14 +3,18 @@
 import shlex
 import shutil
 import sys
+import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from trishul_ray.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from trishul_ray.tracking.progress import RunProgress
 
 out = Console()
 err = Console(stderr=True)
@@ -42,6 +46,19 @@ def print_whole(table: Table) -> None:
     """Print a table on standard output, however wide: to 80 columns, as of a pipe, Rich cuts."""
     whole = Console(width=10**4).measure(table).maximum
     Console(width=max(out.width, whole)).print(table)
+
+
+def wrapped(text: str) -> str:
+    """Return a paragraph in lines of 100 characters, with the line breaks it has."""
+    # Do not break paths and commands, which people copy.
+    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())
+
+
+def print_last(text: str, progress: "RunProgress") -> None:
+    """Print why a command ends whose process is about to be ended."""
+    progress.__exit__()
+    print(f"error: {wrapped(text)}", file=sys.stderr, flush=True)
 
 
 def print_field(label: str, text: object) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import Plugins, as_typed, err, out, print_field, print_line
-from trishul_ray.errors import FailsAgainError, InputError, RunError, describe_os_error
+from trishul_ray.cli.output import Plugins, as_typed, err, out, print_field, print_last, print_line
+from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -147,7 +147,10 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
     from trishul_ray.tracking.progress import RunProgress
 
     print_line(f"{label}: {describe(experiment)}", err)
-    with RunProgress(experiment.federation.rounds, err) as progress:
+    with (
+        RunProgress(experiment.federation.rounds, err) as progress,
+        at_loss(lambda why: print_last(f"{why}. {_how_to_continue(experiment)}", progress)),
+    ):
         try:
             result = run_experiment(experiment, progress, fresh=fresh)
         except (RunError, OSError) as error:

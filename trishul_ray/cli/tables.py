@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import Plugins, as_typed, err, out, print_field, print_line, print_whole
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.cli.output import (
+    Plugins,
+    as_typed,
+    err,
+    out,
+    print_field,
+    print_last,
+    print_line,
+    print_whole,
+)
+from trishul_ray.errors import InputError, RunError, at_loss
 
 if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
@@ -28,7 +37,8 @@ StallMinutes = Annotated[
     float,
     typer.Option(
         min=0.05,
-        help="Minutes without a finished round after which a cell is tried again.",
+        help="Minutes without a finished round after which a cell that has loaded is tried again; "
+        "at least five times its median round.",
     ),
 ]
 Concurrency = Annotated[
@@ -319,7 +329,10 @@ def _reproduce(
     from trishul_ray.tuning.search import TuneOptions
 
     options = TuneOptions(retries, stall_minutes, concurrency)
-    with SweepProgress(err) as progress:
+    with (
+        SweepProgress(err) as progress,
+        at_loss(lambda why: print_last(f"{why}. {_how_to_continue()}", progress)),
+    ):
         try:
             return reproduce(sweeps, options, progress)
         except RunError as error:

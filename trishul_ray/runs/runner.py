@@ -23,11 +23,13 @@ from trishul_ray.config import GENERAL_DEFAULT
 from trishul_ray.content import changed_sources, local_sources
 from trishul_ray.data.custom import CUSTOM
 from trishul_ray.errors import (
+    BusyError,
     CorruptFileError,
     InputError,
     RunError,
     StorageError,
     StorageRefusedError,
+    at_loss,
 )
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
@@ -346,6 +348,7 @@ def _run(
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")
+                stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
                 stack.enter_context(ray_session())
             ensure_pretrained(
                 Backbone.of(experiment), progress.task_progress("backbone"), on_ray=use_ray
@@ -457,7 +460,7 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
-        raise RunError(
+        raise BusyError(
             f"run {experiment.id} is being driven by another process; wait for it or stop it"
         ) from error
     except OSError as error:
@@ -469,12 +472,12 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
     try:
         yield
     finally:
-        if not home.names():  # the input was refused: leave nothing
-            # A process that waits for the removed file notices, and opens a new one.
-            Path(lock.lock_file).unlink(missing_ok=True)
-            if is_new:
-                with suppress(OSError):  # another run has begun there
-                    folder.rmdir()
+        with suppress(OSError):  # nothing can be written there, or another run has begun
+            if lock.is_locked:
+                # A process that waits for the removed file notices, and opens a new one.
+                Path(lock.lock_file).unlink(missing_ok=True)
+            if is_new and not home.names():  # the input was refused: leave nothing
+                folder.rmdir()
         lock.release()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.redaction import redact
@@ -84,7 +84,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             from trishul_ray.federation.on_ray.session import ray_session
             from trishul_ray.tuning.tuner import check_stores
 
-            with ray_session():
+            with at_loss(lambda _: work.close_parents("FAILED")), ray_session():
                 check_stores({cell.experiment.storage.runs for s in sweeps for cell in s.cells})
                 _run(work, missing, searches, options)
         work.examine()

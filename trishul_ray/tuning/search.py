@@ -61,7 +61,8 @@ class TuneOptions:
 
     Attributes:
         retries: How often a cell that failed is tried again.
-        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
+        stall_minutes: Minutes without a finished round after which a cell is ended and tried again;
+            see ``Watchdog``.
         concurrency: Number of cells at a time; None is what the cluster holds, with the nodes that
             its autoscaler may add. Cells beyond that wait.
     """

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
 from trishul_ray.data.prepared import RowSet, score_name
-from trishul_ray.errors import FailsAgainError, InputError, RunError
+from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.actors import WorkerEnvironment
@@ -33,6 +33,7 @@ from trishul_ray.tuning.state import read_failure
 
 #: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`.
 ROUND, NOTES, FAILURE, FINISHED, STOPPED = "round", "notes", "failure", "finished", "stopped"
+BUSY = "busy"
 #: The metric that :data:`HEADLINE` is, by its own name.
 HEADLINE_NAME = "headline_name"
 
@@ -101,10 +102,13 @@ class NodeDrainsError(RayActorError):
 class CellTrial(tune.Trainable):
     """Runs one cell of a sweep after the other, with the same coordinator and client actors.
 
-    Each result is one round: its number, its metrics, and what was reported in it. The last one
-    has ``finished``, ``failure`` if the same input would fail again, or ``stopped`` if early
-    stopping ended the run before.
+    Each result is one round: its number, its metrics, and what was reported in it. The first one,
+    without a round, says that the run has been loaded; before it, ``busy`` says that the run waits
+    for another process. The last one has ``finished``, ``failure`` if the same input would fail
+    again, or ``stopped`` if early stopping ended the run before.
     """
+
+    _waits: bool
 
     def setup(  # type: ignore[override]  # tune.with_parameters adds the others
         self, config: dict[str, Any], find: FindRun, environment: WorkerEnvironment
@@ -142,6 +146,12 @@ class CellTrial(tune.Trainable):
                 self._advance()
         except _StoppedBefore as stop:
             self._add({STOPPED: str(stop), DONE: True})
+        except BusyError:
+            # Its result will count; if that process ends without one, this one continues the run.
+            self._steps = self._run(self._cell)
+            notes = [] if self._waits else ["another process runs it: waiting"]
+            self._add({BUSY: True, NOTES: notes})
+            self._waits = True  # and have said so
         except InputError as error:
             # Not raised: Tune would try again, with the same input.
             self._add({FAILURE: _one_line(error), DONE: True})
@@ -152,11 +162,12 @@ class CellTrial(tune.Trainable):
         return self._results.popleft()
 
     def _open(self, config: Mapping[str, Any]) -> None:
-        run = self._find(config)
+        self._cell = self._find(config)
+        self._waits = False
         self._notes = _Notes()
         self._metrics: dict[str, float] = {}
         self._results: deque[dict[str, Any]] = deque()
-        self._steps = self._run(run)
+        self._steps = self._run(self._cell)
 
     def _run(self, run: CellRun) -> RunSteps:
         # A generator: nothing is done before the first step, where Tune handles errors.
@@ -203,6 +214,8 @@ class CellTrial(tune.Trainable):
         for record in report.records:
             self._metrics |= flat_metrics(record)
             self._add({ROUND: record["round"]})
+        if not report.records:
+            self._add({})
 
     def _add(self, fields: dict[str, Any]) -> None:
         headline: dict[str, float] = {}

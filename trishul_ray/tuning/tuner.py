@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.nodes import possible_nodes, working_nodes
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.prepare import prepare_dataset
+from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.storage import Store
@@ -249,7 +249,7 @@ def _fit(
     )
     watchdog = Watchdog(60 * monitor.options.stall_minutes)
     monitor.watchdog = watchdog
-    with _quiet_tune(), tempfile.TemporaryDirectory(prefix="trishul-tune-") as folder:
+    with _quiet_tune(), scratch_folder("tune") as folder:
         try:
             tune.Tuner(
                 trainable,
@@ -314,8 +314,13 @@ def _optuna(search: Search) -> Searcher:
     import optuna  # type: ignore[import-not-found,unused-ignore]
     from ray.tune.search.optuna import OptunaSearch
 
+    class Suggestions(OptunaSearch):
+        def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+            if self.metric in result:  # otherwise no round has been evaluated yet
+                super().on_trial_result(trial_id, result)
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return OptunaSearch(metric=search.compared, mode=search.mode, seed=search.seed)
+    return Suggestions(metric=search.compared, mode=search.mode, seed=search.seed)
 
 
 def _worker_environment() -> WorkerEnvironment:

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import ray
@@ -12,9 +13,12 @@ from ray._private.state import state
 from ray.tune.experiment import Trial
 
 from trishul_ray.tracking.progress import format_duration
+from trishul_ray.tuning.trial import BUSY, ROUND
 
-#: A trial may be silent for this many times its longest round.
-LONGEST_ROUNDS = 5.0
+#: A trial may be silent for this many times its median round, and its longest one.
+MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0
+#: Seconds in which a trial must have loaded its data and backbone.
+LOADING_SECONDS = 1800.0
 #: Seconds after which a trial that was ended but is still there is ended again.
 AGAIN_SECONDS = 60.0
 #: Name of the class that ``tune.with_resources`` makes of a trial's.
@@ -25,20 +29,21 @@ LOOK_SECONDS = 5.0
 
 @dataclass
 class _Watch:
-    """When a trial reported, and how long its longest round took, in seconds."""
+    """When a trial reported, and how long its rounds took, in seconds."""
 
     actor: Any
     reported: float
-    longest: float = 0.0
-    started: bool = False
+    rounds: list[float] = field(default_factory=list)
+    loaded: bool = False
     ended: float | None = None
 
 
 class Watchdog(tune.Callback):
     """Ends the process of a trial that has not reported a round for too long.
 
-    The limit is the larger one of ``limit`` and :data:`LONGEST_ROUNDS` times the trial's longest
-    round, so that long rounds are no stall. Tune sees the death of an actor and runs the trial
+    The limit is ``limit``, but at least :data:`MEDIAN_ROUNDS` times the trial's median round and
+    :data:`LONGEST_ROUNDS` times its longest, so that long rounds are no stall; before a trial has
+    loaded, at least :data:`LOADING_SECONDS`. Tune sees the death of an actor and runs the trial
     again, which continues from its checkpoint. A trial that waits for resources has no actor; one
     whose constructor hangs has an actor that Tune does not show, but Ray's list of actors does.
 
@@ -49,6 +54,7 @@ class Watchdog(tune.Callback):
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self._clock = limit, clock
+        self._start_limit = max(limit, LOADING_SECONDS)
         self._watched: dict[str, _Watch] = {}
         self._starting: dict[str, float] = {}  # since when, by actor id
         self._looked = -LOOK_SECONDS
@@ -63,11 +69,11 @@ class Watchdog(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
     ) -> None:
-        """Note a report. The first round also loads the backbone and counts as none."""
+        """Note a report."""
         watch, now = self._watched[trial.trial_id], self._clock()
-        if watch.started:
-            watch.longest = max(watch.longest, now - watch.reported)
-        watch.started, watch.reported = True, now
+        if watch.loaded and ROUND in result:
+            watch.rounds.append(now - watch.reported)
+        watch.loaded, watch.reported = not result.get(BUSY), now
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         """End trials that have been silent for too long; Tune calls this all the time."""
@@ -91,13 +97,16 @@ class Watchdog(tune.Callback):
     def _end_stalled_starts(self, now: float) -> None:
         self._starting = {actor: self._starting.get(actor, now) for actor in starting_trials()}
         for actor, since in self._starting.items():
-            if now - since > self.limit:
+            if now - since > self._start_limit:
                 self.reasons[actor] = f"not started, {_reason(now - since)}"
                 self._starting[actor] = now  # to end it again, if it is still there
                 end_actor(actor)
 
     def _is_stalled(self, watch: _Watch, now: float) -> bool:
-        limit = max(self.limit, LONGEST_ROUNDS * watch.longest)
+        limit = self.limit if watch.loaded else self._start_limit
+        if watch.rounds:
+            own = MEDIAN_ROUNDS * median(watch.rounds), LONGEST_ROUNDS * max(watch.rounds)
+            limit = max(limit, *own)
         again = watch.ended is None or now - watch.ended > AGAIN_SECONDS
         return now - watch.reported > limit and again
 

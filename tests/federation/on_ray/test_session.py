@@ -1,6 +1,9 @@
 """A local Ray serves this machine and this process only, and leaves nothing behind."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -52,6 +55,23 @@ def test_a_cluster_that_does_not_answer_is_reported_in_one_line(monkeypatch):
         ray_session(),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_a_ray_that_starts_too_slowly_is_started_again(monkeypatch):
+    init, left = ray.init, []
+
+    def slow(**options):
+        if not left:
+            left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]))
+            raise Exception("The current node timed out during startup.\nMore.")
+        return init(**options)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", slow)
+    with ray_session(1) as free:
+        assert free["CPU"] == 1
+        assert left[0].wait(10) == -signal.SIGKILL  # a process of the first start
 
 
 def test_a_ray_that_does_not_start_is_reported_in_one_line(monkeypatch):

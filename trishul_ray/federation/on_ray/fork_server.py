@@ -25,21 +25,21 @@ import random
 import runpy
 import select
 import shlex
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
+
+from trishul_ray.files import scratch_folder
 
 #: What a coordinator and a client import when their first run begins.
 PRELOADED = (
@@ -64,9 +64,9 @@ class ForkServer:
     """
 
     def __init__(self, *, forked: bool = False) -> None:
-        # mkdtemp's folder is private: whoever can connect to the socket can run code.
-        self._folder = tempfile.mkdtemp(prefix="trishul-fork-")
-        path = f"{self._folder}/socket"
+        # The folder is private: whoever can connect to the socket can run code.
+        self._folder = ExitStack()
+        path = f"{self._folder.enter_context(scratch_folder('fork'))}/socket"
         script = Path(__file__).with_name("fork_worker.py")
         # -I -S: it imports nothing but the standard library.
         words = [sys.executable, "-I", "-S", str(script), path, sys.executable]
@@ -102,7 +102,7 @@ class ForkServer:
             if time.monotonic() > end:
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.01)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
 
 _early: ForkServer | None = None

@@ -7,25 +7,28 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import ray
 from ray._private import ray_constants, utils, worker
 from ray._private.accelerators import get_all_accelerator_managers
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trishul_ray.errors import RunError, first_line
+from trishul_ray.errors import RunError, first_line, last_words
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
 from trishul_ray.federation.on_ray.old_sessions import mark_session, remove_old_sessions
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
+from trishul_ray.files import remove_abandoned
 
 _raylet: Any = ray._raylet  # a compiled module without types
 
@@ -34,6 +37,73 @@ _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 #: Seconds in which a cluster must accept a connection.
 CONNECT_TIMEOUT = 10.0
+
+
+#: Seconds between two looks at Ray's own processes, and at a cluster that was joined.
+WATCH_SECONDS, JOINED_WATCH_SECONDS = 1.0, 5.0
+#: Seconds without an answer after which a joined cluster is lost; Ray aborts the process after 60.
+GONE_SECONDS = 40.0
+
+
+class _Watch:
+    """Ends this process in good order if it loses its Ray; see :func:`at_loss`.
+
+    Without its raylet or its GCS (Ray's list of nodes and actors), every call of Ray blocks until
+    Ray aborts the process, which no exception can prevent. So a thread notices the loss, calls
+    ``last_words``, the first one first, and ends the process with exit code 1.
+
+    Args:
+        joined: Whether Ray was there before this process.
+        cleanup: Called last.
+    """
+
+    def __init__(self, *, joined: bool, cleanup: Callable[[], None]) -> None:
+        node: Any = worker._global_node
+        self._cleanup, self._answered = cleanup, time.monotonic()
+        self._gcs = node.gcs_address if joined else None
+        # Ray's processes that this one started, and cannot be without.
+        self._own: list[Any] = [
+            info.process
+            for kind in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+            for info in node.all_processes.get(kind, ())
+        ]
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch Ray", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; if Ray is lost already, the process ends."""
+        if self._loss() is None:
+            self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(WATCH_SECONDS if self._own else JOINED_WATCH_SECONDS):
+            if (why := self._loss()) is not None:
+                self._end(why)
+
+    def _loss(self) -> str | None:
+        if any(process.poll() is not None for process in self._own):
+            return "Ray's own processes on this machine have ended (killed, or out of memory)"
+        if self._gcs is not None:
+            with suppress(OSError):
+                _check_answers(self._gcs)
+                self._answered = time.monotonic()
+            if time.monotonic() - self._answered > GONE_SECONDS:
+                return f"the Ray cluster at {self._gcs} does not answer any more"
+        return None
+
+    def _end(self, why: str) -> None:
+        for process in self._own:  # and with them all workers
+            process.kill()
+        if not last_words:
+            print(f"error: {why}", file=sys.stderr)
+        for action in list(last_words):
+            with suppress(Exception):
+                action(why)
+        with suppress(Exception):
+            self._cleanup()
+        os._exit(1)
 
 
 @contextmanager
@@ -82,7 +152,11 @@ def ray_session(
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
             raise RunError(f"cannot {action}: {first_line(error).rstrip('.')}") from error
-        yield ray.available_resources()
+        watch = _Watch(joined=joins, cleanup=stack.close)
+        try:
+            yield ray.available_resources()
+        finally:
+            watch.close()
     finally:
         # Also after an interrupted start.
         ray.shutdown()
@@ -162,7 +236,7 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
     # replaces an `_node_ip_address` of 127.0.0.1 by the address that other machines see.)
     default, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        ray.init(
+        _init_twice(
             address="local", num_cpus=cpus, include_dashboard=False,
             logging_level=logging.ERROR, log_to_driver=False,
             runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
@@ -171,8 +245,25 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
         session = Path(node.get_session_dir_path())
         mark_session(session)
         remove_old_sessions(session.parent)
+        remove_abandoned()
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = default
+
+
+def _init_twice(**options: Any) -> None:
+    """Start Ray; once more if its processes were too slow, as on a machine under load."""
+    before = set(psutil.Process().children())
+    try:
+        ray.init(**options)
+        return
+    except Exception as error:  # as Ray raises it
+        if "timed out" not in str(error):
+            raise
+    ray.shutdown()
+    for process in set(psutil.Process().children()) - before:
+        with suppress(psutil.Error):
+            process.kill()
+    ray.init(**options)
 
 
 def _join(address: str) -> None:
