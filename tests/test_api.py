@@ -97,6 +97,26 @@ def test_the_history_is_a_table_by_round(tiny):
 
 
 @pytest.mark.slow
+def test_the_scores_of_the_test_rows_compare_two_runs(tiny):
+    first = tiny("digits")
+    scores = first.row_scores
+    # The same 32 rows for every seed and batch size, in order.
+    assert len(scores) == 32 and scores.index.is_monotonic_increasing
+    assert set(scores) <= {0.0, 1.0}
+    assert scores.mean() == pytest.approx(first.final["accuracy"])
+    other = tiny("digits", seed=1, evaluation={"limit": 32, "batch_size": 5})
+    assert other.row_scores.mean() == pytest.approx(other.final["accuracy"])
+    found = first.compare(other)
+    assert found.rows == 32
+    difference = first.final["accuracy"] - other.final["accuracy"]
+    assert found.difference == pytest.approx(difference)
+    with pytest.raises(trishul_ray.InputError, match="scored other test rows"):
+        first.compare(tiny("digits", evaluation={"limit": 16}))
+    # One more round: the scores are those of the last one.
+    more = tiny("digits", rounds=3)
+    assert more.row_scores.mean() == pytest.approx(more.final["accuracy"])
+
+
 def test_the_model_predicts_as_the_exported_adapter_does(tiny):
     result = tiny(
         method={"name": "trishul", "lam": 0.0}, model={"init": "pretrained"}, local_steps=9

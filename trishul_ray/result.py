@@ -3,6 +3,7 @@
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from trishul_ray.errors import InputError
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trishul_ray.experiment import Experiment
+    from trishul_ray.report.statistics import ScoreComparison
     from trishul_ray.runs.trained import TrainedRun
 
 
@@ -104,6 +106,39 @@ class Result:
 
         table = pd.DataFrame(read_metrics(self._home)).astype({"round": int})
         return table.set_index("round")
+
+    @cached_property
+    def row_scores(self) -> "pd.Series[float]":
+        """The score of every test row after the last round, by its index in the test split.
+
+        A class is right (1) or wrong (0), an answer has its F1; their mean is the headline metric.
+
+        Raises:
+            InputError: The task scores no single rows, or an older version ran it.
+        """
+        import pandas as pd
+
+        from trishul_ray.runs.results import read_test_rows
+
+        arrays = read_test_rows(self._home)
+        return pd.Series(arrays["score"], index=pd.Index(arrays["row"], name="row"), name="score")
+
+    def compare(self, other: "Result") -> "ScoreComparison":
+        """Compare this run with another on the test rows that both scored: on the same rows.
+
+        Raises:
+            InputError: They scored other rows, or one has no scores of rows.
+        """
+        from trishul_ray.report.statistics import compare_scores
+
+        first, second = self.row_scores, other.row_scores
+        data = [run.summary.get("sources", {}).get("rows") for run in (self, other)]
+        if data[0] != data[1] or not first.index.equals(second.index):
+            raise InputError(
+                f"runs {self.id} and {other.id} scored other test rows: compare runs of one "
+                "dataset with the same evaluation.limit"
+            )
+        return compare_scores(first.to_numpy(), second.to_numpy())
 
     @property
     def adapter_path(self) -> str | None:

@@ -109,7 +109,7 @@ def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
 @pytest.mark.parametrize(
     "name",
     ["adapter/adapter_model.safetensors", "adapter/README.md", "figures/loss.png",
-     "metrics.parquet", "diagnostics.npz"],
+     "metrics.parquet", "diagnostics.npz", "test_rows.npz"],
 )  # fmt: skip
 def test_a_flipped_bit_of_a_finished_run_is_noticed_and_restored(trishul_here, home, name):
     before = (home / name).read_bytes()

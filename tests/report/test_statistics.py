@@ -10,6 +10,7 @@ from trishul_ray.report.statistics import (
     POWER,
     best_row,
     compare_rows,
+    compare_scores,
     complete_block,
     estimate,
 )
@@ -324,6 +325,28 @@ def test_more_seeds_are_needed_than_we_look_for():
     values = 80 + np.array([[[0.0], [5.0], [-5.0]], [[0.0], [-5.0], [5.01]]])
     row = next(row for row in compare_rows([values]).groups[0].rows if row)
     assert row.seeds_needed[1] == MAX_SEEDS + 1
+
+
+def test_two_models_on_the_same_rows():
+    rng = np.random.default_rng(0)
+    first, second = (rng.random((2, 400)) < [[0.7], [0.6]]).astype(np.float32)
+    found = compare_scores(first, second)
+    only = [int(((first == 1) & (second == 0)).sum()), int(((first == 0) & (second == 1)).sum())]
+    assert [found.first_better, found.second_better] == only
+    assert found.p_value == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
+    assert found.difference == pytest.approx((only[0] - only[1]) / 400)
+    low, high = found.interval
+    assert low < found.difference < high
+    # The same rows: far more certain than two shares of so many rows, each with its own error.
+    copied = np.where(rng.random(400) < 0.05, 1 - first, first)
+    assert np.diff(compare_scores(first, copied).interval) < 0.4 * np.diff(found.interval)
+    assert compare_scores(first, first).p_value == 1
+    scores = rng.random((2, 50))
+    expected = stats.ttest_rel(*scores)
+    found = compare_scores(*scores)
+    assert found.p_value == pytest.approx(expected.pvalue)
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval()))
+    assert compare_scores(scores[0], scores[0]).p_value == 1
 
 
 def test_estimates():

@@ -14,7 +14,7 @@ from tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.loading import load_experiment
-from trishul_ray.runs.results import read_metrics, read_result, result_json
+from trishul_ray.runs.results import TABLES, read_metrics, read_result, result_json
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count
 
@@ -265,7 +265,7 @@ def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
 def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch):
     experiment = tiny()
     plain = drain(run_steps(experiment, quiet(), extras=False))[1]
-    assert plain.summary["files"] == ["config.yaml", "diagnostics.npz", "metrics.parquet"]
+    assert plain.summary["files"] == sorted(TABLES)
     assert not plain.home.exists("figures") and not plain.home.exists("adapter")
     again = drain(run_steps(experiment, quiet(), extras=False))[1]
     assert again.repeated and again.summary["files"] == plain.summary["files"]

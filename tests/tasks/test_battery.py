@@ -82,6 +82,14 @@ def test_the_reported_loss_is_the_trained_one(bench):
     assert loss == pytest.approx(reported, rel=1e-5)
 
 
+def test_the_headline_is_the_mean_of_the_scores_of_the_rows(bench):
+    batch, outputs = outputs_of(bench, range(16))
+    scores = bench.task.row_scores(outputs, batch).double()
+    assert scores.shape == (16,) and ((scores >= 0) & (scores <= 1)).all()
+    headline = bench.task.merge([bench.task.evaluate(outputs, batch)])[bench.task.headline]
+    assert float(scores.mean()) == pytest.approx(headline)
+
+
 def test_every_row_gets_an_answer(bench):
     answers = bench.task.answers(outputs_of(bench, range(5))[1], bench.info.classes)
     assert len(answers) == 5 and all(isinstance(answer, str) for answer in answers)

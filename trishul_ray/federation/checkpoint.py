@@ -46,6 +46,8 @@ class Checkpoint:
         spectra: singular values of the last diagnostics; see ``Diagnostics``.
         matrices: comparisons between clients in every diagnosed round, and of all clients in the
             last; see ``append_round`` and ``compare_everyone``.
+        test_rows: ``row``, index in the test split, and ``score`` of every row scored after
+            the last round, in order; empty before, and for a task without scores of rows.
         survey: the averaged answers to the survey before round 1.
         sources: hashes of data and weights; see ``Blueprint``.
         info: description of the data; None in a checkpoint of an older version.
@@ -59,6 +61,7 @@ class Checkpoint:
     records: list[dict[str, Any]] = field(default_factory=list)
     spectra: Arrays = field(default_factory=dict)
     matrices: Arrays = field(default_factory=dict)
+    test_rows: Arrays = field(default_factory=dict)
     survey: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     info: DatasetInfo | None = None
@@ -69,6 +72,7 @@ class Checkpoint:
             "state": self.state,
             "spectra": self.spectra,
             "matrices": self.matrices,
+            "test_rows": self.test_rows,
             "survey": self.survey,
         }
 

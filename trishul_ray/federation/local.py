@@ -255,8 +255,14 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
             if not bench.settings.evaluation.per_client:
                 stored.pop("client", None)
             batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
-            sums = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
-    return EvalReport(job.round, job.start, sums, job.rows, job.client)
+            outputs = bench.task.predict(bench.model, batch)
+            sums = bench.task.evaluate(outputs, batch)
+            scores = bench.task.row_scores(outputs, batch) if job.each else None
+    each: Arrays = {}
+    if scores is not None:
+        each["row"] = np.asarray(rows[job.start : job.stop], dtype=np.int64)
+        each["score"] = scores.cpu().numpy().astype(np.float32)
+    return EvalReport(job.round, job.start, sums, job.rows, job.client, each)
 
 
 def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:

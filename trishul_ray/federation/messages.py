@@ -57,7 +57,8 @@ class EvalJob:
     """Evaluate the broadcast on rows ``start:stop`` of the scored rows of a set.
 
     With a ``client``, its own model is evaluated: the broadcast with what the client keeps. The
-    rows are then counted among those of this client, if the set's rows belong to clients.
+    rows are then counted among those of this client, if the set's rows belong to clients. With
+    ``each``, the score of every row is returned, too.
     """
 
     round: int
@@ -66,6 +67,7 @@ class EvalJob:
     rows: RowSet = "test"
     client: int | None = None
     state: Arrays = field(default_factory=dict)
+    each: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class EvalReport:
     sums: dict[str, float]
     rows: RowSet = "test"
     client: int | None = None  # whose own model was evaluated; None for the global one
+    # With EvalJob.each: "row" int64 [b], index in the dataset's split; "score" float32 [b].
+    each: Arrays = field(default_factory=dict)
 
 
 @dataclass

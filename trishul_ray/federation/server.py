@@ -104,6 +104,7 @@ class RunResult:
     records: list[dict[str, Any]]
     spectra: Arrays
     matrices: Arrays
+    test_rows: Arrays  # see Checkpoint
     blueprint: Blueprint
     attempt: str
     broadcast: Arrays  # the broadcast of the round after the last
@@ -131,6 +132,7 @@ class Server:
         self.records: list[dict[str, Any]] = [{"round": 0}]
         self.spectra: Arrays = {}
         self.matrices: Arrays = {}
+        self.test_rows: Arrays = {}
         checkpoint = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
         if checkpoint is not None:
@@ -158,6 +160,7 @@ class Server:
         self.records = checkpoint.records
         self.spectra = checkpoint.spectra
         self.matrices = checkpoint.matrices
+        self.test_rows = checkpoint.test_rows
         self.attempt = checkpoint.attempt
         self.events.append(f"continuing after round {checkpoint.round}")
 
@@ -211,6 +214,10 @@ class Server:
             for rows in self.blueprint.scored if outcome.evaluations else ():
                 found = [each for each in outcome.evaluations if each.rows == rows]
                 complete.update(self._scores(rows, found))
+                if each := [report.each for report in found if report.each]:
+                    self.test_rows = {
+                        k: np.concatenate([part[k] for part in each]) for k in each[0]
+                    }
             if cohort:
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, cohort, broadcast, outcome)
@@ -291,11 +298,13 @@ class Server:
             return [(start, min(start + size, count)) for start in range(0, count, size)]
 
         jobs = []
+        last = self.round == self.experiment.federation.rounds
         for rows, count in self.blueprint.scored.items():
-            jobs += [EvalJob(self.round, *chunk, rows) for chunk in chunks(count)]
-            if (each := self.blueprint.client_rows.get(rows)) is not None and self.round:
+            each = last and rows == "test"
+            jobs += [EvalJob(self.round, *chunk, rows, each=each) for chunk in chunks(count)]
+            if (counts := self.blueprint.client_rows.get(rows)) is not None and self.round:
                 for client, state in sorted(self.client_states.items()):
-                    own = chunks(int(each[client]))
+                    own = chunks(int(counts[client]))
                     jobs += [EvalJob(self.round, *chunk, rows, client, state) for chunk in own]
         return jobs
 
@@ -422,6 +431,7 @@ class Server:
             records=self.records,
             spectra=self.spectra,
             matrices=self.matrices,
+            test_rows=self.test_rows,
             blueprint=self.blueprint,
             attempt=self.attempt,
             broadcast=self.broadcast(),
@@ -438,6 +448,7 @@ class Server:
             records=self.records,
             spectra=self.spectra,
             matrices=self.matrices,
+            test_rows=self.test_rows,
             survey=self.survey,
             sources=self.blueprint.sources,
             info=self.blueprint.info,

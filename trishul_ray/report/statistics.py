@@ -62,6 +62,46 @@ def estimate(values: ArrayLike) -> Estimate | None:
 
 
 @dataclass(frozen=True)
+class ScoreComparison:
+    """How two runs compare on the same test rows.
+
+    Attributes:
+        rows: Number of rows.
+        difference: Mean score of the first minus that of the second.
+        interval: 95 % interval of the difference over rows: what other rows could have shown of
+            these two models. The spread between seeds is not in it.
+        p_value: Two-sided: McNemar's exact test of rows that one of the two got right, or
+            Student's test of the paired differences where scores are not only 0 and 1.
+        first_better: Number of rows on which the first has the higher score.
+        second_better: Number of rows on which the second has.
+    """
+
+    rows: int
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+    first_better: int
+    second_better: int
+
+
+def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
+    """Compare the scores in [0, 1] of two models on the same rows [rows], at least two."""
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    differences = one - other
+    rows, mean = len(differences), float(differences.mean())
+    error = float(differences.std(ddof=1)) / math.sqrt(rows)
+    half = error * float(special.stdtrit(rows - 1, 0.975))
+    better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+    if np.isin(differences, (-1.0, 0.0, 1.0)).all():
+        p_value = min(1.0, 2 * float(special.bdtr(min(better, worse), better + worse, 0.5)))
+    elif error:
+        p_value = 2 * float(special.stdtr(rows - 1, -abs(mean) / error))
+    else:
+        p_value = float(mean == 0)
+    return ScoreComparison(rows, mean, (mean - half, mean + half), p_value, better, worse)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How a row compares with the best row of its group.
 

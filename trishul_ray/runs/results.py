@@ -1,6 +1,6 @@
 """The files a run leaves under ``runs/<id>/``, except its figures and its model.
 
-They are config.yaml, metrics.parquet, diagnostics.npz and result.json.
+They are config.yaml, metrics.parquet, diagnostics.npz, test_rows.npz and result.json.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import psutil
 import pyarrow as pa
 
 from trishul_ray.data.prepared import RowSet, score_name
-from trishul_ray.errors import CorruptFileError
+from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.files import digest
 from trishul_ray.lazy import pq, torch
@@ -38,7 +38,7 @@ FAILURE = "failure.json"
 #: Files of a finished run's numbers, which reports read.
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
-TABLES = ("config.yaml", *NUMBERS)
+TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 
@@ -148,6 +148,26 @@ def write_tables(experiment: Experiment, result: "RunResult | Checkpoint", folde
         arrays: dict[str, Any] = dict(result.matrices)
         arrays |= {f"spectrum_{key}": value for key, value in result.spectra.items()}
         np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
+    if result.test_rows:
+        test_rows: dict[str, Any] = dict(result.test_rows)
+        np.savez_compressed(folder / "test_rows.npz", **test_rows)
+
+
+def read_test_rows(home: Store) -> dict[str, np.ndarray]:
+    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz.
+
+    Raises:
+        InputError: The run has none.
+    """
+    try:
+        content = home.read("test_rows.npz")
+    except FileNotFoundError:
+        raise InputError(
+            f"{home.uri} has no test_rows.npz: its task scores no single rows, or an older version "
+            "ran it; --fresh runs it again"
+        ) from None
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        return dict(file)
 
 
 def file_hashes(folder: Path) -> dict[str, str | None]:

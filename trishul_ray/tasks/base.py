@@ -112,6 +112,13 @@ class Task(ABC):
             ValueError: There are no rows.
         """
 
+    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the score [b] in [0, 1] of every row, of which the headline is the mean.
+
+        None for a task that does not tell: two of its runs cannot be compared row by row.
+        """
+        return None
+
     @property
     def classes(self) -> int | None:
         """Number of classes whose rows :meth:`evaluate` counts; None if there are no classes."""
@@ -298,9 +305,14 @@ def class_sums(
     choices = logits if class_columns is None else logits[:, class_columns]
     columns = labels if class_columns is None else class_columns[labels]
     losses = torch.nn.functional.cross_entropy(logits, columns, reduction="none")
-    predicted = choices.argmax(dim=-1).where(choices.isfinite().all(dim=-1), -1)
+    predicted = predict_class(choices)
     scores = {"loss_sum": losses, "correct": predicted == labels}
     return sum_rows(scores, batch, groups, by="correct") | class_counts(predicted, labels)
+
+
+def predict_class(logits: Tensor) -> Tensor:
+    """Return the class of every row of logits [b, K], int64 [b]; -1 if they are not finite."""
+    return logits.argmax(dim=-1).where(logits.isfinite().all(dim=-1), -1)
 
 
 class Classification(Task):
@@ -327,6 +339,10 @@ class Classification(Task):
     def class_logits(self, outputs: Any) -> Tensor:
         """Return the logits of the classes [b, K]; the largest is the prediction."""
         return logits_of(outputs)
+
+    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return 1 for every row that is predicted right, 0 otherwise [b]."""
+        return predict_class(self.class_logits(outputs).float()) == batch["labels"]
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
         """Return the name of the predicted class of every row."""

@@ -214,6 +214,10 @@ class Text2Text(Task):
         scores |= {"loss_sum": losses.sum(dim=1, dtype=torch.float64), "tokens": tokens}
         return sum_rows(scores, batch, self.groups, by=self.row_metrics[0])
 
+    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the first of :attr:`row_metrics` of every row [b]."""
+        return self.score(outputs.texts, batch)[self.row_score]
+
     @abstractmethod
     def score(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return each of :attr:`row_metrics` for every generated text, [b] in [0, 1]."""
