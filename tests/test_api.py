@@ -97,7 +97,7 @@ def test_the_history_is_a_table_by_round(tiny):
 
 
 @pytest.mark.slow
-def test_the_scores_of_the_test_rows_compare_two_runs(tiny):
+def test_the_scores_of_the_test_rows_compare_two_runs(tiny, called, tmp_path):
     first = tiny("digits")
     scores = first.row_scores
     # The same 32 rows for every seed and batch size, in order.
@@ -110,6 +110,10 @@ def test_the_scores_of_the_test_rows_compare_two_runs(tiny):
     assert found.rows == 32
     difference = first.final["accuracy"] - other.final["accuracy"]
     assert found.difference == pytest.approx(difference)
+    code, out, error = called("compare", first.id, other.id, "--runs", tmp_path / "runs")
+    assert (code, error) == (0, "")
+    assert f"{100 * difference:+.2f} points, 95 % " in out
+    assert f"{found.first_better} rows by the first" in out
     with pytest.raises(trishul_ray.InputError, match="scored other test rows"):
         first.compare(tiny("digits", evaluation={"limit": 16}))
     # One more round: the scores are those of the last one.

@@ -21,6 +21,7 @@ def make(round_number, fill=1.0):
         records=[{"round": 0, "accuracy": 0.5}, {"round": 1, "refused": {"2": "why"}}],
         spectra={"before": np.ones((2, 3))},
         matrices={"cosine": np.ones((1, 2, 2))},
+        test_rows={"row": np.arange(3), "score": np.ones(3, dtype=np.float32)},
     )
 
 
@@ -40,6 +41,7 @@ def test_round_trip(store):
     )
     np.testing.assert_array_equal(restored.spectra["before"], original.spectra["before"])
     np.testing.assert_array_equal(restored.matrices["cosine"], np.ones((1, 2, 2)))
+    np.testing.assert_array_equal(restored.test_rows["row"], np.arange(3))
 
 
 def test_the_newest_are_kept_and_a_round_is_replaced(store):

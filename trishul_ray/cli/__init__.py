@@ -59,6 +59,7 @@ def _options(
 for command in (
     run.run,
     run.export,
+    run.compare,
     tables.table,
     tables.sweep,
     tables.rates,

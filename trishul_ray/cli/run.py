@@ -1,4 +1,4 @@
-"""Commands on one experiment: run it, and export its adapter."""
+"""Commands on one experiment: run it, compare it with another, and export its adapter."""
 
 import shlex
 import sys
@@ -118,6 +118,35 @@ def export(
 
     written = export_run(run_id, directory, merged=merged, runs=runs)
     print_line(f"{written.note}, after round {written.round}: {directory}")
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    second: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.")],
+    runs: Annotated[
+        str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
+    ] = "runs",
+) -> None:
+    """Compare two finished runs row by row, on the test rows that both scored.
+
+    The interval and the p-value are about these two models and other rows: they say nothing about
+    other seeds. Several seeds are compared by the command `table` or `sweep`.
+    """
+    from trishul_ray.api import load
+
+    one, other = (load(run, runs=runs) for run in (first, second))
+    found = one.compare(other)
+    headline = one.summary["headline"]
+    low, high = (100 * end for end in found.interval)
+    for run in (one, other):
+        print_field(run.id, f"{headline} {run.final[headline]:.2%} of {found.rows} rows")
+    print_field(
+        "difference", f"{100 * found.difference:+.2f} points, 95 % {low:+.2f} to {high:+.2f}"
+    )
+    print_field(
+        "better", f"{found.first_better} rows by the first, {found.second_better} by the second"
+    )
+    print_field("p-value", f"{found.p_value:.2g}")
 
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":
