@@ -19,8 +19,6 @@ from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
 from trishul_ray.runs.trained import open_run
 
-ROLORA = str(FOLDER / "rolora.py")
-
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
@@ -214,15 +212,20 @@ def test_installed_packages_are_found(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("rolora", "seed=0"), ("fedsa", "evaluation.per_client=true"), ("fedmedian", "seed=0")],
+)
 def test_a_method_of_a_file_gives_the_inline_bytes_on_two_actors(
-    local_ray, small, inline_result, assert_same, drive_to_end, tmp_path
+    name, option, local_ray, small, inline_result, assert_same, drive_to_end
 ):
     from trishul_ray.federation.on_ray.driver import open_driver
 
     # Eighteen uploads are added by the actors, which get the method by the object store.
     wide = ["federation.clients=18", "federation.clients_per_round=18", "federation.local_steps=1"]
     options = ["resources.actors=2", "resources.cpus_per_actor=0.5", "federation.rounds=2"]
-    experiment = small(f"plugins=[{ROLORA}]", "method=rolora", *wide, *options)
+    file = FOLDER / f"{name}.py"
+    experiment = small(f"plugins=[{file}]", f"method={name}", option, *wide, *options)
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         result = drive_to_end(driver)
     assert_same(result, inline_result(experiment))

@@ -1,6 +1,7 @@
 """Scores by class and by client, from the rows to the result."""
 
 import pytest
+from newcomers import FOLDER, unloaded_after
 
 import trishul_ray
 from trishul_ray.federation.prepare import prepare_run
@@ -50,6 +51,25 @@ def test_clients_are_scored_by_name_on_their_own_test_rows(run, called, tmp_path
     plain = run(rows, **options)
     assert plain.per_client == {} and plain.id != result.id
     assert plain.summary["state_sha256"] == result.summary["state_sha256"]
+
+
+def test_own_models_are_scored_beside_the_global_one(run, tmp_path):
+    rows = [
+        {"text": f"{'ab'[n % 2]} {n}", "label": f"{n % 2}", "client": CITIES[n % 3]}
+        for n in range(60)
+    ]
+    options = {"model": {"name": "bert-tiny", "init": "random"}, "max_length": 16, "budget": 2}
+    options |= {"method": "fedsa", "plugins": [FOLDER / "fedsa.py"], "lr": 0.01, "local_steps": 9}
+    with unloaded_after():
+        result = run(rows, per_client=True, partition={"kind": "natural"}, **options)
+        assert tuple(result.personal) == tuple(result.per_client) == CITIES
+        mean = sum(result.personal.values()) / 3
+        assert result.history["personal_mean"][2] == pytest.approx(mean)
+        assert (tmp_path / "runs" / result.id / "figures" / "personal.png").exists()
+        # A client of the run is then none of the data's: there is nothing to score its model on.
+        with pytest.raises(trishul_ray.InputError, match="method=fedsa has a model for each"):
+            run(rows, per_client=True, partition={"kind": "iid"}, **options)
+    assert run(rows, partition={"kind": "iid"}, **(options | {"method": "fedit"})).personal == {}
 
 
 def test_without_test_rows_of_their_own_clients_are_scored_by_their_class_mix(run):
