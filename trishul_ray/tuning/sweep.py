@@ -370,10 +370,15 @@ def _with_seeds(draft: _Draft, overrides: Fields) -> tuple[_Draft, Fields]:
 
 
 def _in_id(field: str, experiment: Experiment) -> bool:
-    """Return whether a field is part of an experiment's id."""
+    """Return whether a field is part of an experiment's id, with the value that is set."""
+    fields: Any = experiment
     found: Any = experiment.identity()
     for name in field.split("."):
         if not isinstance(found, dict) or name not in found:
             return False
-        found = found[name]
+        info = type(fields).model_fields.get(name)
+        extra = info.json_schema_extra if info is not None else None
+        if isinstance(extra, dict) and extra.get("identity") == "default":
+            return False
+        found, fields = found[name], getattr(fields, name, None)
     return True
