@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pandas as pd
@@ -172,6 +173,11 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
         ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
         ({"dataset": "digit"}, "'digit' is unknown; .* did you mean 'digits'"),
         ({"dataset": [1, 2]}, "rows of type list: pass a Hugging Face Dataset"),
+        ({"dataset": []}, "the rows passed from Python: there are none, the list is empty"),
+        ({"method": object()}, "method: object: it must be a method's name, or a section"),
+        ({"config": 3}, "config of type int: it must be a YAML file, or a dictionary"),
+        ({"tokenizer": "bert"}, "tokenizer: it is for a model that is an nn.Module"),
+        ({"on_round": 3}, "on_round of type int: it must be a function"),
         ({"dataset": {"test": [{"text": "a"}]}}, "a train split is needed"),
         ({"config": "no.yaml"}, "no.yaml does not exist"),
     ],
@@ -244,6 +250,8 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
         texts.predict([{"words": "a"}])
     with pytest.raises(trishul_ray.InputError, match="pass a list of rows"):
         texts.predict("word 1")
+    with pytest.raises(trishul_ray.InputError, match=r"an array float32 \[2, 8, 8\], but dataset"):
+        texts.predict(torch.zeros(2, 8, 8))
     with pytest.raises(trishul_ray.InputError, match="there are no rows"):
         texts.predict([])
 
@@ -290,6 +298,146 @@ def test_any_module_is_a_model(tiny, tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert float(done.stdout) == result.final["accuracy"]
     assert "was passed from Python, and is not stored: pass the same one again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([nn.Linear(60, 10)], r"model python:Sequential, on 2 rows of dataset digits "
+         r"\(pixel_values float32 \[2, 1, 8, 8\]\), fails: mat1 and mat2 shapes"),
+        ([nn.Linear(64, 7)], r"returns float32 \[2, 7\]; .* each of the 10 classes: \[2, 10\]"),
+        ([nn.Linear(64, 12)], r"returns float32 \[2, 12\]; .* each of the 10 classes: \[2, 10\]"),
+        ([nn.LazyLinear(10)], r"layer '1' \(LazyLinear\) has no weights yet; call the model once"),
+        ([nn.Linear(64, 10), nn.LSTM(10, 10)], r"returns tuple; it must return logits"),
+    ],
+)  # fmt: skip
+def test_a_module_that_does_not_fit_is_named_before_the_run(tiny, tmp_path, layers, message):
+    with pytest.raises(trishul_ray.InputError, match=message) as caught:
+        tiny(model=nn.Sequential(nn.Flatten(), *layers), method="fedit", budget=1)
+    assert "\n" not in str(caught.value) and not list((tmp_path / "runs").glob("*"))
+    with pytest.raises(
+        trishul_ray.InputError, match="tokenizer of type str: it must be a fast tok"
+    ):
+        tiny(model=nn.Linear(2, 2), tokenizer="bert")
+
+
+def test_rounds_are_reported_and_an_error_of_the_callback_is_the_callers_own(tiny):
+    seen = []
+
+    def stop(record):
+        seen.append(record)
+        if record["round"] == 1:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        tiny(on_round=stop)
+    result = tiny(on_round=seen.append)  # continues after round 1
+    assert [record["round"] for record in seen] == [0, 1, 2]
+    assert [r["accuracy"] for r in seen] == result.history["accuracy"].tolist()
+    assert tiny(on_round=seen.append).repeated and len(seen) == 3
+
+
+def test_a_second_run_at_the_same_time_is_refused(tiny):
+    errors = []
+
+    def second(record):
+        def attempt():
+            try:
+                tiny(seed=1)
+            except trishul_ray.InputError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+
+    assert tiny(rounds=1, on_round=second).final["round"] == 1
+    assert len(errors) == 2 and errors[0].startswith(
+        "this process is running an experiment already"
+    )
+    assert tiny(rounds=1, seed=1).final["round"] == 1
+
+
+def test_any_other_error_is_the_packages_own(tiny, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("deep inside")
+
+    monkeypatch.setattr("trishul_ray.runs.runner.prepare_run", broken)
+    with pytest.raises(trishul_ray.RunError, match=r"^ZeroDivisionError: deep inside$") as caught:
+        tiny()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_predict_takes_a_batch(tiny):
+    result = tiny(rounds=1)
+    images, _ = digits(5)
+    want, batch = result.predict(images), np.stack(images)
+    for rows in (batch, batch[..., None], batch[:, None], torch.from_numpy(batch), tuple(images),
+                 torch.from_numpy(batch)[:, None].expand(-1, 3, -1, -1)):  # fmt: skip
+        assert result.predict(rows) == want
+    for rows, message in [
+        (batch[0], r"one image uint8 \[8, 8\]: pass a list of rows, even of one"),
+        (batch / 255, r"an array float64 \[5, 8, 8\]; it must be uint8 \[N, H, W\]"),
+        (batch.astype(np.int64), r"an array int64 \[5, 8, 8\]; it must be uint8"),
+    ]:
+        with pytest.raises(trishul_ray.InputError, match=message):
+            result.predict(rows)
+
+
+def test_finished_runs_are_listed_and_loaded_by_the_beginning_of_their_ids(tiny, tmp_path):
+    store = str(tmp_path / "runs")
+    assert trishul_ray.runs(store).empty
+    results = [tiny(rounds=1, method="fedit", seed=seed) for seed in range(2)]
+    (tmp_path / "runs" / "no-run").mkdir()
+    table = trishul_ray.runs(store)
+    assert set(table.index) == {result.id for result in results}
+    assert table.loc[results[1].id, "seed"] == 1
+    assert table.loc[results[1].id, "final"] == results[1].final["accuracy"]
+    assert trishul_ray.load(results[0].id[:7], runs=store).id == results[0].id
+    for prefix, message in [
+        ("", "does not exist"),
+        (results[0].id[:10] + "zz", f"the nearest are {results[0].id}"),
+    ]:
+        with pytest.raises(trishul_ray.InputError, match=message):
+            trishul_ray.load(prefix, runs=store)
+    twin = results[0].id[:6] + "0" * 6
+    (tmp_path / "runs" / twin).mkdir()
+    with pytest.raises(trishul_ray.InputError, match=f"several begin so: .*{results[0].id}"):
+        trishul_ray.load(results[0].id[:6], runs=store)
+
+
+def test_a_notebook_shows_a_table_of_a_result(tiny):
+    page = tiny(rounds=1, name="<b>")._repr_html_()
+    assert page.startswith("<table>") and "accuracy" in page and "<b>" not in page
+
+
+@pytest.mark.slow
+def test_a_sweep_is_a_table_of_its_cells(tiny, tmp_path, cache):
+    images, labels = digits(60)
+    places = {"runs": tmp_path / "runs", "cache": cache}
+    rows = {"image": images, "label": labels}
+    fields = {k: v for k, v in TINY.items() if k != "backend"}
+    model = {"name": "vit-digits", "init": "random"}
+    fields |= {"dataset": rows, "model": model, "budget": 4, "resources": {"actors": 1}}
+    table = trishul_ray.sweep(
+        axes={"method": ["fedit", "trishul"], "seed": range(2)}, **places, **fields
+    )
+    assert list(table["method"]) == ["fedit", "fedit", "trishul", "trishul"]
+    assert set(table["status"]) == {"finished"} and table["accuracy"].between(0, 1).all()
+    # The same cells, from the content of a file: nothing is run.
+    content = {"axes": {"method": ["fedit", "trishul"], "seed": "0..1"}}
+    again = trishul_ray.sweep(content, **places, **fields)
+    pd.testing.assert_frame_equal(again, table)
+    inline = tiny(**{**fields, "resources": {}, "backend": "inline"}, method="fedit", seed=1)
+    assert inline.id == table["id"][1] and inline.repeated
+    with pytest.raises(trishul_ray.InputError, match="unknown field 'mehtod'"):
+        trishul_ray.sweep(axes={"mehtod": ["fedit"]})
+    with pytest.raises(trishul_ray.InputError, match="give either a file, or its content, or axes"):
+        trishul_ray.sweep(rounds=3)
+    with pytest.raises(trishul_ray.InputError, match="'seed' is of type int: it must be a list"):
+        trishul_ray.sweep(axes={"seed": 3})
+    with pytest.raises(trishul_ray.InputError, match=r"^sweep:1: .*axess"):
+        trishul_ray.sweep({"axess": {"seed": [0]}})
 
 
 def test_a_module_reads_texts_with_its_tokenizer(tiny):

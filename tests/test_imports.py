@@ -129,13 +129,13 @@ def test_a_part_imports_nothing_that_lies_above(part):
         assert not parts(path) & MAY_NOT_IMPORT[part], module(path)
 
 
-def test_the_python_interface_stands_above_everything_but_sweeps_and_commands():
+def test_the_python_interface_stands_above_everything_but_commands():
     for path in FILES:
         part = module(path).split(".")[0]
         if part not in {"", "api", "cli"}:
             assert "api" not in parts(path) and (part in INTERFACE or "result" not in parts(path))
         if part in INTERFACE:
-            assert not parts(path) & {"cli", "doctor", "report", "tuning"}, module(path)
+            assert not parts(path) & {"cli", "doctor", "report"}, module(path)
 
 
 def test_no_folder_imports_back():

@@ -7,6 +7,8 @@ Run an experiment, or load one that has run::
     result = trishul_ray.run("digits", method="fedit", rounds=10)
     result.history["accuracy"].plot()
     result.predict(images)
+    trishul_ray.sweep(axes={"method": ["fedit", "trishul"], "seed": range(3)}, rounds=10)
+    trishul_ray.runs()
 
 Importing the package loads nothing else: torch, transformers and Ray are imported by the first run.
 """
@@ -17,9 +19,10 @@ from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageEr
 from trishul_ray.version import __version__
 
 if TYPE_CHECKING:
-    from trishul_ray.api import load, run
+    from trishul_ray.api import load, run, sweep
     from trishul_ray.plugins import load_plugin
     from trishul_ray.result import Result
+    from trishul_ray.runs.results import table_of_runs as runs
 
 __all__ = [
     "CorruptFileError",
@@ -31,10 +34,19 @@ __all__ = [
     "load",
     "load_plugin",
     "run",
+    "runs",
+    "sweep",
 ]
 
 #: Where the names that are imported at their first use come from.
-_LAZY = {"Result": "result", "load": "api", "load_plugin": "plugins", "run": "api"}
+_LAZY = {
+    "Result": "result",
+    "load": "api",
+    "load_plugin": "plugins",
+    "run": "api",
+    "runs": "runs",
+    "sweep": "api",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -42,7 +54,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+    value = module if name == _LAZY[name] else getattr(module, name)  # a package may be called
     globals()[name] = value
     return value
 

@@ -1,26 +1,42 @@
-"""The Python interface: :func:`run` an experiment, :func:`load` one that has run.
+"""The Python interface: :func:`run` an experiment or a :func:`sweep`, :func:`load` what has run.
 
-Both give a :class:`~trishul_ray.result.Result`. A run has the same id, files and recovery as with
-the command ``trishul run``: either continues, or reads, what the other began.
+Runs have the same ids, files and recovery as with the commands ``trishul run`` and ``trishul
+sweep``: either continues, or reads, what the other began.
+
+Every error is an :class:`~trishul_ray.errors.InputError` or a
+:class:`~trishul_ray.errors.RunError`, but for those that your own callback raises. A process runs
+one experiment or sweep at a time.
 """
 
-from collections.abc import Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trishul_ray.errors import CorruptFileError, InputError, RunError, at_loss, describe_os_error
+import yaml
+
+from trishul_ray.errors import CorruptFileError, InputError, at_loss, own_errors
 from trishul_ray.federation.determinism import set_environment
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
     from trishul_ray.result import Result
     from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.tuning.sweep import Sweep
 
 #: How to show the progress of a run: not at all, as lines, or as a live bar where there is a
 #: terminal or a notebook (elsewhere as lines); always on standard error.
 Progress = Literal["off", "plain", "rich"]
+
+#: Held while this process runs an experiment or a sweep: Ray and the settings of torch are shared.
+_running = threading.Lock()
 
 
 def run(
@@ -32,6 +48,7 @@ def run(
     config: "str | Path | Mapping[str, Any] | None" = None,
     progress: Progress = "rich",
     fresh: bool = False,
+    on_round: Callable[[dict[str, float]], object] | None = None,
     **fields: Any,
 ) -> "Result":
     """Run an experiment, or continue it where it stopped; a finished one is read.
@@ -50,6 +67,9 @@ def run(
         config: A YAML file, or its content as a dictionary.
         progress: How to show the progress.
         fresh: Whether to start over: an earlier run of the same experiment is deleted.
+        on_round: Called in this process after each round that this call runs, and before the first
+            one as round 0, with the round's numbers as in :attr:`Result.history`. What it raises
+            ends the run between two rounds, which the same call continues.
         **fields: Fields of the experiment over those of ``config``: a section
             (``federation={"rounds": 10}``), or the last part of a field's name where it is the only
             one (``rounds=10``, ``lr=1e-3``, ``runs="runs"``). ``trishul run --fields`` lists them.
@@ -64,34 +84,109 @@ def run(
     set_environment()  # before torch is imported
     from trishul_ray.loading import experiment_of_arguments
     from trishul_ray.result import Result
-    from trishul_ray.runs.runner import run_experiment
+    from trishul_ray.runs.results import flat_metrics
+    from trishul_ray.runs.runner import run_steps
 
-    arguments = dict(fields)
-    if method is not None:
-        arguments["method"] = method
-    if dataset is not None:
-        arguments |= _dataset_fields(dataset, fields)
-    module = None if model is None or isinstance(model, str | Mapping) else model
-    if module is not None:
-        arguments["model"] = _pass_module(module, tokenizer)
-    elif model is not None:
-        arguments["model"] = model
-    if isinstance(config, str):
-        config = Path(config)
-    experiment = experiment_of_arguments(config, arguments)
+    if on_round is not None and not callable(on_round):
+        raise InputError(f"on_round of type {type(on_round).__name__}: it must be a function")
+    with own_errors():
+        arguments = dict(fields)
+        if method is not None:
+            arguments["method"] = method
+        if dataset is not None:
+            arguments |= _dataset_fields(dataset, fields)
+        if model is None or isinstance(model, str | Mapping):
+            if tokenizer is not None:
+                raise InputError(
+                    "tokenizer: it is for a model that is an nn.Module; others have one"
+                )
+            arguments |= {} if model is None else {"model": model}
+        else:
+            arguments["model"] = _pass_module(model, tokenizer)
+        if isinstance(config, str):
+            config = Path(config)
+        if not isinstance(config, Path | Mapping | None):
+            kind = type(config).__name__
+            raise InputError(f"config of type {kind}: it must be a YAML file, or a dictionary")
+        experiment = experiment_of_arguments(config, arguments)
     with (
+        _alone(),
         _progress(progress, experiment.federation.rounds) as display,
         at_loss(lambda why: display.note(f"{why}. Repeat the call to continue.")),
     ):
-        try:
-            finished = run_experiment(experiment, display, fresh=fresh)
-        except RunError:
-            raise
-        except OSError as error:
-            raise RunError(describe_os_error(error)) from error
+        steps = run_steps(experiment, display, fresh=fresh)
+        with closing(steps):
+            started = False
+            while True:
+                with own_errors():
+                    try:
+                        report = next(steps)
+                    except StopIteration as end:
+                        finished = end.value
+                        break
+                # A continued run reports its earlier rounds at first.
+                if on_round is not None and (started or not report.round):
+                    for record in report.records:
+                        on_round({"round": record["round"], **flat_metrics(record)})
+                started = True
     return Result(experiment, finished.home, finished.summary, repeated=finished.repeated)
 
 
+@own_errors()
+def sweep(
+    file: "str | Path | Mapping[str, Any] | None" = None,
+    *,
+    axes: "Mapping[str, Iterable[Any]] | None" = None,
+    retries: int = 2,
+    stall_minutes: float = 30.0,
+    concurrency: int | None = None,
+    progress: Progress = "rich",
+    **fields: Any,
+) -> "pd.DataFrame":
+    """Run what is missing of a grid or a search of whole runs, as ``trishul sweep`` does.
+
+    Args:
+        file: A sweep file, or its content as a dictionary.
+        axes: In place of a file, the values of each field that varies, such as
+            ``{"lam": [0, 0.01], "seed": range(3)}``.
+        retries: How often a failed cell is tried again, from its last round.
+        stall_minutes: Minutes without a finished round after which a cell is tried again.
+        concurrency: Cells at a time; default: as many as the cluster holds.
+        progress: How to show the progress.
+        **fields: Fields of every run, as in :func:`run`.
+
+    Returns:
+        One row per cell: its label on each axis, the ``id`` of its run, its ``status``
+        (``finished``, or why it has no result), the metrics after the last round, and ``reason``.
+
+    Raises:
+        InputError: The input is wrong; nothing was run.
+        RunError: Ray or Ray Tune failed; call it again with the same arguments to continue.
+    """
+    set_environment()
+    from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tuning.monitor import TuneOptions
+    from trishul_ray.tuning.reproduce import reproduce
+
+    read = _read_sweep(file, axes, fields)
+    with (
+        _alone(),
+        SweepProgress(_console(progress)) as display,
+        at_loss(lambda why: display.note(f"{why}. Repeat the call to continue.")),
+    ):
+        options = TuneOptions(retries, stall_minutes, concurrency)
+        (outcome,) = reproduce([read], options, display).outcomes
+    import pandas as pd
+
+    rows = []
+    for cell in outcome.cells:
+        final = {name: v for name, v in cell.summary.get("final", {}).items() if name != "round"}
+        state = {"id": cell.id, "status": cell.status, **final, "reason": cell.reason}
+        rows.append({**cell.labels, **state})
+    return pd.DataFrame(rows)
+
+
+@own_errors()
 def load(
     run: "str | Path",
     *,
@@ -102,25 +197,24 @@ def load(
     """Load a finished run.
 
     Args:
-        run: Its id, or its folder.
+        run: Its id, or the beginning of it, or its folder.
         runs: The folder or URI where runs are stored.
         model: The ``nn.Module`` of a run on one, which is not stored with the run; only
             :meth:`~trishul_ray.result.Result.model` and ``predict`` need it.
         tokenizer: Its tokenizer, if it has one.
 
     Raises:
-        InputError: There is no such run, or it has not finished.
+        InputError: There is no such run, several begin so, or it has not finished.
         CorruptFileError: One of its files is damaged; running it again restores the file from its
             last checkpoint.
     """
     set_environment()
-    from trishul_ray.models.from_python import pass_model
     from trishul_ray.result import Result
     from trishul_ray.runs.results import damaged_files, read_result
     from trishul_ray.runs.trained import open_run
 
     if model is not None:
-        pass_model(model, tokenizer)
+        _pass_module(model, tokenizer)
     home, experiment = open_run(str(run), runs)
     try:
         summary = read_result(home)
@@ -165,14 +259,97 @@ def _pass_module(module: Any, tokenizer: "PreTrainedTokenizerBase | None") -> di
     return {"name": passed.name, "content": f"{passed.content} {passed.name}"}
 
 
-def _progress(kind: Progress, rounds: int) -> "RunProgress":
-    from rich.console import Console
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Refuse a second experiment or sweep of this process while one is being run."""
+    if not _running.acquire(blocking=False):
+        raise InputError(
+            "this process is running an experiment already: wait for it, use another process, or "
+            "run several at a time with trishul_ray.sweep"
+        )
+    try:
+        yield
+    finally:
+        _running.release()
 
+
+def _progress(kind: Progress, rounds: int) -> "RunProgress":
     from trishul_ray.tracking.progress import RunProgress
+
+    return RunProgress(rounds, _console(kind))
+
+
+def _console(kind: Progress) -> "Console":
+    from rich.console import Console
 
     if kind not in get_args(Progress):
         raise InputError(f"progress={kind!r}: must be {', '.join(map(repr, get_args(Progress)))}")
-    console = Console(stderr=True, quiet=kind == "off")
-    if kind != "rich":
-        console = Console(stderr=True, quiet=kind == "off", force_terminal=False)
-    return RunProgress(rounds, console)
+    live = None if kind == "rich" else False
+    return Console(stderr=True, quiet=kind == "off", force_terminal=live, force_jupyter=live)
+
+
+def _read_sweep(
+    file: "str | Path | Mapping[str, Any] | None",
+    axes: "Mapping[str, Iterable[Any]] | None",
+    fields: Mapping[str, Any],
+) -> "Sweep":
+    """Return the sweep that the arguments of :func:`sweep` describe."""
+    from trishul_ray.loading import field_names, full_name
+    from trishul_ray.methods.base import method_names
+    from trishul_ray.tuning.sweep import load_sweep
+
+    if (file is None) == (axes is None):
+        raise InputError("sweep: give either a file, or its content, or axes={field: values}")
+    known = list(dict.fromkeys(name for m in method_names() for name in field_names(m)))
+    values = dict(fields)
+    if hasattr(values.get("model"), "forward"):
+        raise InputError("model: a sweep takes the name of a model, which its trials can load")
+    if "dataset" in values:
+        values |= _dataset_fields(values.pop("dataset"), fields)
+    overrides = [f"{full_name(k, known)}={_as_yaml(k, v)}" for k, v in values.items()]
+    if isinstance(file, str | Path):
+        return load_sweep(Path(file), overrides)
+    if axes is not None:
+        content = {"axes": dict(_axis(name, values, known) for name, values in axes.items())}
+    else:
+        assert file is not None
+        content = dict(file)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sweep.yaml"
+        path.write_text(_as_yaml("sweep", content), encoding="utf-8")
+        try:
+            return replace(load_sweep(path, overrides), file=None)
+        except InputError as error:
+            raise InputError(str(error).replace(str(path), "sweep")) from error
+
+
+def _axis(name: str, values: Any, known: Sequence[str]) -> tuple[str, Any]:
+    """Return the name of an axis and its labels: values of a field, or fields by label."""
+    if isinstance(values, Mapping):
+        return name, values
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        kind = type(values).__name__
+        raise InputError(f"axes: {name!r} is of type {kind}: it must be a list of values")
+    from trishul_ray.loading import full_name
+
+    return full_name(name, known), list(values)
+
+
+def _as_yaml(name: str, value: Any) -> str:
+    """Return a value as YAML in one line."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple | range):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, Path) else getattr(value, "item", lambda: value)()
+
+    try:
+        text = yaml.safe_dump(plain(value), default_flow_style=True, width=10**9, sort_keys=False)
+    except yaml.YAMLError as error:
+        kind = type(value).__name__
+        raise InputError(
+            f"{name} of type {kind}: a sweep takes names, numbers and texts"
+        ) from error
+    return text.removesuffix("\n").removesuffix("\n...")

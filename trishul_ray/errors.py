@@ -66,3 +66,21 @@ def first_line(error: BaseException) -> str:
 def describe_os_error(error: OSError) -> str:
     """Return the reason of a failed system call and its file, in one line."""
     return f"{error.strerror or error}: {error.filename or 'storage'}"
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise what is no error of this package as a RunError in this context, or as a decorator.
+
+    For the Python interface; the cause has the traceback.
+    """
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except OSError as error:
+        raise RunError(describe_os_error(error)) from error
+    except Exception as error:
+        name = type(error).__name__
+        reason = first_line(error)
+        raise RunError(name if reason == name else f"{name}: {reason}") from error

@@ -8,6 +8,7 @@ Fields that cannot (folders, tracking, number of actors) are left out.
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -44,6 +45,9 @@ from trishul_ray.version import NUMERICS
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
 
+#: Hex digits of an experiment's id.
+ID_LENGTH = 12
+
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
 MOST_COMPARED = 100
 
@@ -51,6 +55,11 @@ MOST_COMPARED = 100
 def _validated_method(value: Any) -> Any:
     if isinstance(value, MethodConfig):
         return value
+    if not isinstance(value, str | Mapping):
+        kind = type(value).__name__
+        raise ValueError(
+            f"{kind}: it must be a method's name, or a section such as {{name: trishul}}"
+        )
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.get("name", "trishul")
     if name not in method_names():
@@ -156,7 +165,7 @@ class Experiment(Section):
     def id(self) -> str:
         """The hash of :meth:`identity` and the numerics version, as 12 hex digits."""
         text = json.dumps({"numerics": NUMERICS, **self.identity()}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
     @property
     def scored_rounds(self) -> frozenset[int]:

@@ -1,9 +1,10 @@
 """The result of a run, for Python: its history, its scores, its adapter, its model."""
 
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, own_errors
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
@@ -39,6 +40,31 @@ class Result:
             f"<Result {self.id}: {self.config['method']['name']} on {self.config['data']['name']}, "
             f"{headline} {final[headline]:.2%} after round {final['round']}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows."""
+        config, final, headline = self.config, self.final, self.summary["headline"]
+        federation = config["federation"]
+        cells = {
+            "id": self.id,
+            "method": config["method"]["name"],
+            "dataset": config["data"]["name"],
+            "model": config["model"]["name"],
+            "rounds": f"{final['round']} of {federation['clients_per_round']} of "
+            f"{federation['clients']} clients",
+            headline: f"{final[headline]:.2%} (untouched backbone {self.untouched[headline]:.2%}, "
+            f"best {self.best[headline]:.2%} in round {self.best['round']})",
+            "loss": f"{final['loss']:.4g}",
+            "trained parameters": f"{sum(self.summary['parameters'].values()):,}",
+            "seconds": f"{sum(self.summary['round_seconds']):.1f}",
+            "folder": self.path,
+        }
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th>"
+            f"<td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in cells.items()
+        )
+        return f"<table>{rows}</table>"
 
     @property
     def path(self) -> str:
@@ -161,6 +187,7 @@ class Result:
         """The names of the classes, in the order of the columns of probabilities."""
         return self._trained.bench.info.classes
 
+    @own_errors()
     def model(self) -> "nn.Module":
         """Return the trained model, with the update in its weights, in evaluation mode.
 
@@ -178,12 +205,14 @@ class Result:
         name_classes(run.bench.model.model, run.bench)
         return as_passed(merge_trained(run.bench.model, run.trained)).eval()
 
+    @own_errors()
     def predict(self, rows: Any, *, batch_size: int = 64) -> list[str]:
         """Return the class of every row, by name, or the answer to a question.
 
         Args:
             rows: Texts alone, or images alone (paths, Pillow images, arrays uint8 [H, W] or
-                [H, W, 3]), or rows with the columns of the run's dataset, in any form that
+                [H, W, 3]; or a batch of them, an array or tensor uint8 [N, H, W], [N, H, W, C] or
+                [N, C, H, W]), or rows with the columns of the run's dataset, in any form that
                 :func:`trishul_ray.run` takes.
             batch_size: Rows computed at once.
 
@@ -195,6 +224,7 @@ class Result:
 
         return predict(self._trained, rows, batch_size=batch_size)
 
+    @own_errors()
     def predict_probabilities(self, rows: Any, *, batch_size: int = 64) -> "np.ndarray":
         """Return the probability of every class, float32 [N, K], in the order of :attr:`classes`.
 

@@ -18,7 +18,7 @@ from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import encode, hold_out, prepare
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, ProgressCallback
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
 from trishul_ray.models.backbone import Backbone
@@ -63,9 +63,49 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
             be partitioned as configured.
     """
     check_content(experiment)
-    dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment), progress)
+    backbone = Backbone.of(experiment)
+    dataset, task, sources = prepare_dataset(experiment, backbone, progress)
     shards = partition_rows(dataset, experiment)
-    return Prepared(dataset, shards, sources, passed_model(experiment.model))
+    passed = passed_model(experiment.model)
+    if passed is not None:
+        _check_passed(backbone, task, dataset)
+    return Prepared(dataset, shards, sources, passed)
+
+
+def _check_passed(backbone: Backbone, task: Task, dataset: PreparedDataset) -> None:
+    """Check that a model passed from Python takes rows of the dataset and returns their logits.
+
+    Raises:
+        InputError: it does not; the message has the shapes of what it was given and returned.
+    """
+    model = backbone.load(task.model_kind, task.num_classes, seed=0)
+    rows = dataset.train.batch(np.arange(min(2, len(dataset.train))))
+    inputs = task.inputs(task.prepare_batch(rows, "cpu", torch.float32))
+    given = ", ".join(
+        f"{name} {_shape(value)}" for name, value in inputs.items() if torch.is_tensor(value)
+    )
+    where = f"model {backbone.name}, on {len(rows['label'])} rows of dataset {dataset.info.name}"
+    try:
+        with torch.inference_mode():
+            outputs = model(**inputs)
+    except Exception as error:  # the module's own code
+        raise InputError(f"{where} ({given}), fails: {first_line(error)}") from error
+    logits = getattr(outputs, "logits", outputs)
+    if not torch.is_tensor(logits):
+        raise InputError(
+            f"{where}, returns {type(outputs).__name__}; it must return logits, as a tensor or as "
+            "an attribute `logits`"
+        )
+    wanted = [len(rows["label"]), task.num_classes]
+    if list(logits.shape) != wanted or not logits.is_floating_point():
+        raise InputError(
+            f"{where}, returns {_shape(logits)}; it must return logits, a float for each of the "
+            f"{task.num_classes} classes: {wanted}"
+        )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:

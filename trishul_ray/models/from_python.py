@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from torch.nn.parameter import is_lazy
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, first_line
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
 from trishul_ray.models.lookup import Preprocessing
@@ -30,8 +31,6 @@ from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import tokenizer_key
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from trishul_ray.config import ModelConfig
     from trishul_ray.models.backbone import ModelKind
 
@@ -53,19 +52,37 @@ class PassedModel:
     name: str
     content: str
     module: nn.Module
-    tokenizer: "PreTrainedTokenizerBase | None" = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 #: The models that this process was passed, by content.
 _passed: dict[str, PassedModel] = {}
 
 
-def pass_model(
-    module: nn.Module, tokenizer: "PreTrainedTokenizerBase | None" = None
-) -> PassedModel:
-    """Copy a model, compute its content, and remember it in this process."""
-    own = copy.deepcopy(module).cpu().eval()
+def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> PassedModel:
+    """Copy a model, compute its content, and remember it in this process.
+
+    Raises:
+        InputError: A layer has no weights yet, the model cannot be copied, or the tokenizer is none
+            of transformers' fast ones.
+    """
     name = f"{PREFIX}:{type(module).__name__}"
+    fast = isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast
+    if tokenizer is not None and not fast:
+        raise InputError(
+            f"tokenizer of type {type(tokenizer).__name__}: it must be a fast tokenizer of "
+            "transformers, such as AutoTokenizer.from_pretrained(...)"
+        )
+    for layer, part in module.named_modules():
+        if any(map(is_lazy, part.parameters(recurse=False))):
+            raise InputError(
+                f"model {name}: layer {layer!r} ({type(part).__name__}) has no weights yet; call "
+                "the model once on a batch before you pass it"
+            )
+    try:
+        own = copy.deepcopy(module).cpu().eval()
+    except Exception as error:  # the module's own attributes
+        raise InputError(f"model {name}: it cannot be copied ({first_line(error)})") from error
     return remember(PassedModel(name, content_of(own, tokenizer), own, tokenizer))
 
 
@@ -91,7 +108,7 @@ def passed_model(config: "ModelConfig") -> PassedModel | None:
     )
 
 
-def content_of(module: nn.Module, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def content_of(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return a hash of structure, simple attributes, source and tensors, as ``sha256:<hex>``."""
     digest = hashlib.sha256(f"{type(module).__qualname__}\n{module!r}\n".encode())
     for name, part in module.named_modules():
@@ -154,7 +171,7 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         )
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that the model was passed with."""
         if self.passed.tokenizer is None:
             raise InputError(f"model.name={self.name!r} was passed without a tokenizer=...")

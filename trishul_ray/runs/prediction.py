@@ -96,7 +96,9 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         InputError: There are no rows, or a column is missing.
     """
     wanted = {"image": ("image",), "text": info.fields, "qa": _QUESTIONS}[info.kind]
-    if isinstance(rows, str | bytes | Path) or (is_image(rows) and np.ndim(rows) < 4):
+    if isinstance(rows, torch.Tensor) or (isinstance(rows, np.ndarray) and info.kind == "image"):
+        rows = _batch(rows, info)
+    if isinstance(rows, str | bytes | Path) or is_image(rows):
         raise InputError("predict: pass a list of rows, even of one")
     alone = not isinstance(rows, Mapping | pa.Table) and not hasattr(rows, "columns")
     if alone and not hasattr(rows, "features"):
@@ -122,6 +124,29 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         values = get_column(table, found["image"], "predict").to_pylist()
         return {"pixels": _read_images(values, info)}
     return {c: read_texts(table, name, "predict") for c, name in found.items()}
+
+
+def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:
+    """Return a batch of images as a list of arrays uint8 [H, W] or [H, W, C].
+
+    Raises:
+        InputError: It is one image, or no batch of images of bytes.
+    """
+    array = np.asarray(images.detach().cpu() if isinstance(images, torch.Tensor) else images)
+    shape = f"{array.dtype} {list(array.shape)}"
+    expected = "it must be uint8 [N, H, W], [N, H, W, C] or [N, C, H, W], with values of 0 to 255"
+    if info.kind != "image":
+        raise InputError(f"predict: an array {shape}, but dataset {info.name} does not hold images")
+    if array.dtype == object:
+        return list(array)
+    if array.ndim == 4 and array.shape[-1] not in (1, 3) and array.shape[1] in (1, 3):
+        array = array.transpose(0, 2, 3, 1)
+    one_in_color = array.ndim == 3 and array.shape[-1] == 3
+    if array.ndim == 2 or one_in_color:
+        raise InputError(f"predict: one image {shape}: pass a list of rows, even of one")
+    if array.dtype != np.uint8 or array.ndim not in (3, 4):
+        raise InputError(f"predict: an array {shape}; {expected}")
+    return list(array)
 
 
 def _read_images(values: Sequence[Any], info: DatasetInfo) -> np.ndarray:

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,7 @@ import psutil
 import pyarrow as pa
 
 from trishul_ray.data.prepared import RowSet, score_name
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment import Experiment
 from trishul_ray.files import digest
 from trishul_ray.lazy import pq, torch
@@ -29,6 +30,8 @@ from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS, __version__
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from trishul_ray.data.coverage import Coverage
     from trishul_ray.federation.checkpoint import Checkpoint
     from trishul_ray.federation.server import RunResult
@@ -354,6 +357,47 @@ def attempt_of(home: Store) -> str:
         return str(json.loads(home.read("attempt.json"))["attempt"])
     except (FileNotFoundError, ValueError, KeyError):
         return ""
+
+
+def table_of_runs(store: str = "runs") -> "pd.DataFrame":
+    """Return the finished runs of a folder or URI: one row per run, by id.
+
+    The columns are what usually tells runs apart, the name of the headline metric, and its value
+    after the last round and at its best. A result that cannot be read is left out.
+
+    Raises:
+        InputError: The storage cannot be opened.
+        RunError: It failed.
+    """
+    import pandas as pd
+
+    rows = []
+    with own_errors():
+        opened = Store.open(store)
+        for name in opened.names():
+            with suppress(FileNotFoundError, NotADirectoryError, CorruptFileError):
+                rows.append(_row_of(read_result(opened.child(name))))
+    return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["id"]).set_index("id")
+
+
+def _row_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a finished run in :func:`table_of_runs`."""
+    config, headline = summary["config"], summary["headline"]
+    return {
+        "id": summary["id"],
+        "name": config["name"],
+        "method": config["method"]["name"],
+        "dataset": config["data"]["name"],
+        "model": config["model"]["name"],
+        "budget": config["budget"],
+        "partition": config["partition"]["kind"],
+        "alpha": config["partition"]["alpha"],
+        "rounds": config["federation"]["rounds"],
+        "seed": config["seed"],
+        "headline": headline,
+        "final": summary["final"][headline],
+        "best": summary["best"][headline],
+    }
 
 
 def _checksum(summary: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What a run has learned: its newest checkpoint as a model, and its export. No data are read."""
 
+import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from trishul_ray.adapters.export import AdapterExport, export_merged, export_pef
 from trishul_ray.adapters.model import Trained
 from trishul_ray.content import changed_sources
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.experiment import Experiment
+from trishul_ray.experiment import ID_LENGTH, Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, survey_in
@@ -26,6 +27,9 @@ from trishul_ray.methods.base import build_method
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.runs.model_files import name_backbone, name_classes, write_model_files
 from trishul_ray.storage import Store
+
+#: Ids to name in one message.
+_MAX_NEAR = 3
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,39 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     """Return the folder of a run and its experiment.
 
     Args:
-        run: The id of a run under ``runs``, or the folder of a run.
+        run: The id of a run under ``runs``, or the beginning of one, or the folder of a run.
         runs: The folder of all runs.
 
     Raises:
-        InputError: The run does not exist, or its config.yaml is not its own.
+        InputError: The run does not exist, several begin so, or its config.yaml is not its own.
     """
     folder, _, name = run.rstrip("/").rpartition("/")
-    home = Store.open(folder or runs).child(name)
+    store = Store.open(folder or runs)
+    home = store.child(name)
     if not name or not home.exists("config.yaml"):
-        raise InputError(f"run {run!r} does not exist: no config.yaml in {home.uri}")
+        name = _complete(run, name, store)
+        home = store.child(name)
     fields = yaml.safe_load(home.read("config.yaml"))
     fields["storage"]["runs"] = folder or runs
     experiment = build_experiment(fields, note=False)
     if experiment.id != name:
         raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
     return home, experiment
+
+
+def _complete(run: str, prefix: str, store: Store) -> str:
+    """Return the one id that begins with ``prefix``, or raise an InputError with those near it."""
+    ids = [name for name in store.names() if len(name) == ID_LENGTH]
+    found = [name for name in ids if prefix and name.startswith(prefix)]
+    if len(found) == 1 and store.child(found[0]).exists("config.yaml"):
+        return found[0]
+    if found:
+        near = f"several begin so: {', '.join(found[:_MAX_NEAR])}"
+    else:
+        close = difflib.get_close_matches(prefix, ids, n=_MAX_NEAR, cutoff=0.5)
+        near = f"the nearest are {', '.join(close)}" if close else f"it holds {len(ids)} runs"
+    missing = f"no config.yaml in {store.place(prefix)}"
+    raise InputError(f"run {run!r} does not exist: {missing}; {near}")
 
 
 def load_trained(experiment: Experiment) -> TrainedRun:

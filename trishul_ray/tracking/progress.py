@@ -1,10 +1,11 @@
 """Progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
+import html
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,12 +37,36 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+class _Notebook:
+    """One output of a notebook's cell: the notes so far, and a line that changes."""
+
+    def __init__(self) -> None:
+        self._notes: list[str] = []
+        self._line = ""
+        self._handle: Any = None
+
+    def show(self, text: str, *, passing: bool) -> None:
+        """Show a note, or a line that the next one replaces."""
+        if passing:
+            self._line = text
+        else:
+            self._notes.append(text)
+        shown = "\n".join([*self._notes, self._line])
+        content = {"text/plain": shown, "text/html": f"<pre>{html.escape(shown)}</pre>"}
+        if self._handle is None:
+            from IPython.display import display  # type: ignore[import-not-found]  # a notebook has it
+
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+
+
 class RunProgress:
     """Progress display of one federated run, as a context manager.
 
     On a terminal it is one live bar with the finished rounds, accuracy, loss, uploaded parameters
-    and remaining time; elsewhere (a file, CI, a pipe) one plain line per round. It is not
-    thread-safe: call it from the driver only.
+    and remaining time, in a notebook one line that changes; elsewhere (a file, CI, a pipe) one
+    plain line per round. It is not thread-safe: call it from the driver only.
 
     Args:
         total_rounds: Number of rounds of the whole run.
@@ -57,6 +82,9 @@ class RunProgress:
         self._total = total_rounds
         self._console = console or Console(stderr=True)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        notebook = self._console.is_jupyter and not self._console.quiet
+        self._notebook = _Notebook() if notebook else None
+        self._last_line = ""
         self._uploaded = 0.0
         self._latest: dict[str, float] = {}
         self._recent_seconds: deque[float] = deque(maxlen=10)
@@ -80,6 +108,8 @@ class RunProgress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()  # leaves the bar on the screen and restores the cursor
+        if self._notebook is not None and self._last_line:
+            self._notebook.show(self._last_line, passing=True)
         for text, times in self._notes.items():
             if times > MAX_REPEATS:
                 self._print(f"{text} ({times} times in all)")
@@ -89,7 +119,7 @@ class RunProgress:
         if self._live:
             self._bar.update(self._task, description=escape(text))
         else:
-            self._print(text)
+            self._print(text, passing=True)
 
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
         """Show a finished round.
@@ -124,7 +154,8 @@ class RunProgress:
             return
         current = {k: v for k, v in self._latest.items() if k in metrics}
         parts = [title, self._figures(current), format_duration(seconds) if round_ else "", eta]
-        self._print("  ".join(part for part in parts if part))
+        self._last_line = "  ".join(part for part in parts if part)
+        self._print(self._last_line, passing=True)
 
     def count_earlier(self, records: Iterable[Mapping[str, float]]) -> None:
         """Count the traffic of rounds that an earlier process has finished, and show none."""
@@ -156,7 +187,7 @@ class RunProgress:
             if last == math.inf or (share < 1.0 and now - last < PLAIN_INTERVAL):
                 return
             self._printed_at[label] = math.inf if share == 1.0 else now
-            self._print(line)
+            self._print(line, passing=True)
 
         return report
 
@@ -168,6 +199,9 @@ class RunProgress:
             parts.append(f"{format_count(self._uploaded)} up")
         return "  ".join(parts)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, passing: bool = False) -> None:
+        if self._notebook is not None:
+            self._notebook.show(text, passing=passing)
+            return
         # Never wrap plain lines: a line broken in two cannot be searched for in a log file.
         self._console.print(text, markup=False, highlight=False, soft_wrap=not self._live)

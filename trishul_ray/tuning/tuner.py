@@ -266,6 +266,8 @@ def _fit(
                     name="cells",
                     storage_path=folder,
                     verbose=0,
+                    # The one for notebooks would clear the output of the cell.
+                    progress_reporter=tune.CLIReporter(),
                     failure_config=tune.FailureConfig(max_failures=monitor.options.retries),
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                     callbacks=[watchdog, monitor],
