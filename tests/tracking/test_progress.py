@@ -1,4 +1,6 @@
 import io
+import sys
+import types
 
 import pytest
 from rich.console import Console
@@ -170,3 +172,28 @@ def test_the_headline_is_the_tasks(clock):
         progress.headline = "closeness"
         progress.advance(1, {"closeness": 0.5, "accuracy": 0.1, "loss": 1.0, "seconds": 1})
     assert lines(console) == ["round 1/2  closeness 50.00%  loss 1  1.0 s  1.0 s left"]
+
+
+def test_a_notebook_has_one_output_that_changes(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, content, raw):
+            shown[-1] = content
+
+    def display(content, raw, display_id):
+        shown.append(content)
+        return Handle()
+
+    notebook = types.ModuleType("IPython.display")
+    notebook.display = display
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    with RunProgress(1, Console(force_jupyter=True)) as progress:
+        progress.phase("training")
+        progress.note("a note <b>")
+        progress.advance(1, {"accuracy": 0.5, "loss": 1.0, "seconds": 2.0})
+        progress.phase("writing results")
+    (content,) = shown
+    note, line = content["text/plain"].splitlines()
+    assert note == "a note <b>" and line.startswith("round 1/1  accuracy 50.00%")
+    assert content["text/html"].startswith("<pre>a note &lt;b&gt;\nround 1/1")
