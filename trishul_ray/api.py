@@ -165,8 +165,8 @@ def sweep(
     """
     set_environment()
     from trishul_ray.tracking.sweep_progress import SweepProgress
-    from trishul_ray.tuning.monitor import TuneOptions
     from trishul_ray.tuning.reproduce import reproduce
+    from trishul_ray.tuning.search import TuneOptions
 
     read = _read_sweep(file, axes, fields)
     with (
