@@ -135,7 +135,7 @@ def test_the_python_interface_stands_above_everything_but_commands():
         if part not in {"", "api", "cli"}:
             assert "api" not in parts(path) and (part in INTERFACE or "result" not in parts(path))
         if part in INTERFACE:
-            assert not parts(path) & {"cli", "doctor", "report"}, module(path)
+            assert not parts(path) & {"cli", "doctor"}, module(path)
 
 
 def test_no_folder_imports_back():
