@@ -169,6 +169,7 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
         assert tags["mlflow.parentRunId"] == parent.info.run_id
         assert (tags["sweep"], tags["profile"], tags["table"]) == ("mine", "custom", "mine")
         assert (tags["row"], tags["column"], tags["seed"]) == (label, "", str(experiment.seed))
+        assert child.info.run_name == child.data.params["axis.case"] == label
         history = client.get_metric_history(child.info.run_id, "accuracy")
         rows = read_metrics(run_folder(experiment))
         assert [(p.step, p.value) for p in sorted(history, key=lambda p: p.step)] == [

@@ -22,6 +22,9 @@ from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
 from trishul_ray.tracking.store import tracking_uri, ui_command
 
+#: Tags of a sweep's cell: its name, and the beginning of those of its labels, by axis. The latter
+#: are parameters, too: MLflow compares runs by the first that differ, in the order of names.
+CELL_TAG, AXIS_TAG = "cell", "axis."
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
 
@@ -56,7 +59,8 @@ def open_tracker(
     options = experiment.tracking
     if not options.mlflow:
         return Tracker()
-    name = run_name(experiment)
+    axes = {key: text for key, text in tags.items() if key.startswith(AXIS_TAG)}
+    name = tags.get(CELL_TAG) or run_name(experiment)
     own_tags = {
         "trishul.id": experiment.id,
         "mlflow.note.content": f"{describe(experiment)}, {name}; {data['sentence']}",
@@ -69,7 +73,11 @@ def open_tracker(
         options.experiment,
         attempt,
         name,
-        {k: v for k, v in flat_config(experiment).items() if k not in unread} | flatten(rows),
+        {
+            **axes,
+            **{k: v for k, v in flat_config(experiment).items() if k not in unread},
+            **flatten(rows),
+        },
         tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},
         parent_run=options.parent_run,
     )

@@ -17,7 +17,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import attempt_of, read_metrics
-from trishul_ray.runs.tracked import grouped_metrics, log_reused
+from trishul_ray.runs.tracked import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow_run import Status
 from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
@@ -344,17 +344,32 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
 
 def cell_name(sweep: Sweep, cell: Cell) -> str:
     """Return how a cell is called in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
-    shown = {axis: shown_label(sweep.shown, axis, label) for axis, label in cell.labels.items()}
-    labels = [
+    labels = _shown_labels(sweep, cell)
+    return f"{sweep.name}: {_joined(labels)}" if labels else sweep.name
+
+
+def _shown_labels(sweep: Sweep, cell: Cell) -> dict[str, str]:
+    return {axis: shown_label(sweep.shown, axis, label) for axis, label in cell.labels.items()}
+
+
+def _joined(labels: Mapping[str, str]) -> str:
+    """Return labels as text; numbers have the name of their axis."""
+    return ", ".join(
         f"{axis}={label}" if label.replace(".", "").isdigit() else label
-        for axis, label in shown.items()
-    ]
-    return f"{sweep.name}: {', '.join(labels)}" if labels else sweep.name
+        for axis, label in labels.items()
+    )
 
 
 def cell_tags(sweep: Sweep, cell: Cell) -> dict[str, str]:
-    """Return the tags of a cell's MLflow run: the sweep, and its place in the first table."""
+    """Return the tags of a cell's MLflow run: the sweep, its labels, and its place in a table.
+
+    Labels are those of the axes that vary, by which runs are named and compared.
+    """
+    labels = _shown_labels(sweep, cell)
+    varying = {axis: text for axis, text in labels.items() if len(sweep.axes.get(axis, ())) != 1}
     tags = {
+        **{f"{AXIS_TAG}{axis}": text for axis, text in varying.items()},
+        **({CELL_TAG: _joined(varying)} if varying else {}),
         "sweep": sweep.name,
         "profile": sweep.profile,
         "seed": str(cell.experiment.seed),
