@@ -1,5 +1,6 @@
 """Methods, tasks and datasets from files and packages outside the package."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 from newcomers import FOLDER, unloaded_after
+from rich.console import Console
 from tiny_run import TINY
 
 import trishul_ray
@@ -15,9 +17,11 @@ from trishul_ray import plugins
 from trishul_ray.errors import InputError
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import build_experiment, load_experiment
-from trishul_ray.methods.base import register
+from trishul_ray.methods.base import method_class, register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
+from trishul_ray.runs.runner import run_experiment
 from trishul_ray.runs.trained import open_run
+from trishul_ray.tracking.progress import RunProgress
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +73,50 @@ def test_a_method_that_extends_a_plugin_notes_both(mine, tmp_path):
     assert [plugin.name for plugin in made.plugins] == ["child", "mine"]
 
 
+def test_a_script_that_extends_a_plugin_is_noted_beside_it(mine, small):
+    trishul_ray.load_plugin(mine())
+    parent = method_class("mine")
+
+    @register("child")
+    class Child(parent):
+        class Config(parent.Config):
+            name: str = "child"
+
+    made = small("method=child", "resources.backend=inline")
+    assert [plugin.name for plugin in made.plugins] == ["mine", plugins._of_class(Child).name]
+    with pytest.raises(InputError, match="method=child is registered in a script"):
+        prepare_run(small("method=child"))
+
+
+def test_two_plugins_cannot_define_the_same_method(mine):
+    trishul_ray.load_plugin(mine())
+    with pytest.raises(InputError, match="ValueError: method=mine is taken by plug-in mine"):
+        trishul_ray.load_plugin(mine("# another", name="copy.py"))
+    made = load_experiment(None, ["method=mine"])
+    assert [plugin.name for plugin in made.plugins] == ["mine"]
+
+
+def test_a_run_has_the_content_that_it_notes(mine, small):
+    made = small(f"plugins=[{mine()}]", "method=mine", "resources.backend=inline")
+    noted = method_class("mine").__module__
+    trishul_ray.load_plugin(mine("# changed since"))
+    assert method_class("mine").__module__ != noted
+    run_experiment(made, RunProgress(2, Console(file=io.StringIO())))
+    assert method_class("mine").__module__ == noted
+
+
+def test_a_plugin_may_import_a_dataset_of_the_package(tmp_path):
+    plain = load_experiment(None, ["dataset=cifar10"])
+    file = tmp_path / "imports.py"
+    file.write_text(
+        "from trishul_ray.data.datasets import PUBLIC\n"
+        "IMPORTED = next(each for each in PUBLIC if each.name == 'cifar10')\n"
+    )
+    trishul_ray.load_plugin(file)
+    again = load_experiment(None, ["dataset=cifar10"])
+    assert again.plugins == () and again.id == plain.id
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -79,6 +127,12 @@ def test_a_method_that_extends_a_plugin_notes_both(mine, tmp_path):
             "from trishul_ray.methods.base import Method, register\n"
             "@register('fedit')\nclass FedIT(Method):\n    pass\n",
             "ValueError: method name 'fedit' is taken by FedIT",
+        ),
+        (
+            "from trishul_ray.tasks import base, sequence_classification as own\n"
+            "@base.register('classification')\n"
+            "class SequenceClassification(own.SequenceClassification):\n    pass\n",
+            "ValueError: task kind 'classification' on text rows is taken by SequenceClass",
         ),
         (None, "No such file or directory; name a Python file"),
     ],

@@ -134,11 +134,18 @@ def faults() -> list[str]:
 
 
 def claim(field: str, cls: type) -> None:
-    """Note who defines a class that is registered as what ``field`` names, e.g. ``method=mine``."""
+    """Note who defines a class that is registered as what ``field`` names, e.g. ``method=mine``.
+
+    Raises:
+        ValueError: Another plug-in defines it.
+    """
+    owner, before = _owner_of(cls.__module__), _providers.get(field)
+    if before and field not in _loose and (owner is None or owner.name != before[0].name):
+        raise ValueError(f"{field} is taken by plug-in {before[0].name}")
     modules = [base.__module__ for base in cls.__mro__]
     _providers[field] = tuple(dict.fromkeys(filter(None, map(_owner_of, modules))))
     _loose.pop(field, None)
-    if not _providers[field] and not cls.__module__.startswith("trishul_ray."):
+    if owner is None and not cls.__module__.startswith("trishul_ray."):
         _loose[field] = cls
 
 
@@ -167,8 +174,13 @@ def provided(field: str) -> list[str]:
     return sorted({value for key, _, value in names if key == field})
 
 
-def contents(kind: type) -> Iterator[Any]:
-    """Yield the objects of a type at the top level of the plug-ins' modules, of each name once."""
+def note_dataset(name: str, plugin: Plugin) -> None:
+    """Note which plug-in defines a dataset."""
+    _providers[f"data.name={name}"] = (plugin,)
+
+
+def contents(kind: type) -> Iterator[tuple[Plugin, Any]]:
+    """Yield the objects of a type at the top level of the plug-ins' modules, and their plug-ins."""
     load_installed()
     for name, module in list(sys.modules.items()):
         if (plugin := _owner_of(name)) is None or not isinstance(module, ModuleType):
@@ -177,9 +189,7 @@ def contents(kind: type) -> Iterator[Any]:
             continue  # an older content of the same file
         for value in list(vars(module).values()):
             if isinstance(value, kind):
-                named = getattr(value, "name", None)
-                _providers[f"data.name={named}"] = (plugin,)
-                yield value
+                yield plugin, value
 
 
 def _owner_of(module: str) -> Plugin | None:
@@ -201,6 +211,7 @@ def _run(plugin: Plugin, where: str) -> Plugin:
         exec(compile(plugin.source or "", where, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name], _owners[name]
+        _newest.pop(plugin.name, None)  # what it has registered by now is not the older content's
         raise InputError(f"plug-in {where}{_line_of(error, where)}: {_reason(error)}") from error
     _newest[plugin.name] = name
     return plugin

@@ -82,10 +82,15 @@ def _sources() -> dict[str, Source]:
         InputError: A plug-in's dataset has a name that is taken.
     """
     sources = dict(_OWN)
-    for found in plugins.contents(PublicDataset):
-        if found.name in _OWN or found.name in CUSTOM:
-            raise InputError(f"a plug-in's dataset is named {found.name!r}, which is taken")
+    for plugin, found in plugins.contents(PublicDataset):
+        if sources.get(found.name) is found:  # imported from where it is defined
+            continue
+        if found.name in sources or found.name in CUSTOM:
+            raise InputError(
+                f"plug-in {plugin.name}: its dataset is named {found.name!r}, which is taken"
+            )
         sources[found.name] = found
+        plugins.note_dataset(found.name, plugin)
     return sources
 
 

@@ -430,8 +430,8 @@ def register(name: str) -> Callable[[_M], _M]:
         ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
         if ours or old.__qualname__ != cls.__qualname__:
             raise ValueError(f"method name {name!r} is taken by {old.__qualname__}")
-        _REGISTRY[name] = cls
         plugins.claim(f"method={name}", cls)
+        _REGISTRY[name] = cls
         return cls
 
     return add

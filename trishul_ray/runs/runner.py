@@ -48,6 +48,7 @@ from trishul_ray.federation.prepare import (
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import method_class
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.plugins import find_plugin
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.runs.duration import DurationNote
@@ -156,6 +157,8 @@ def run_steps(
         InputError: The parts of the experiment do not fit together.
         RunError: The run failed.
     """
+    for plugin in experiment.plugins:  # this process may have loaded another content since
+        find_plugin(plugin)
     home = run_folder(experiment)
     shown = redact(experiment.storage.runs)
     if (bucket := home.missing_bucket()) is not None:

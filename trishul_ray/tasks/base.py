@@ -167,13 +167,14 @@ def register(kind: str) -> Callable[[_T], _T]:
     """
 
     def add(cls: _T) -> _T:
-        found = _REGISTRY.setdefault((kind, cls.reads), cls)
-        if found.__qualname__ != cls.__qualname__:
+        found = _REGISTRY.get((kind, cls.reads), cls)
+        ours = found.__module__ != cls.__module__ and found.__module__.startswith("trishul_ray.")
+        if ours or found.__qualname__ != cls.__qualname__:
             raise ValueError(
                 f"task kind {kind!r} on {cls.reads} rows is taken by {found.__qualname__}"
             )
-        _REGISTRY[kind, cls.reads] = cls
         plugins.claim(f"task.kind={kind}", cls)
+        _REGISTRY[kind, cls.reads] = cls
         return cls
 
     return add
