@@ -20,6 +20,8 @@ from invented_outcomes import (
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, TableLayout
 from trishul_ray.report.page import write_report
+from trishul_ray.runs.results import metrics_parquet
+from trishul_ray.storage import Store
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 
@@ -484,3 +486,26 @@ def test_files_are_replaced_and_others_kept(tmp_path):
         assert len(list(csv.reader(file))) == 13
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not [p for p in tmp_path.rglob("*.tmp")]
+
+
+def test_a_figure_whose_files_are_back_is_drawn_by_the_next_call(tmp_path):
+    def with_files(cell):
+        home = Store.open(str(tmp_path)).child(cell.id)
+        home.write("metrics.parquet", b"half of it")
+        data = {"dataset": "digits", "test": {"used": 200, "held": 497, "official": 497}}
+        summary = {**cell.summary, "data": data, "checksum": cell.id}
+        return dataclasses.replace(cell, home=home, summary=summary)
+
+    figure = FigureLayout("curve", "A curve", "convergence")
+    invented = sensitivity(figures=[figure])
+    sweep = dataclasses.replace(invented, cells=tuple(map(with_files, invented.cells)))
+    page = write_report([sweep], tmp_path / "out")
+    assert "could not be drawn" in parse(page).text
+    for cell in sweep.cells:
+        rows = [{"round": number, "accuracy": 0.1 * number} for number in range(3)]
+        cell.home.write("metrics.parquet", metrics_parquet(rows))
+    write_report([sweep], tmp_path / "out")
+    assert "could not be drawn" not in parse(page).text
+    drawn = page.stat().st_mtime_ns
+    write_report([sweep], tmp_path / "out")
+    assert page.stat().st_mtime_ns == drawn

@@ -66,6 +66,8 @@ _STATUSES: tuple[Status, ...] = (
 )
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
+#: Beginning of the problem of a figure whose runs have files that cannot be read.
+_NOT_DRAWN = "It could not be drawn"
 #: How the overhead figure marks itself: it draws measured seconds.
 _TIMED = 'data-timed="true"'
 
@@ -271,7 +273,9 @@ def write_report(
         files[name] = templates.get_template(name).render(page=page)
     for name, content in files.items():
         _write(folder / name, content)
-    if made_from is not None:
+    # A figure that could not be drawn is tried again, since its files may be back.
+    drawings = [drawing for part in page.parts for drawing in part.drawings]
+    if made_from is not None and not any(d.problem.startswith(_NOT_DRAWN) for d in drawings):
         hashes = {name: digest(folder / name) for name in files}
         _write(folder / _MADE_FROM, json.dumps({"made_from": made_from, "files": hashes}, indent=1))
     return folder / "report.html"
@@ -282,7 +286,9 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str | None:
 
     None if a result has no checksum, which stands for its files.
     """
-    code = [digest(file) for file in sorted(Path(__file__).parent.rglob("*.*")) if file.is_file()]
+    # Without what Python compiles, which comes and goes beside the code.
+    files = [f for f in Path(__file__).parent.rglob("*.*") if "__pycache__" not in f.parts]
+    code = [digest(file) for file in sorted(files) if file.is_file()]
     shown: list[object] = [__version__, code]
     for sweep in outcomes:
         shown.append(replace(sweep, cells=()))
@@ -332,7 +338,7 @@ def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str
         image = draw(layout, sweep)
     # One unreadable file of a run must not cost the whole page.
     except (OSError, ValueError) as error:
-        return Drawing(layout, slug, None, f"It could not be drawn: {error}")
+        return Drawing(layout, slug, None, f"{_NOT_DRAWN}: {error}")
     return Drawing(layout, slug, image, "" if image else "No finished run has what it shows.")
 
 
