@@ -77,6 +77,26 @@ def test_runs_are_counted_by_what_the_store_has_of_them(sweeps):
     assert "1 stale: the data have changed since it was run" in notes
 
 
+def test_what_early_stopping_ended_is_not_to_do_unless_another_sweep_needs_it(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "base: {dataset: cifar100, federation.rounds: 10, data.validation_share: 0.1}\n"
+        "axes: {seed: [0, 1, 2]}\nearly_stopping: {kind: asha}\n"
+    )
+    sweep = load_sweep(file, [])
+    why = "stopped early after round 3"
+    states = {id: CellState("missing", "not run yet") for id in distinct([sweep])}
+    states |= dict.fromkeys([*states][:2], CellState("stopped", why))
+    plan = make_plan([sweep], states, "h100")
+    hours = work_of(sweep.cells[0].experiment).seconds("h100", "fp32") / 3600
+    assert plan.total.to_do == 1 and plan.total.hours_left == pytest.approx(hours)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(plan_table(plan))
+    assert "stopped" in console.file.getvalue()
+    again = dataclasses.replace(sweep, name="again", early_stopping=None)
+    assert make_plan([sweep, again], states, "h100").total.to_do == 3
+
+
 def test_the_time_of_a_similar_run_counts_more_than_the_model(sweeps):
     cells = {cell.labels["method"]: cell.experiment for cell in sweeps[1].cells}
     ravan = cells["ravan"]

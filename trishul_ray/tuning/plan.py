@@ -44,6 +44,7 @@ class SweepPlan:
         cells: Number of cells.
         runs: Number of distinct runs that no earlier sweep has.
         shared: Number of distinct runs that an earlier sweep has.
+        to_do: Number of runs that have neither finished nor been ended for good by early stopping.
         states: How many of the runs have each status.
         measured: Number of runs to do whose time is that of a finished one of the same kind.
         unknown: Number of runs to do whose time is not known, because their model or data are not.
@@ -57,6 +58,7 @@ class SweepPlan:
     cells: int = 0
     runs: int = 0
     shared: int = 0
+    to_do: int = 0
     states: Counter[Status] = field(default_factory=Counter)
     measured: int = 0
     unknown: int = 0
@@ -64,11 +66,6 @@ class SweepPlan:
     hours_scored: float = 0.0
     longest: float = 0.0
     hours_done: float = 0.0
-
-    @property
-    def to_do(self) -> int:
-        """Number of runs that are not finished."""
-        return self.runs - self.states["finished"]
 
     def hours_on(self, devices: int) -> float:
         """Return the hours that the runs to do take on that many devices, at least."""
@@ -114,6 +111,7 @@ def make_plan(
     finished = [state.summary for state in states.values() if state.summary is not None]
     clock = _Clock(device, [*finished, *measured])
     shared = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+    whole = {c.experiment.id for s in sweeps if s.early_stopping is None for c in s.cells}
     seen: set[str] = set()
     plans = []
     for sweep in sweeps:
@@ -127,7 +125,8 @@ def make_plan(
         else:
             seen |= own.keys()
             counts = Counter(states[id].status for id in own)
-            to_do = [own[id] for id in own if states[id].summary is None]
+            over = {id for id in own if states[id].status == "stopped"} - whole
+            to_do = [own[id] for id in own if states[id].summary is None and id not in over]
             done = [summary for id in own if (summary := states[id].summary) is not None]
         estimates = [clock.estimate(experiment) for experiment in to_do]
         plans.append(
@@ -136,6 +135,7 @@ def make_plan(
                 cells=len(sweep.cells) * (samples or 1),
                 runs=len(own) * (samples or 1),
                 shared=len(runs) - len(own),
+                to_do=len(to_do),
                 states=counts,
                 measured=sum(each.measured for each in estimates),
                 unknown=sum(each.hours is None for each in estimates),
@@ -154,6 +154,7 @@ def _sum(plans: Sequence[SweepPlan]) -> SweepPlan:
         cells=sum(plan.cells for plan in plans),
         runs=sum(plan.runs for plan in plans),
         shared=sum(plan.shared for plan in plans),
+        to_do=sum(plan.to_do for plan in plans),
         states=sum((plan.states for plan in plans), Counter[Status]()),
         measured=sum(plan.measured for plan in plans),
         unknown=sum(plan.unknown for plan in plans),
@@ -283,7 +284,8 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
     table = Table(box=None, pad_edge=False)
     table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
     usual: tuple[Status, ...] = ("finished", "missing")
-    statuses = [*usual, *(status for status in RARE if plan.total.states[status])]
+    others: tuple[Status, ...] = ("stopped", *RARE)
+    statuses = [*usual, *(status for status in others if plan.total.states[status])]
     numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", _unit(plan)]
     for name in numbers if price is None else [*numbers, "cost"]:
         table.add_column(name, justify="right")
