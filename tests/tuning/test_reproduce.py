@@ -5,11 +5,13 @@ import io
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
 from collections import Counter
+from contextlib import closing
 
 import psutil
 import pytest
@@ -271,8 +273,13 @@ def test_a_command_with_nothing_to_do_imports_nothing_heavy_and_writes_nothing(
     page.write_bytes(whole[:-1])
     run()
     assert page.read_bytes().partition(b"data-time")[0] == whole.partition(b"data-time")[0]
-    (tmp_path / "runs" / "mlflow.db").unlink()
+    store = tmp_path / "runs" / "mlflow.db"
+    store.unlink()
     assert "mlflow" in run().stderr.rpartition("HEAVY")[2]
+    with closing(sqlite3.connect(store)) as database, database:
+        database.execute("update runs set lifecycle_stage = 'deleted'")  # as in another store
+    assert "mlflow" in run().stderr.rpartition("HEAVY")[2]
+    assert not run().stderr.rpartition("HEAVY")[2].split()
 
 
 @pytest.mark.chaos

@@ -6,8 +6,10 @@ the request that creates it sets, so a driver that is killed at any moment conti
 """
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
@@ -47,6 +49,22 @@ _METRICS_PER_BATCH = 1000
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Scalar = str | int | float | bool | None
 T = TypeVar("T")
+
+
+def has_finished_in(file: Path, attempt: str) -> bool:
+    """Return whether the run of an attempt has finished in a SQLite store, read without MLflow.
+
+    False if the file is missing, busy, or not such a store.
+    """
+    wanted = (
+        "select 1 from tags join runs using (run_uuid) where tags.key = ? and tags.value = ?"
+        " and runs.status = 'FINISHED' and runs.lifecycle_stage = 'active'"
+    )
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=1)) as database:
+            return database.execute(wanted, (ATTEMPT_TAG, attempt)).fetchone() is not None
+    except sqlite3.Error:
+        return False
 
 
 class Tracker:

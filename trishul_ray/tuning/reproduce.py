@@ -19,7 +19,7 @@ from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import attempt_of, read_metrics
 from trishul_ray.runs.tracked import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
 from trishul_ray.storage import Store
-from trishul_ray.tracking.mlflow_run import Status
+from trishul_ray.tracking.mlflow_run import Status, has_finished_in
 from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
@@ -433,7 +433,7 @@ class SweepTracking:
         return SweepRun.open(
             self.uri,
             self.experiment,
-            f"sweep-{self._key}",
+            self._attempt,
             f"{sweep.name}-{sweep.profile}",
             {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
             {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
@@ -449,16 +449,25 @@ class SweepTracking:
         self._notes.write(self._file, json.dumps(self._logged(results)).encode())
 
     def has(self, results: Mapping[str, str]) -> bool:
-        """Return whether the store is there and has these results, as :meth:`note` noted."""
+        """Return whether the store has these results, as :meth:`note` noted.
+
+        A file must have the sweep's run: it may be another file by now. A server is not asked.
+        """
         file = sqlite_file(self.uri)
         try:
             noted = json.loads(self._notes.read(self._file))
         except (FileNotFoundError, ValueError):
             return False
-        return noted == self._logged(results) and (file is None or file.exists())
+        return noted == self._logged(results) and (
+            file is None or has_finished_in(file, self._attempt)
+        )
 
     def _logged(self, results: Mapping[str, str]) -> dict[str, Any]:
         return {"uri": redact(self.uri), "experiment": self.experiment, "results": dict(results)}
+
+    @property
+    def _attempt(self) -> str:
+        return f"sweep-{self._key}"
 
     @property
     def _file(self) -> str:
