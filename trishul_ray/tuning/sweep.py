@@ -326,11 +326,6 @@ def _build(draft: _Draft, name: str, profile: str, file: Path | None, overrides:
         )
     if "early_stopping" in sections:
         early_stopping = read_early_stopping(sections["early_stopping"], cells, search)
-        if any(cell.experiment.evaluation.every == 0 for cell in cells):
-            sections["early_stopping"].fail(
-                "early_stopping: it compares rounds, and evaluation.every=0 scores only the last; "
-                "set evaluation.every=1"
-            )
         if any(table.paper for table in tables):
             sections["early_stopping"].fail(
                 "early_stopping: a table with `paper` shows finished runs only; remove one of them"
