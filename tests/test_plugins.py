@@ -88,6 +88,22 @@ def test_a_script_that_extends_a_plugin_is_noted_beside_it(mine, small):
         prepare_run(small("method=child"))
 
 
+def test_an_override_may_name_a_field_of_a_plugins_method(tmp_path):
+    file = tmp_path / "strong.py"
+    file.write_text(
+        "from trishul_ray.methods.base import register\n"
+        "from trishul_ray.methods.fedit import FedIT, FedITConfig\n"
+        "class StrongConfig(FedITConfig):\n    name: str = 'strong'\n    strength: float = 1.0\n"
+        "@register('strong')\nclass Strong(FedIT):\n    Config = StrongConfig\n"
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(f"plugins: [{file}]\nmethod: strong\n")
+    assert load_experiment(config, ["strength=2"]).method.strength == 2
+    with unloaded_after():
+        made = load_experiment(None, ["strength=3", "method=strong", f"plugins={file}"])
+    assert made.method.strength == 3
+
+
 def test_two_plugins_cannot_define_the_same_method(mine):
     trishul_ray.load_plugin(mine())
     with pytest.raises(InputError, match="ValueError: method=mine is taken by plug-in mine"):

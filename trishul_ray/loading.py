@@ -61,7 +61,12 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
     user = _read_yaml(path) if path is not None else {}
     _expand_short_fields(user)
     read = [(text, *split_override(text)) for text in overrides]
-    for text, key, value in read:  # further fields of the method depend on its name
+    # The names of methods depend on the plug-ins, further fields on the method's name.
+    for text, key, value in read:
+        if key == "plugins":
+            _set_field(user, key, value, text)
+    _load_plugins(user)
+    for text, key, value in read:
         if SHORT_FIELDS.get(key, key) == "method.name":
             _set_field(user, "method.name", value, text)
     known = list(field_names(_method_of(user)))
