@@ -6,6 +6,7 @@ import yaml
 from trishul_ray.config import GENERAL_DEFAULT, SET_BY_HAND
 from trishul_ray.errors import InputError
 from trishul_ray.loading import (
+    _parse_yaml,
     build_experiment,
     default_learning_rate,
     field_names,
@@ -414,3 +415,8 @@ def test_a_run_reports_its_rate_and_the_source(
     lines = [line for line in error.splitlines() if "learning rate" in line]
     assert code == 2 and len(lines) == 1
     assert lines[0].startswith(expected)
+
+
+def test_a_key_that_overrides_a_merged_one_is_no_repetition():
+    nested = "a: &a {k: 1}\nx: {b: &b {<<: *a, k: 2}}\nc: {<<: *b}\n"
+    assert _parse_yaml(nested) == {"a": {"k": 1}, "x": {"b": {"k": 2}}, "c": {"k": 2}}

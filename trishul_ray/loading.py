@@ -399,7 +399,9 @@ def _preset(dataset: Any) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in a mapping; ``yaml.safe_load`` would keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Before merge keys (``<<``) are resolved, which repeats those that they override.
+        node = super().compose_mapping_node(anchor)
         first: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -411,7 +413,7 @@ class _Loader(yaml.SafeLoader):
                     f"{first[key.value]}); remove one"
                 )
             first[key.value] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 class _RepeatedKeyError(yaml.MarkedYAMLError):
