@@ -189,6 +189,8 @@ def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_p
         assert code == 2 and "plug-in mine has changed" in error
     code, _, error = called("export", home.parent, tmp_path / "adapter", "--plugin", mine())
     assert code == 0, error
+    code, _, error = called("compare", home.parent, home.parent, "--plugin", mine())
+    assert code == 0, error
 
 
 def test_a_class_of_a_script_runs_in_its_process_and_nowhere_else(small):

@@ -79,6 +79,12 @@ def test_the_least_loss_is_the_best(outcome_of):
     assert (best.rate, best.edge) == (1e-2, "highest")
 
 
+def test_a_rate_whose_loss_is_not_finite_is_not_the_best(outcome_of):
+    scores = {"fedit": {"1e-3": [float("nan")], "1e-2": [0.2], "1e-1": [float("inf")]}}
+    (best,) = choose_rates(outcome_of(scores, LOSS)).rates
+    assert best.rate == 1e-2 and best.grid == {1e-3: None, 1e-2: 0.2, 0.1: None}
+
+
 def test_without_a_score_nothing_is_chosen(outcome_of):
     scores = {"fedit": {"1e-3": [0.5], "1e-2": [None]}, "ravan": {"1e-3": [None], "1e-2": [None]}}
     with pytest.raises(RunError, match="every learning rate failed for ravan; add lower ones"):

@@ -126,6 +126,7 @@ def compare(
     runs: Annotated[
         str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
     ] = "runs",
+    plugin: Plugins = None,
 ) -> None:
     """Compare two finished runs row by row, on the test rows that both scored.
 

@@ -143,6 +143,7 @@ def rates(
             metavar="FILE", help="Where the rates are written; default rates-PROFILE.yaml."
         ),
     ] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Tune learning rates on validation rows, for each method, budget, dataset and partition.
 

@@ -5,6 +5,7 @@ The best rate of each setting is written as data, which ``optimizer.rates`` name
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -87,7 +88,7 @@ def _best(labels: dict[str, str], cells: Sequence[CellOutcome]) -> TunedRate:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
