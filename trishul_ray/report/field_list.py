@@ -14,8 +14,15 @@ from pydantic.fields import FieldInfo
 from trishul_ray.config import task_kinds
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import method_names
+from trishul_ray.plugins import Plugin
 
-_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
+_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Plugin: "Python file",
+}
 
 
 def field_list(experiment: Experiment, width: int = 100) -> str:
@@ -27,7 +34,8 @@ def field_list(experiment: Experiment, width: int = 100) -> str:
     blocks = []
     for name, field, value in _fields(experiment):
         notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
-        if (field.json_schema_extra or {}).get("identity") is False:  # type: ignore[union-attr]
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("identity") in (False, "default"):
             notes.append("not in the id")
         shown = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
         shown = shown.strip().removesuffix("...").strip()  # of a document with one plain value
