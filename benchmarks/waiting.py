@@ -121,7 +121,8 @@ def main() -> None:
         policies = {name: each | {"LD_PRELOAD": options.preload} for name, each in policies.items()}
     passed = [f"--threads={options.threads}", f"--local-steps={options.local_steps}"]
     what = "waiting-" + Path(options.preload).stem if options.preload else "waiting"
-    report = Report(what, vars(options), wide_console())
+    said = {k: v for k, v in vars(options).items() if k not in ("out", "serve")}
+    report = Report(what, said, wide_console())
     quiet = {name: Times.of(s) for name, s in measure(policies, options.rounds, passed).items()}
     fastest = min(times.median for times in quiet.values())
     goal = Goal("ours / the fastest", quiet["ours"].median / fastest, 1.03)

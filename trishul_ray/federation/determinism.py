@@ -25,9 +25,9 @@ ENVIRONMENT = {
 #: Variables that decide how long an OpenMP thread without work spins before it sleeps, read when
 #: torch is loaded. Spinning threads block cores that other processes need: with one busy process
 #: beside it on two cores, a step took 7 to 20 times as long. Threads that sleep at once take a
-#: fifth longer on a quiet machine (``benchmarks/waiting.py``). So they spin for a fraction of a
-#: millisecond: GNU's runtime counts iterations, Intel's and LLVM's milliseconds.
-WAITING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
+#: fifth longer on a quiet machine. Some fifty microseconds keep both (``benchmarks/waiting.py``):
+#: GNU's runtime counts iterations, Intel's and LLVM's (17 and newer) time.
+WAITING = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "50us"}
 
 #: A setting: how to read it, how to change it, and its value in a run.
 _Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
