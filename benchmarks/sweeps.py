@@ -16,6 +16,7 @@ import argparse
 import io
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_console
@@ -44,9 +45,11 @@ class Timed(SweepProgress):
         self.rounds: dict[str, list[float]] = {}
         self.ends: list[float] = []
 
-    def round(self, id: str, round_: int, metrics: dict[str, float]) -> None:  # type: ignore[override]
+    def round(
+        self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
+    ) -> None:
         """Note a round."""
-        super().round(id, round_, metrics)
+        super().round(id, round_, metrics, headline)
         self.rounds.setdefault(id, []).append(time.perf_counter())
 
     def end(self, id: str, *, failure: str | None = None) -> None:

@@ -70,7 +70,7 @@ OTHERS = {
     "optimizer.weight_decay": [0.01],
 }
 #: Fields that have no other valid value in any of these worlds: their method takes no limits.
-WITHOUT_ANOTHER_VALUE = {"federation.compute", "federation.compute_shares"}
+WITHOUT_ANOTHER_VALUE = {"federation.compute", "federation.compute_shares", "plugins"}
 
 
 class World:
@@ -221,14 +221,16 @@ def another_field(world, rng):
 def another_value(name, value, rng):
     if isinstance(value, bool):
         return not value
-    if isinstance(value, int | float):
-        return rng.choice([value + 1, value * 2 or 3]) if isinstance(value, int) else value * 0.9
+    if isinstance(value, int):
+        return rng.choice([value + 1, value * 2 or 3])
+    if isinstance(value, float):
+        return value * 0.9 or 0.2
     if value is None:
         return rng.choice([1, 2, 0.5])
     choices = {
         "iid": "dirichlet", "dirichlet": "iid", "auto": "classification", "per-client": "per-label",
         "pretrained": "random", "fp32": "bf16", "matched": "published", "adam": "sgd",
-        "constant": "cosine", "run": "round", "uniform": "size",
+        "constant": "cosine", "run": "round", "round": "all", "uniform": "size",
     }  # fmt: skip
     return {"partition.by": "label", "adapter.path": "merged"}.get(name, choices.get(value))
 

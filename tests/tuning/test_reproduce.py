@@ -54,8 +54,8 @@ class Followed(SweepProgress):
         super().__init__(Console(file=self.text, width=200))
         self.strike, self.retries, self.ended = strike, [], {}
 
-    def round(self, id, round_, metrics):
-        super().round(id, round_, metrics)
+    def round(self, id, round_, metrics, headline):
+        super().round(id, round_, metrics, headline)
         if round_ == 1:
             strike, self.strike = self.strike, lambda: None
             strike()
@@ -160,7 +160,8 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     assert parent.info.status == "FAILED"
     assert parent.data.params["axis.case"].startswith("trishul, other seed")
-    assert parent.data.metrics == {"cells.finished": 4, "cells.failed": 1, "cells.missing": 0}
+    counts = {"finished": 4, "failed": 1, "stopped": 0, "missing": 0}
+    assert parent.data.metrics == {f"cells.{status}": n for status, n in counts.items()}
     children = {run.data.tags["trishul.id"]: run for run in runs if run is not parent}
     assert len(children) == len(runs) - 1 == 5
     assert children[broken.id].info.status == "FAILED"
@@ -423,7 +424,9 @@ def test_a_missing_optuna_is_named_with_its_place_before_ray_starts(sweep_file, 
         """
     sweep = sweep_file(text)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.setattr("trishul_ray.tuning.reproduce.ray_session", lambda: pytest.fail("Ray"))
+    monkeypatch.setattr(
+        "trishul_ray.federation.on_ray.session.ray_session", lambda: pytest.fail("Ray")
+    )
     with pytest.raises(InputError, match=r"mine\.yaml:3: .*pip install '\.\[search\]'"):
         reproduce([sweep], TuneOptions(), Followed())
 
