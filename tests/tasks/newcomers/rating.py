@@ -48,10 +48,13 @@ class Rating(SequenceClassification):
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return self.errors(outputs, batch).square().mean()
 
+    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        span = max(self.numbers) - min(self.numbers)
+        return 1 - self.errors(outputs, batch).abs() / span
+
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
         errors = self.errors(outputs, batch)
-        closeness = 1 - errors.abs() / (max(self.numbers) - min(self.numbers))
-        scores = {"loss_sum": errors.square(), "closeness": closeness}
+        scores = {"loss_sum": errors.square(), "closeness": self.row_scores(outputs, batch)}
         return sum_rows(scores, batch, self.groups, by="closeness")
 
     def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
