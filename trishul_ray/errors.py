@@ -37,7 +37,7 @@ class StorageRefusedError(StorageError):
     """The storage of runs failed permanently: no permission, no bucket, or a file in the way."""
 
 
-#: What to do when this process has lost its Ray, in order; each is told why.
+#: Callbacks that run in order when this process loses its connection to Ray; each gets the reason.
 last_words: list[Callable[[str], object]] = []
 
 

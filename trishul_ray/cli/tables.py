@@ -113,14 +113,10 @@ def sweep(
     """
     from trishul_ray.tuning.sweep import load_sweep, sweep_from_axes
 
-    files, overrides = split_arguments(arguments or [])
-    if len(files) > 1:
-        raise InputError(f"one sweep file at a time, not {', '.join(files)}")
-    if bool(files) == bool(axis):
+    file, overrides = _split_file(arguments or [])
+    if bool(file) == bool(axis):
         raise InputError("give either a sweep file, or at least one --axis field=value,value")
-    made = (
-        load_sweep(Path(files[0]), overrides) if files else sweep_from_axes(axis or [], overrides)
-    )
+    made = load_sweep(file, overrides) if file else sweep_from_axes(axis or [], overrides)
     run_sweeps([made], retries, stall_minutes, concurrency, report)
 
 
@@ -156,22 +152,20 @@ def rates(
     from trishul_ray.tuning.rates import check_rates, choose_rates, rates_table, write_rates
     from trishul_ray.tuning.sweep import RATES, find_sweeps, load_sweep
 
-    files, overrides = split_arguments(arguments or [])
-    if len(files) > 1:
-        raise InputError(f"one sweep file at a time, not {', '.join(files)}")
-    if files:
-        sweep = load_sweep(Path(files[0]), overrides)
+    file, overrides = _split_file(arguments or [])
+    if file:
+        sweep = load_sweep(file, overrides)
     else:
         (sweep,) = find_sweeps([RATES], profile, overrides)
     check_rates(sweep)
     result = _reproduce([sweep], retries, stall_minutes, concurrency)
     chosen = choose_rates(result.outcomes[0])
-    file = output or Path(f"rates-{sweep.profile}.yaml")
-    write_rates(chosen, sweep.profile, file)
+    written = output or Path(f"rates-{sweep.profile}.yaml")
+    write_rates(chosen, sweep.profile, written)
     print_whole(rates_table(chosen))
     if result.failures:
         print_line(f"{len(result.failures)} runs failed, and their rates are not chosen", err)
-    print_field("rates", file)
+    print_field("rates", written)
 
 
 def plan(
@@ -294,6 +288,18 @@ def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "li
     sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
     sweeps += [load_sweep(Path(file), overrides) for file in files]
     return [with_random_samples(sweep) for sweep in sweeps]
+
+
+def _split_file(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the sweep file of ``[SWEEP.yaml] [KEY=VALUE ...]``, and the overrides.
+
+    Raises:
+        InputError: There are several files.
+    """
+    files, overrides = split_arguments(arguments)
+    if len(files) > 1:
+        raise InputError(f"one sweep file at a time, not {', '.join(files)}")
+    return Path(files[0]) if files else None, overrides
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
