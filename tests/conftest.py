@@ -111,13 +111,15 @@ def inline_result(cache, tmp_path_factory):
     results = {}
 
     def run(experiment):
-        if experiment.id not in results:
+        # Rounds that are scored are no part of the id.
+        key = experiment.id, *sorted(experiment.scored_rounds)
+        if key not in results:
             fields = experiment.to_dict()
             fields["storage"]["runs"] = str(tmp_path_factory.mktemp("inline"))
             own = build_experiment(fields)
             assert own.id == experiment.id
-            results[own.id] = finish(InlineDriver(own, prepare_run(own), "inline"))
-        return results[experiment.id]
+            results[key] = finish(InlineDriver(own, prepare_run(own), "inline"))
+        return results[key]
 
     return run
 

@@ -389,6 +389,7 @@ def test_finished_runs_are_listed_and_loaded_by_the_beginning_of_their_ids(tiny,
     assert trishul_ray.runs(store).empty
     results = [tiny(rounds=1, method="fedit", seed=seed) for seed in range(2)]
     (tmp_path / "runs" / "no-run").mkdir()
+    (tmp_path / "runs" / "mlflow.db").touch()
     table = trishul_ray.runs(store)
     assert set(table.index) == {result.id for result in results}
     assert table.loc[results[1].id, "seed"] == 1

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
-from trishul_ray.experiment import Experiment
+from trishul_ray.experiment import ID_LENGTH, Experiment
 from trishul_ray.files import digest
 from trishul_ray.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
@@ -42,6 +42,8 @@ FAILURE = "failure.json"
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
+
+_ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 
@@ -153,7 +155,7 @@ def write_tables(experiment: Experiment, result: "RunResult | Checkpoint", folde
         np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
     if result.test_rows:
         test_rows: dict[str, Any] = dict(result.test_rows)
-        np.savez_compressed(folder / "test_rows.npz", **test_rows)
+        np.savez_compressed(folder / "test_rows.npz", **dict(sorted(test_rows.items())))
 
 
 def read_test_rows(home: Store) -> dict[str, np.ndarray]:
@@ -359,6 +361,14 @@ def attempt_of(home: Store) -> str:
         return ""
 
 
+def run_ids(store: Store) -> list[str]:
+    """Return the ids of the runs that have a folder in a storage, sorted.
+
+    Other things may lie beside them, such as mlflow.db.
+    """
+    return [name for name in store.names() if _ID.fullmatch(name)]
+
+
 def table_of_runs(store: str = "runs") -> "pd.DataFrame":
     """Return the finished runs of a folder or URI: one row per run, by id.
 
@@ -374,8 +384,8 @@ def table_of_runs(store: str = "runs") -> "pd.DataFrame":
     rows = []
     with own_errors():
         opened = Store.open(store)
-        for name in opened.names():
-            with suppress(FileNotFoundError, NotADirectoryError, CorruptFileError):
+        for name in run_ids(opened):
+            with suppress(FileNotFoundError, CorruptFileError):
                 rows.append(_row_of(read_result(opened.child(name))))
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["id"]).set_index("id")
 

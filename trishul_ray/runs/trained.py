@@ -10,7 +10,7 @@ from trishul_ray.adapters.export import AdapterExport, export_merged, export_pef
 from trishul_ray.adapters.model import Trained
 from trishul_ray.content import changed_sources
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.experiment import ID_LENGTH, Experiment
+from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, survey_in
@@ -26,6 +26,7 @@ from trishul_ray.loading import build_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.runs.model_files import name_backbone, name_classes, write_model_files
+from trishul_ray.runs.results import run_ids
 from trishul_ray.storage import Store
 
 #: Ids to name in one message.
@@ -87,7 +88,7 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
 
 def _complete(run: str, prefix: str, store: Store) -> str:
     """Return the one id that begins with ``prefix``, or raise an InputError with those near it."""
-    ids = [name for name in store.names() if len(name) == ID_LENGTH]
+    ids = run_ids(store)
     found = [name for name in ids if prefix and name.startswith(prefix)]
     if len(found) == 1 and store.child(found[0]).exists("config.yaml"):
         return found[0]

@@ -5,7 +5,6 @@ that are on this machine now. Times of files, their places, comments and trackin
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,14 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
-from trishul_ray.runs.results import FAILURE, NUMBERS, damaged_files, read_result, unscored
+from trishul_ray.runs.results import (
+    FAILURE,
+    NUMBERS,
+    damaged_files,
+    read_result,
+    run_ids,
+    unscored,
+)
 from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
 
@@ -31,8 +37,6 @@ R = TypeVar("R")
 
 #: Number of results that are read at the same time.
 READERS = 16
-
-_ID = re.compile("[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def examine(
         StorageError: A store cannot be read.
     """
     stores = _open_stores(experiments.values())
-    runs = {uri: _runs(store) for uri, store in stores.items()}
+    runs = {uri: set(run_ids(store)) for uri, store in stores.items()}
 
     def read(id: str) -> CellState:
         experiment = experiments[id]
@@ -109,7 +113,8 @@ def other_results(
     homes = [
         store.child(name)
         for store in _open_stores(experiments.values()).values()
-        for name in sorted(_runs(store) - experiments.keys())
+        for name in run_ids(store)
+        if name not in experiments
     ]
     found = _in_parallel(homes, read, "reading other results", progress)
     return [summary for summary in found if summary is not None]
@@ -182,10 +187,6 @@ def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
                 "choose another"
             )
     return stores
-
-
-def _runs(store: Store) -> set[str]:
-    return {name for name in store.names() if _ID.fullmatch(name)}
 
 
 def _in_parallel(
