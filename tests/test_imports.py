@@ -1,4 +1,4 @@
-"""Imports go one way: spectral <- adapters <- methods <- federation <- runs <- tuning <- cli."""
+"""Imports go one way: spectral <- adapters <- methods <- federation <- runs <- sweeps <- cli."""
 
 import ast
 import subprocess
@@ -41,16 +41,16 @@ MAY_IMPORT = {
 INTERFACE = {"api", "result"}
 #: What a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
-    "federation": {"cli", "doctor", "loading", "report", "runs", "tracking", "tuning"},
-    "report": {"cli", "doctor", "federation", "runs", "tuning"},
-    "doctor": {"cli", "report", "runs", "tuning"},
-    "runs": {"cli", "doctor", "tuning"},
-    "tuning": {"cli", "jobs"},
+    "federation": {"cli", "doctor", "loading", "report", "runs", "sweeps", "tracking"},
+    "report": {"cli", "doctor", "federation", "runs", "sweeps"},
+    "doctor": {"cli", "report", "runs", "sweeps"},
+    "runs": {"cli", "doctor", "sweeps"},
+    "sweeps": {"cli", "jobs"},
     "jobs": {"cli", "doctor"},
 }
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {
-    "ray": ("federation.on_ray.", "tuning.", "pretrain.", "cli.", "jobs.", "cluster."),
+    "ray": ("federation.on_ray.", "sweeps.", "pretrain.", "cli.", "jobs.", "cluster."),
     "mlflow": ("tracking.",),
     "datasets": ("data.",),
 }

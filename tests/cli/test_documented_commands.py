@@ -17,13 +17,13 @@ from transformers import ViTConfig
 
 from trishul_ray.cli import app
 from trishul_ray.cli.run import load_arguments
-from trishul_ray.cli.tables import split_arguments
+from trishul_ray.cli.sweeps import split_arguments
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.federation.prepare import check_fits, prepare_run
 from trishul_ray.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import get_builtin
-from trishul_ray.tuning.sweep import find_sweeps, load_sweep, sweep_from_axes
+from trishul_ray.sweeps.sweep import find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.version import NUMERICS, __version__
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trishul_ray.cli import cluster, data, machine, run, tables
+from trishul_ray.cli import cluster, data, machine, run, sweeps
 from trishul_ray.cli.output import wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.federation.determinism import set_environment
@@ -60,11 +60,11 @@ for command in (
     run.run,
     run.export,
     run.compare,
-    tables.table,
-    tables.sweep,
-    tables.rates,
-    tables.plan,
-    tables.report,
+    sweeps.table,
+    sweeps.sweep,
+    sweeps.rates,
+    sweeps.plan,
+    sweeps.report,
     cluster.submit,
     cluster.status,
     cluster.stop,

@@ -14,7 +14,7 @@ import typer
 from trishul_ray.cli.data import pretrain
 from trishul_ray.cli.output import err, print_field, print_line
 from trishul_ray.cli.run import load_arguments, run
-from trishul_ray.cli.tables import load_sweeps, report, split_arguments, sweep, table
+from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
 from trishul_ray.errors import InputError, RunError, StorageError
 
 if TYPE_CHECKING:
@@ -247,8 +247,8 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 
 def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experiment]":
     """Return the cells of a command by id, with their results at ``runs``."""
-    from trishul_ray.tuning.samples import is_adaptive
-    from trishul_ray.tuning.sweep import distinct, sweep_from_axes
+    from trishul_ray.sweeps.samples import is_adaptive
+    from trishul_ray.sweeps.sweep import distinct, sweep_from_axes
 
     parameters = _parse(words)
     arguments: list[str] = list(parameters.get("arguments") or ())

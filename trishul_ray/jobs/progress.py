@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import round_of, run_folder
 from trishul_ray.report.outcomes import Status
-from trishul_ray.tuning.state import CellState, examine
+from trishul_ray.sweeps.state import CellState, examine
 
 #: A cell without a new file for this long is not running, unless its rounds take longer.
 QUIET_SECONDS = 600.0

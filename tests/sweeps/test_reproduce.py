@@ -21,11 +21,11 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.sweep_tables import build_tables
 from trishul_ray.runs.results import read_metrics
+from trishul_ray.sweeps import tuner
+from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.sweeps.search import TuneOptions
+from trishul_ray.sweeps.sweep import load_sweep
 from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning import tuner
-from trishul_ray.tuning.reproduce import reproduce
-from trishul_ray.tuning.search import TuneOptions
-from trishul_ray.tuning.sweep import load_sweep
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,9 +12,9 @@ from trishul_ray.loading import load_experiment
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.storage import Store
+from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table
+from trishul_ray.sweeps.sweep import find_sweeps, load_sweep
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tuning.rates import check_rates, choose_rates, rates_table
-from trishul_ray.tuning.sweep import find_sweeps, load_sweep
 
 LOSS = "validation_loss"
 ACCURACY = "validation_accuracy"

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from ray.tune.experiment import Trial
 
-from trishul_ray.tuning import monitor
-from trishul_ray.tuning.monitor import WAITING_NOTICE_SECONDS, Monitor
-from trishul_ray.tuning.search import TuneOptions
+from trishul_ray.sweeps import monitor
+from trishul_ray.sweeps.monitor import WAITING_NOTICE_SECONDS, Monitor
+from trishul_ray.sweeps.search import TuneOptions
 
 
 @pytest.fixture

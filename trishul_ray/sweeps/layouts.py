@@ -7,8 +7,8 @@ from typing import Any
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import figure_numbers, paper_keys
-from trishul_ray.tuning.cells import Cell
-from trishul_ray.tuning.located_yaml import Node, hint
+from trishul_ray.sweeps.cells import Cell
+from trishul_ray.sweeps.located_yaml import Node, hint
 
 #: Labels by axis.
 Labels = Mapping[str, tuple[str, ...]]

@@ -3,8 +3,8 @@
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.tuning import tuner
-from trishul_ray.tuning.tuner import check_stores
+from trishul_ray.sweeps import tuner
+from trishul_ray.sweeps.tuner import check_stores
 
 #: Id of a node that no cluster has.
 GONE = "a" * 56

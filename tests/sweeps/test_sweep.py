@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from trishul_ray.errors import InputError
 from trishul_ray.loading import load_experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
-from trishul_ray.tuning import sweep as sweep_module
-from trishul_ray.tuning.cells import vary
-from trishul_ray.tuning.samples import with_random_samples, with_samples
-from trishul_ray.tuning.search import Choice, EarlyStopping, Interval, Search
-from trishul_ray.tuning.sweep import distinct, find_sweeps, load_sweep, sweep_from_axes
+from trishul_ray.sweeps import sweep as sweep_module
+from trishul_ray.sweeps.cells import vary
+from trishul_ray.sweeps.samples import with_random_samples, with_samples
+from trishul_ray.sweeps.search import Choice, EarlyStopping, Interval, Search
+from trishul_ray.sweeps.sweep import distinct, find_sweeps, load_sweep, sweep_from_axes
 
 FILE = """\
 # What it does.

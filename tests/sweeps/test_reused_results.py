@@ -8,11 +8,11 @@ from tiny_run import TINY
 
 from trishul_ray.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
+from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.sweeps.search import TuneOptions
+from trishul_ray.sweeps.sweep import load_sweep
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning.reproduce import reproduce
-from trishul_ray.tuning.search import TuneOptions
-from trishul_ray.tuning.sweep import load_sweep
 
 
 def test_a_reused_result_is_a_run_below_the_sweep_once(tmp_path, cache):

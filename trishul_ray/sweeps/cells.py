@@ -25,7 +25,7 @@ from trishul_ray.loading import (
     split_override,
 )
 from trishul_ray.methods.base import method_names
-from trishul_ray.tuning.located_yaml import Node, parse_located
+from trishul_ray.sweeps.located_yaml import Node, parse_located
 
 #: More cells than this are refused: a range such as 0..1000000 is a mistake.
 MAX_CELLS = 20_000

@@ -29,8 +29,8 @@ from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
 
 if TYPE_CHECKING:
-    from trishul_ray.tuning.cells import Cell
-    from trishul_ray.tuning.sweep import Sweep
+    from trishul_ray.sweeps.cells import Cell
+    from trishul_ray.sweeps.sweep import Sweep
 
 T = TypeVar("T")
 R = TypeVar("R")

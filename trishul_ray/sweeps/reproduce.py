@@ -19,18 +19,18 @@ from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import attempt_of, read_metrics
 from trishul_ray.runs.tracked import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
 from trishul_ray.storage import Store
+from trishul_ray.sweeps.cells import Cell
+from trishul_ray.sweeps.samples import is_adaptive, sampled, with_random_samples, with_samples
+from trishul_ray.sweeps.search import TuneOptions
+from trishul_ray.sweeps.state import CellState, collect, examine, read_failure
+from trishul_ray.sweeps.sweep import Sweep, distinct
 from trishul_ray.tracking.mlflow_run import Status, has_finished_in
 from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
 from trishul_ray.tracking.sweep_progress import SweepProgress
 from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
-from trishul_ray.tuning.cells import Cell
-from trishul_ray.tuning.samples import is_adaptive, sampled, with_random_samples, with_samples
-from trishul_ray.tuning.search import TuneOptions
-from trishul_ray.tuning.state import CellState, collect, examine, read_failure
-from trishul_ray.tuning.sweep import Sweep, distinct
 
 if TYPE_CHECKING:
-    from trishul_ray.tuning.trial import CellRun
+    from trishul_ray.sweeps.trial import CellRun
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         RunError: Ray or Ray Tune failed.
     """
     for sweep in filter(is_adaptive, sweeps):
-        from trishul_ray.tuning.tuner import check_optuna
+        from trishul_ray.sweeps.tuner import check_optuna
 
         assert sweep.search is not None
         check_optuna(sweep.search)
@@ -82,7 +82,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         if missing or searches:
             progress.phase("starting Ray")
             from trishul_ray.federation.on_ray.session import ray_session
-            from trishul_ray.tuning.tuner import check_stores
+            from trishul_ray.sweeps.tuner import check_stores
 
             with at_loss(lambda _: work.close_parents("FAILED")), ray_session():
                 check_stores({cell.experiment.storage.runs for s in sweeps for cell in s.cells})
@@ -105,7 +105,7 @@ def _run(
     work: "_Work", missing: Sequence[str], searches: Sequence["_Part"], options: TuneOptions
 ) -> None:
     """Run missing cells on Ray; runs are compared with each other where they may be stopped."""
-    from trishul_ray.tuning.tuner import run_search
+    from trishul_ray.sweeps.tuner import run_search
 
     left = dict.fromkeys(missing)
     for part in work.parts:
@@ -138,7 +138,7 @@ def _run(
 def _run_cells(
     work: "_Work", ids: Sequence[str], options: TuneOptions, sweep: Sweep | None = None
 ) -> None:
-    from trishul_ray.tuning.tuner import run_cells
+    from trishul_ray.sweeps.tuner import run_cells
 
     if ids:
         runs = {id: work.run_of(id) for id in ids}
@@ -155,7 +155,7 @@ class _Samples:
     parent: str | None
 
     def __call__(self, config: Mapping[str, object]) -> "CellRun":
-        from trishul_ray.tuning.trial import CellRun
+        from trishul_ray.sweeps.trial import CellRun
 
         assert self.sweep.search is not None
         cell = sampled(self.cell, config, self.sweep.search)
@@ -245,7 +245,7 @@ class _Work:
 
     def run_of(self, id: str) -> "CellRun":
         """Return what the trial of a cell runs."""
-        from trishul_ray.tuning.trial import CellRun
+        from trishul_ray.sweeps.trial import CellRun
 
         experiment = self.experiment(id)
         return CellRun(

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import is_loss
-from trishul_ray.tuning.cells import Cell, unknown_field, vary
-from trishul_ray.tuning.located_yaml import Node
+from trishul_ray.sweeps.cells import Cell, unknown_field, vary
+from trishul_ray.sweeps.located_yaml import Node
 
 SearchKind = Literal["grid", "random", "optuna"]
 

@@ -30,14 +30,14 @@ from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.storage import Store
+from trishul_ray.sweeps.grouping import Group, group_cells, inputs_of
+from trishul_ray.sweeps.monitor import Monitor
+from trishul_ray.sweeps.samples import sampling_space
+from trishul_ray.sweeps.search import EarlyStopping, Search, TuneOptions
+from trishul_ray.sweeps.state import record_failure
+from trishul_ray.sweeps.trial import ROUND, CellRun, CellTrial, FindRun
+from trishul_ray.sweeps.watchdog import Watchdog
 from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning.grouping import Group, group_cells, inputs_of
-from trishul_ray.tuning.monitor import Monitor
-from trishul_ray.tuning.samples import sampling_space
-from trishul_ray.tuning.search import EarlyStopping, Search, TuneOptions
-from trishul_ray.tuning.state import record_failure
-from trishul_ray.tuning.trial import ROUND, CellRun, CellTrial, FindRun
-from trishul_ray.tuning.watchdog import Watchdog
 
 #: Seconds in which nodes answer; those that have gone do not.
 CHECK_SECONDS = 60.0

@@ -12,8 +12,8 @@ from ray._private import worker
 from ray._private.state import state
 from ray.tune.experiment import Trial
 
+from trishul_ray.sweeps.trial import BUSY, ROUND
 from trishul_ray.tracking.progress import format_duration
-from trishul_ray.tuning.trial import BUSY, ROUND
 
 #: A trial may be silent for this many times its median round, and its longest one.
 MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from trishul_ray.report.outcomes import TableLayout
-from trishul_ray.tuning.cells import Cell, vary
-from trishul_ray.tuning.search import Choice, Search
-from trishul_ray.tuning.sweep import CHOSEN_ON_TEST, Sweep
+from trishul_ray.sweeps.cells import Cell, vary
+from trishul_ray.sweeps.search import Choice, Search
+from trishul_ray.sweeps.sweep import CHOSEN_ON_TEST, Sweep
 
 #: The axis whose labels are the sampled values.
 SAMPLE = "sample"

@@ -1,7 +1,7 @@
 """What sweeps would run and what it would cost, before anything runs.
 
 Each distinct run is counted once, in the first sweep that has it. Its time is that of the most
-similar finished run of its kind in the store, or else from :mod:`trishul_ray.tuning.cost`. Times
+similar finished run of its kind in the store, or else from :mod:`trishul_ray.sweeps.cost`. Times
 are device-hours: the hours of a run times the number of GPUs, or the share of a CPU's cores, that
 it holds.
 """
@@ -20,10 +20,10 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
 from trishul_ray.report.outcomes import Status
 from trishul_ray.runs.results import flatten
-from trishul_ray.tuning.cost import DEVICES, work_of
-from trishul_ray.tuning.samples import is_adaptive
-from trishul_ray.tuning.state import CellState
-from trishul_ray.tuning.sweep import Sweep, distinct
+from trishul_ray.sweeps.cost import DEVICES, work_of
+from trishul_ray.sweeps.samples import is_adaptive
+from trishul_ray.sweeps.state import CellState
+from trishul_ray.sweeps.sweep import Sweep, distinct
 
 #: What a run's status should not be; shown where it is.
 RARE: tuple[Status, ...] = ("failed", "stale", "corrupt")
@@ -100,7 +100,7 @@ def make_plan(
     Args:
         sweeps: The sweeps. One that searches adaptively counts with all its samples, as missing.
         states: What the store has of every cell.
-        device: One of :data:`~trishul_ray.tuning.cost.DEVICES`.
+        device: One of :data:`~trishul_ray.sweeps.cost.DEVICES`.
         measured: Results of further runs in the store.
 
     Raises:

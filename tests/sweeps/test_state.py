@@ -15,9 +15,9 @@ from trishul_ray.loading import load_experiment
 from trishul_ray.runs.results import result_json
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store
+from trishul_ray.sweeps.state import CellState, collect, examine, other_results, record_failure
+from trishul_ray.sweeps.sweep import sweep_from_axes
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tuning.state import CellState, collect, examine, other_results, record_failure
-from trishul_ray.tuning.sweep import sweep_from_axes
 
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trishul_ray.tuning import watchdog
-from trishul_ray.tuning.trial import BUSY, ROUND
-from trishul_ray.tuning.watchdog import AGAIN_SECONDS, LOADING_SECONDS, MEDIAN_ROUNDS, Watchdog
+from trishul_ray.sweeps import watchdog
+from trishul_ray.sweeps.trial import BUSY, ROUND
+from trishul_ray.sweeps.watchdog import AGAIN_SECONDS, LOADING_SECONDS, MEDIAN_ROUNDS, Watchdog
 
 
 @dataclass

@@ -33,7 +33,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import paper_keys
-from trishul_ray.tuning.cells import (
+from trishul_ray.sweeps.cells import (
     Adjustment,
     Axis,
     Cell,
@@ -44,15 +44,15 @@ from trishul_ray.tuning.cells import (
     read_overrides,
     unknown_field,
 )
-from trishul_ray.tuning.layouts import (
+from trishul_ray.sweeps.layouts import (
     default_table,
     read_figures,
     read_labels,
     read_name,
     read_tables,
 )
-from trishul_ray.tuning.located_yaml import Node, hint, parse_located, read_located
-from trishul_ray.tuning.search import EarlyStopping, Search, read_early_stopping, read_search
+from trishul_ray.sweeps.located_yaml import Node, hint, parse_located, read_located
+from trishul_ray.sweeps.search import EarlyStopping, Search, read_early_stopping, read_search
 
 #: What the numbers of a sweep may be compared with.
 PROFILES = ("paper", "small", "smoke", "custom")

@@ -12,7 +12,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.loading import load_experiment
-from trishul_ray.tuning.cost import DEVICES, EFFICIENCY, RUN_SECONDS, evaluated_rows, work_of
+from trishul_ray.sweeps.cost import DEVICES, EFFICIENCY, RUN_SECONDS, evaluated_rows, work_of
 
 #: By hand: 35.2 GFLOP for a forward pass of ViT-B/16 on an image, twice that for a training step of
 #: the frozen model; 50 rounds of 3 clients x 50 steps of 32 images, and 51 evaluations of 10,000.

@@ -21,9 +21,9 @@ from trishul_ray.errors import InputError
 from trishul_ray.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.runs.runner import run_steps
+from trishul_ray.sweeps import state as state_module
+from trishul_ray.sweeps.state import examine
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tuning import state as state_module
-from trishul_ray.tuning.state import examine
 
 MUTATIONS = 1000
 

@@ -12,10 +12,9 @@ from ray.tune.experiment import Trial
 from trishul_ray.federation.on_ray.nodes import launch_failures
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.report.outcomes import Status
-from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tuning.search import Search, TuneOptions
-from trishul_ray.tuning.state import record_failure
-from trishul_ray.tuning.trial import (
+from trishul_ray.sweeps.search import Search, TuneOptions
+from trishul_ray.sweeps.state import record_failure
+from trishul_ray.sweeps.trial import (
     FAILURE,
     FINISHED,
     HEADLINE_NAME,
@@ -25,7 +24,8 @@ from trishul_ray.tuning.trial import (
     CellRun,
     FindRun,
 )
-from trishul_ray.tuning.watchdog import Watchdog
+from trishul_ray.sweeps.watchdog import Watchdog
+from trishul_ray.tracking.sweep_progress import SweepProgress
 
 #: Seconds without a running trial before it is reported that trials wait for resources.
 WAITING_NOTICE_SECONDS = 60.0
