@@ -27,21 +27,18 @@ def doctor(
     ] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
-    if clean:
-        from trishul_ray.doctor.clean import clean as remove
-        from trishul_ray.storage import Places
+    from trishul_ray import doctor as checks
+    from trishul_ray.storage import Places
 
-        removed = remove(Places.at().cache)
+    if clean:
+        removed = checks.clean(Places.at().cache)
         for folder in removed:
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")
         return
-    from trishul_ray.doctor import diagnose
-    from trishul_ray.doctor.check import exit_code, render
-
-    checks = diagnose(runs=runs, start_ray=start_ray)
-    render(checks, out)
-    raise typer.Exit(exit_code(checks))
+    found = checks.diagnose(runs=runs, start_ray=start_ray)
+    checks.render(found, out)
+    raise typer.Exit(checks.exit_code(found))
 
 
 def ui(
