@@ -9,6 +9,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import round_of, run_folder
 from trishul_ray.report.outcomes import Status
 from trishul_ray.sweeps.state import CellState, examine
+from trishul_ray.tracking.progress import Pace
 
 #: A cell without a new file for this long is not running, unless its rounds take longer.
 QUIET_SECONDS = 600.0
@@ -84,7 +85,8 @@ def _rounds(experiment: Experiment, state: CellState, now: float) -> tuple[int, 
     last = max([*times.values(), *saved.values()], default=0.0)
     rounds = sorted(saved)
     done = rounds[-1] if rounds else 0
-    seconds = saved[done] - saved[rounds[-2]] if len(rounds) > 1 else 0.0
-    rate = (done - rounds[-2]) / seconds if seconds > 0 else 0.0
-    patience = max(QUIET_SECONDS, QUIET_ROUNDS / rate if rate else 0.0)
-    return done, rate, now - last <= patience and state.status != "failed"
+    pace = Pace()
+    if len(rounds) > 1:
+        pace = Pace(done - rounds[-2], saved[done] - saved[rounds[-2]])
+    patience = max(QUIET_SECONDS, pace.seconds_for(QUIET_ROUNDS) if pace.done else 0.0)
+    return done, pace.rate, now - last <= patience and state.status != "failed"

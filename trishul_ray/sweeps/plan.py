@@ -24,6 +24,7 @@ from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.samples import is_adaptive
 from trishul_ray.sweeps.state import CellState
 from trishul_ray.sweeps.sweep import Sweep, distinct
+from trishul_ray.tracking.progress import Pace
 
 #: What a run's status should not be; shown where it is.
 RARE: tuple[Status, ...] = ("failed", "stale", "corrupt")
@@ -253,13 +254,9 @@ def _decisive(identity: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
 
 def _wall_hours(result: Mapping[str, Any], rounds: int | None = None) -> float:
     """Return the hours of a finished run, for another number of rounds if one is given."""
-    per_round = result["round_seconds"]
-    seconds: float = sum(per_round)
-    # The wall time of a run resumed by an older version lacks the rounds before.
-    around: float = max(0.0, result["wall_seconds"] - seconds)
-    if rounds is not None:
-        seconds *= rounds / len(per_round)
-    return (seconds + around) / 3600
+    pace = Pace.of(result["round_seconds"])
+    around: float = result["wall_seconds"] - pace.seconds
+    return (pace.seconds_for(pace.done if rounds is None else rounds) + around) / 3600
 
 
 def _share(result: Mapping[str, Any]) -> float:

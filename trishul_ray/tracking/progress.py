@@ -4,7 +4,8 @@ import html
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rich.console import Console
@@ -15,6 +16,28 @@ from rich.progress import BarColumn, Progress, TextColumn
 PLAIN_INTERVAL = 5.0
 #: How often the same note is printed before repeats are only counted.
 MAX_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much was done, in rounds or any other unit, and how many seconds it took."""
+
+    done: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Pace":
+        """Return the pace of pieces of work that took so many seconds each."""
+        return cls(len(seconds), sum(seconds))
+
+    @property
+    def rate(self) -> float:
+        """What is done in a second; 0 if that is not known."""
+        return self.done / self.seconds if self.seconds > 0 else 0.0
+
+    def seconds_for(self, work: float) -> float:
+        """Return how long so much work takes at this pace; infinity if that is not known."""
+        return self.seconds / self.done * work if self.done > 0 else math.inf
 
 
 def format_duration(seconds: float) -> str:
@@ -140,8 +163,8 @@ class RunProgress:
         eta = "done" if round_ >= self._total else ""
         if self._recent_seconds and not eta:
             # Not from the clock: a resumed run reports its old rounds all at once.
-            mean = sum(self._recent_seconds) / len(self._recent_seconds)
-            eta = f"{format_duration(mean * (self._total - round_))} left"
+            left = Pace.of(self._recent_seconds).seconds_for(self._total - round_)
+            eta = f"{format_duration(left)} left"
         title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
         if self._live:
             self._bar.update(

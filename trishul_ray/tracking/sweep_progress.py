@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
-from trishul_ray.tracking.progress import RunProgress, format_duration
+from trishul_ray.tracking.progress import Pace, RunProgress, format_duration
 
 #: Number of running cells that are shown on a terminal.
 SHOWN = 12
@@ -125,9 +125,10 @@ class SweepProgress(RunProgress):
             cell.round, cell.first = 0, None
 
     def _eta(self) -> str:
-        if self._began is None or not self._rounds_done or not self._rounds_left:
+        if self._began is None or not self._rounds_left:
             return ""
-        seconds = (self._clock() - self._began) / self._rounds_done * self._rounds_left
+        pace = Pace(self._rounds_done, self._clock() - self._began)
+        seconds = pace.seconds_for(self._rounds_left)
         return f"about {format_duration(seconds)} left" if math.isfinite(seconds) else ""
 
     def _show(self) -> None:
