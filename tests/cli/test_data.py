@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from trishul_ray.cli import output
+from trishul_ray.cli.listing import partition_table
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.federation.prepare import prepare_rows, prepare_run
-from trishul_ray.report.tables import LabelCounts, partition_table
+from trishul_ray.report.outcomes import LabelCounts
 from trishul_ray.runs.artifacts import client_labels
 
 

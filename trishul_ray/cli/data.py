@@ -43,7 +43,7 @@ def pretrain(
 
 def methods(plugin: Plugins = None) -> None:
     """List the methods: what they do, what they send, where they are published."""
-    from trishul_ray.report.catalogue import methods_table
+    from trishul_ray.cli.listing import methods_table
 
     out.print(methods_table())
 
@@ -62,7 +62,7 @@ def models(
     - `trishul models vit-digits`
     - `trishul models vit-b16 method.block_scores=attention budget=higher`
     """
-    from trishul_ray.report.catalogue import heads_table, models_table
+    from trishul_ray.cli.listing import heads_table, models_table
 
     if not arguments:
         out.print(models_table())
@@ -113,8 +113,8 @@ def datasets(
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
     if not arguments:
+        from trishul_ray.cli.listing import datasets_table
         from trishul_ray.data.prepare import dataset_faults
-        from trishul_ray.report.catalogue import datasets_table
 
         out.print(datasets_table())
         for fault in dataset_faults():
@@ -131,8 +131,8 @@ def datasets(
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]
     experiment = load_experiment(None, [f"dataset={name}", *whole])
+    from trishul_ray.cli.listing import describe_partition, partition_table
     from trishul_ray.federation.prepare import coverage_of, prepare_rows
-    from trishul_ray.report.tables import describe_partition, partition_table
     from trishul_ray.runs.artifacts import client_labels
     from trishul_ray.tracking.progress import RunProgress
 

@@ -57,7 +57,7 @@ def run(
     """
     experiment = load_arguments(arguments)
     if fields:
-        from trishul_ray.report.field_list import field_list
+        from trishul_ray.cli.listing import field_list
 
         print_line(field_list(experiment, out.width))
         return
@@ -72,7 +72,7 @@ def run(
         from trishul_ray.federation.on_ray.fork_server import fork_early
 
         fork_early()  # before anything imports Ray
-    from trishul_ray.report.tables import client_sentence, data_sentence, summary_table
+    from trishul_ray.cli.listing import client_sentence, summary_table
     from trishul_ray.runs.runner import central_twin
 
     experiments = [("federated", experiment)]
@@ -81,7 +81,7 @@ def run(
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
     out.print(summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
-    print_field("data", data_sentence(first.summary))
+    print_field("data", first.summary["data"]["sentence"])
     if clients := client_sentence(first.summary):
         print_field("clients", clients)
     exported = first.summary.get("export") or {"note": "PEFT or merged"}
@@ -172,8 +172,8 @@ def _meant_override(words: list[str]) -> str:
 
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
-    from trishul_ray.report.tables import describe
     from trishul_ray.runs.runner import run_experiment
+    from trishul_ray.runs.tracked import describe
     from trishul_ray.tracking.progress import RunProgress
 
     print_line(f"{label}: {describe(experiment)}", err)

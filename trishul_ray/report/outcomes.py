@@ -4,10 +4,14 @@ A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": 
 those of the paper's records where a table reproduces one.
 """
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trishul_ray.storage import Store
 
@@ -105,8 +109,6 @@ class CellOutcome:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing."""
-        import io
-
         import pyarrow.parquet as pq
 
         rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()
@@ -115,10 +117,6 @@ class CellOutcome:
     @cached_property
     def arrays(self) -> dict[str, Any]:
         """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
-        import io
-
-        import numpy as np
-
         if not self.home.exists("diagnostics.npz"):
             return {}
         with np.load(io.BytesIO(self.home.read("diagnostics.npz")), allow_pickle=False) as file:
@@ -158,6 +156,16 @@ class SweepOutcome:
     def comparable(self) -> bool:
         """Whether all its numbers may be compared with the paper's."""
         return self.profile == "paper" and not departures(self, self.cells)
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """The number of rows of each class, or sub-dataset, at each client."""
+
+    counts: NDArray[np.int64]  # [clients, classes]
+    names: tuple[str, ...]  # of the classes
+    what: str  # what a class is called: ``class``, ``sub-dataset``
+    clients: tuple[str, ...] = ()  # names of the clients, if they have any
 
 
 def departures(sweep: SweepOutcome, cells: Iterable[CellOutcome]) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import build_model_bench, class_mix
 from trishul_ray.report.figures import heads_per_layer, label_distribution, metric_curve
+from trishul_ray.report.outcomes import LabelCounts
 from trishul_ray.report.scores import scores_by_name
-from trishul_ray.report.tables import LabelCounts
 from trishul_ray.report.uploads import (
     PANELS,
     client_matrices,

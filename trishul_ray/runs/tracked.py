@@ -15,7 +15,6 @@ from typing import Any
 from trishul_ray.config import SET_BY_HAND
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.tables import describe
 from trishul_ray.runs.results import flat_config, flatten, read_metrics, versions
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
@@ -33,6 +32,18 @@ MAX_CLIENTS = 100
 
 #: A character that MLflow takes in no metric's name, or that would make another group.
 _NO_METRIC_NAME = re.compile(r"[^\w.\- :]")
+
+
+def describe(experiment: Experiment) -> str:
+    """Return method, dataset, backbone, cohort, rounds and id of a run in one line."""
+    fed = experiment.federation
+    lam = getattr(experiment.method, "lam", None)
+    method = experiment.method.name + ("" if lam is None else f" (λ={lam:g})")
+    return (
+        f"{method} on {experiment.data.name}, {experiment.model.name}, "
+        f"{fed.clients_per_round} of {fed.clients} clients a round, {fed.rounds} rounds, "
+        f"id {experiment.id}"
+    )
 
 
 def mlflow_command(experiment: Experiment) -> str | None:

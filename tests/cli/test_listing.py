@@ -1,14 +1,24 @@
-"""The tables of methods, datasets and backbones."""
+"""What commands list on the terminal."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
+from trishul_ray.cli.listing import (
+    allowed,
+    client_sentence,
+    datasets_table,
+    field_list,
+    methods_table,
+    models_table,
+)
+from trishul_ray.config import FederationConfig, task_kinds
 from trishul_ray.data.prepare import dataset_names
+from trishul_ray.loading import field_names, load_experiment
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.report.catalogue import datasets_table, methods_table, models_table
 
 
 def rows_of(table):
@@ -50,3 +60,33 @@ def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
     printed = narrow.file.getvalue()
     assert all(len(line) <= 80 for line in printed.splitlines())
     assert all(f" {name} " in printed for name in rows)
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_field_is_listed_with_its_value_and_meaning(method):
+    text = field_list(load_experiment(None, [f"method={method}", "budget=2"]), width=90)
+    entries = re.findall(r"^(\S+?)=(.*?)  \((.*)\)((?:\n    .*)*)$", text, re.MULTILINE)
+    assert [name for name, *_ in entries] == list(field_names(method))
+    assert "<class" not in text and "typing" not in text
+    # The name of a method means itself.
+    assert [name for name, _, _, meaning in entries if not meaning] == ["method.name"]
+    assert f"task.kind=auto  ({' | '.join(task_kinds())})" in text
+    assert "seed=0  (integer >= 0, < 9223372036854775808)" in text
+    assert "tracking.mlflow=true  (true or false; not in the id)" in text
+    assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 90
+
+
+def test_what_a_field_allows():
+    fields = FederationConfig.model_fields
+    assert allowed(fields["quorum"]) == "number > 0, <= 1"
+    assert allowed(fields["clients_per_actor"]) == "integer >= 1 or auto"
+    assert allowed(fields["compute_shares"]) == "list of 4 numbers or null"
+
+
+def test_clients_are_named_in_a_line_the_worst_first():
+    scores = {"Bern": 0.5, "Genf": 0.25}
+    summary = {"headline": "accuracy", "per_client": scores}
+    assert client_sentence(summary) == "mean accuracy of 2: 37.50%; Genf 25.00%, Bern 50.00%"
+    summary["per_client"] = {str(n): n / 10 for n in range(10)}
+    assert client_sentence(summary).endswith("6 60.00%, 7 70.00%, and 2 better ones")
+    assert client_sentence({"headline": "accuracy"}) == ""

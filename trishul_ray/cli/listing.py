@@ -1,0 +1,267 @@
+"""What commands list on the terminal: methods, datasets, models, fields, partitions, one run.
+
+What a list is made of is imported by its function, and nothing else, so that it is shown at once.
+"""
+
+import textwrap
+import types
+import typing
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import annotated_types
+import numpy as np
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+from rich.table import Column, Table
+
+from trishul_ray.plugins import Plugin
+from trishul_ray.tracking.progress import format_count, format_duration
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.report.outcomes import LabelCounts
+
+#: Clients that :func:`client_sentence` names.
+MAX_NAMED = 8
+#: With more clients, :func:`partition_table` summarizes the rest in one row.
+MAX_ROWS = 30
+#: How types of fields are called.
+_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Plugin: "Python file",
+}
+
+
+def methods_table() -> Table:
+    """List every method with its communication and reference."""
+    from trishul_ray.methods.base import method_class, method_names
+
+    table = Table("name", "what it does", "communication", "reference")
+    for name in method_names():
+        method = method_class(name)
+        table.add_row(name, method.summary, method.communication, method.reference)
+    return table
+
+
+def datasets_table() -> Table:
+    """List every dataset with one line of description."""
+    from trishul_ray.data.prepare import describe_datasets
+
+    table = Table("name", "what it is")
+    for name, text in describe_datasets().items():
+        table.add_row(name, escape(text))
+    return table
+
+
+def models_table() -> Table:
+    """List the known backbones, without network: parameters, adapted matrices, weights' source."""
+    from trishul_ray.config import SHORT_MODEL_NAMES
+    from trishul_ray.models.builtin import BUILTINS
+    from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
+
+    short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
+    # Names are copied from the terminal: wrap the other columns instead.
+    table = Table(Column("name", no_wrap=True), "parameters", "adapted by default", "weights")
+    for name in KNOWN:
+        alias = f"\n{short[name]}" if name in short else ""
+        table.add_row(name + alias, *_size(name), "mirror or hub")
+    for name, (_, package, extra) in PACKAGED.items():
+        if packaged_folder(name) is not None:
+            table.add_row(name, *_size(name), f"package {package}")
+        else:
+            table.add_row(name, "", "", f"package {package}, extra {extra}")
+    for name, builtin in BUILTINS.items():
+        weights = f"built in: {builtin.description.partition(': ')[0]}, `trishul pretrain`"
+        table.add_row(name, *_size(name), weights)
+    return table
+
+
+def heads_table(blocks: Mapping[str, tuple[float, int]]) -> Table:
+    """List blocks: squared norm of the adapted matrices, and core heads on each of them."""
+    mean = sum(heads for _, heads in blocks.values()) / len(blocks)
+    table = Table(
+        Column("block", no_wrap=True, overflow="fold"),
+        Column("squared norm of its adapted matrices", justify="right"),
+        Column(f"heads on each (mean {mean:g})", justify="right"),
+    )
+    for name, (norm, heads) in blocks.items():
+        table.add_row(name, f"{norm:.4g}", str(heads))
+    return table
+
+
+def _size(name: str) -> tuple[str, str]:
+    """Return the number of parameters without the task's classification head, and matrices."""
+    from trishul_ray.adapters.targets import find_layers
+    from trishul_ray.config import ModelConfig
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.storage import Places
+
+    # These architectures need neither cache nor mirror.
+    model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
+    shapes = Counter(
+        f"{spec.name.rpartition('.')[2]} {spec.d_out}x{spec.d_in}" for spec in find_layers(model)
+    )
+    adapted = "\n".join(f"{times} x {shape}" for shape, times in shapes.items())
+    return format_count(sum(p.numel() for p in model.parameters())), adapted
+
+
+def field_list(experiment: "Experiment", width: int = 100) -> str:
+    """Return a paragraph for each field: its value in ``experiment``, what it allows and means.
+
+    Fields of the method are those of the experiment's method.
+    """
+    from trishul_ray.config import task_kinds
+    from trishul_ray.methods.base import method_names
+
+    registered = {"method.name": method_names(), "task.kind": task_kinds()}
+    blocks = []
+    for name, field, value in _fields(experiment):
+        notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("identity") in (False, "default"):
+            notes.append("not in the id")
+        shown = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
+        shown = shown.strip().removesuffix("...").strip()  # of a document with one plain value
+        head = f"{name}={shown}  ({'; '.join(notes)})"
+        text = textwrap.indent(textwrap.fill(field.description or "", max(40, width - 4)), "    ")
+        blocks.append(f"{head}\n{text}" if text else head)
+    return "\n".join(blocks)
+
+
+def allowed(field: FieldInfo) -> str:
+    """Return what a field allows, e.g. ``integer >= 1 or auto``."""
+    return _describe(field.annotation, field.metadata)
+
+
+def _fields(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field, list(value) if isinstance(value, tuple) else value
+
+
+def _describe(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _describe(arguments[0], list(arguments[1:]))
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        options = [each for each in arguments if each is not types.NoneType]
+        text = " or ".join(_describe(each, metadata) for each in options)
+        return text + (" or null" if types.NoneType in arguments else "")
+    if origin is tuple:
+        count = "" if Ellipsis in arguments else f"{len(arguments)} "
+        return f"list of {count}{_describe(arguments[0], [])}s"
+    if origin is dict:
+        return "names with values, {a: b}"
+    limits = []
+    for each in _flat(metadata):
+        for kind, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if (bound := getattr(each, kind, None)) is not None:
+                limits.append(f"{sign} {bound}")
+        if isinstance(each, annotated_types.MaxLen):
+            limits.append(f"of at most {each.max_length} characters")
+    return " ".join([_TYPES.get(annotation, str(annotation)), ", ".join(limits)]).strip()
+
+
+def _flat(metadata: list[Any]) -> Iterator[Any]:
+    """Yield constraints, also those inside a field's own information."""
+    for each in metadata:
+        yield from _flat(each.metadata) if isinstance(each, FieldInfo) else [each]
+
+
+def client_sentence(summary: dict[str, Any]) -> str:
+    """Return the scores of the clients of a result in one line, the worst first; empty if none.
+
+    If clients have models of their own, those of both models.
+    """
+    headline = summary["headline"]
+    line = _scores_line(f"mean {headline}", summary.get("per_client") or {})
+    if own := summary.get("personal"):
+        line = f"global model: {line}; own models: {_scores_line(f'mean {headline}', own)}"
+    return line
+
+
+def _scores_line(what: str, scores: dict[str, float]) -> str:
+    if not scores:
+        return ""
+    ordered = sorted(scores.items(), key=lambda item: item[1])
+    named = ", ".join(f"{name} {score:.2%}" for name, score in ordered[:MAX_NAMED])
+    more = f", and {len(ordered) - MAX_NAMED} better ones" if len(ordered) > MAX_NAMED else ""
+    mean = sum(scores.values()) / len(scores)
+    return f"{what} of {len(scores)}: {mean:.2%}; {named}{more}"
+
+
+def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """Compare final metrics and cost of runs (label, result.json) with the untouched backbone."""
+    headline = results[0][1]["headline"]
+    coverage = ["part" if summary["data"]["part"] else "" for _, summary in results]
+    column = ("data",) if any(coverage) else ()
+    table = Table("", *column, headline, "loss", "trained", "up / down", "time")
+    first = results[0][1]["untouched"]
+    cells = (f"{first[headline]:.2%}", f"{first['loss']:.4f}")
+    table.add_row("untouched backbone", *coverage[: len(column)], *cells)
+    for part, (label, summary) in zip(coverage, results, strict=True):
+        final = summary["final"]
+        up, down = summary["uploaded_parameters"], summary["downloaded_parameters"]
+        table.add_row(
+            f"{label} {summary['config']['method']['name']}",
+            *([part] if column else []),
+            f"{final[headline]:.2%}",
+            f"{final['loss']:.4f}",
+            format_count(sum(summary["parameters"].values())),
+            f"{format_count(up)} / {format_count(down)}",
+            format_duration(sum(summary["round_seconds"])),
+        )
+    table.caption = f"after the last round, {results[0][1]['final']['round']}"
+    return table
+
+
+def describe_partition(labels: "LabelCounts", experiment: "Experiment") -> str:
+    """Return dataset, kind, clients and rows of a partition in one line."""
+    options, counts = experiment.partition, labels.counts
+    kind = "iid" if options.kind == "iid" else "by natural clients"
+    if options.kind == "dirichlet":
+        kind = f"Dirichlet({options.alpha}) over {_plural(labels.what)}, {options.variant}"
+    return f"{experiment.data.name}, {kind}, {len(counts)} clients, {counts.sum()} rows"
+
+
+def partition_table(labels: "LabelCounts") -> Table:
+    """List rows and largest classes of the first :data:`MAX_ROWS` clients and of all."""
+    counts = labels.counts
+    sizes = counts.sum(axis=1)
+    several = len(labels.names) > 1
+    classes = _plural(labels.what)
+    columns = (f"{classes} held", f"largest {classes}") if several else ()
+    table = Table("client", "rows", *columns)
+    shown = min(len(counts), MAX_ROWS)
+
+    def cells(rows: np.ndarray) -> tuple[str, ...]:
+        order = np.argsort(-rows, kind="stable")[:4]
+        largest = ", ".join(f"{escape(labels.names[k])}: {rows[k]}" for k in order if rows[k])
+        return (str(int((rows > 0).sum())), largest) if several else ()
+
+    for client in range(shown):
+        name = escape(labels.clients[client]) if labels.clients else str(client)
+        table.add_row(name, str(sizes[client]), *cells(counts[client]))
+    if shown < len(counts):
+        more = ("", f"{len(counts) - shown} more") if several else ()
+        table.add_row("...", f"{sizes.min()} to {sizes.max()}", *more)
+    table.add_section()
+    table.add_row("all", str(sizes.sum()), *cells(counts.sum(axis=0)))
+    return table
+
+
+def _plural(what: str) -> str:
+    return f"{what}es" if what.endswith("s") and what != "rows" else f"{what}s"
