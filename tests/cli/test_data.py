@@ -109,7 +109,7 @@ def test_unlabelled_rows_are_only_counted(datasets, tmp_path):
 def test_a_missing_dataset_is_one_line(datasets):
     code, _, error = datasets("glue/qqp")
     assert code == 2 and error.strip().splitlines()[-1].startswith("error: dataset glue/qqp ")
-    assert "QQP.zip" in error and "Traceback" not in error
+    assert "hf download --repo-type dataset nyu-mll/glue" in error and "Traceback" not in error
 
 
 def test_the_command_shows_the_partition_that_a_run_trains_on(small):

@@ -1,6 +1,9 @@
 """Preparation of datasets by name: sources, cache, damaged files and malformed rows."""
 
 import os
+import shlex
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
@@ -204,22 +207,32 @@ def test_without_network_one_line_names_the_places_searched(tmp_path, monkeypatc
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     hub = tmp_path / "hub" if with_mirror else None
     if hub is not None:
-        (hub / "archives").mkdir(parents=True)
+        hub.mkdir()
     with pytest.raises(InputError) as caught:
         prepare("cifar100", cache=tmp_path, hub=hub)
     message = str(caught.value)
-    searched = f"mirror {hub} does not have it, {hub}/archives has no cifar-100-python.tar.gz"
+    searched = f"mirror {hub} does not have it"
     assert (
         message.startswith("dataset cifar100 (uoft-cs/cifar100) not found: ")
         and "\n" not in message
     )
     assert (searched if with_mirror else "no mirror is set") in message
-    # The variable to set, the files that the folder needs, and the command.
-    assert "set TRISHUL_HUB or storage.hub to a folder with " in message
-    assert (
-        "uoft-cs/cifar100/cifar100/train-*.parquet or archives/cifar-100-python.tar.gz" in message
-    )
-    assert "or run `trishul datasets cifar100` once with internet access" in message
+    # The variable to set, the files that the folder needs, and the commands.
+    files = "uoft-cs/cifar100/cifar100/train-*.parquet"
+    assert f"set TRISHUL_HUB or storage.hub to a folder with {files}" in message
+    assert "with internet access, run `trishul datasets cifar100` once, or fill a mirror" in message
+
+
+def test_the_command_that_makes_a_mirror_is_one_of_the_hubs_client(tmp_path):
+    repo = CIFAR100.repo
+    words = shlex.split(repo.mirror_command(("train", "test"), tmp_path))
+    asked = " --include ".join(["", "cifar100/train-*.parquet", "cifar100/test-*.parquet"])
+    assert " ".join(words).endswith(f"{asked} --local-dir {tmp_path / repo.repo}")
+    client = Path(sys.executable).with_name(words[0])
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run([client, *words[1:]], env=offline, capture_output=True, text=True)
+    # It has understood every word, and then needs the network.
+    assert f"api/datasets/{repo.repo}/tree/{repo.revision}" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize("fetch", [None, "cifar100/{split}-*.parquet"])

@@ -6,6 +6,7 @@ A mirror is a folder that holds ``<owner>/<dataset>/...`` with the files of the 
 import json
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,23 +72,34 @@ class HubRepo:
                 raise InputError(f"mirror {folder} lacks {name} of {self.repo}")
         return None
 
-    def mirrored_revision(self, hub: Path | None, files: Sequence[Path]) -> str | None:
-        """Return the commit from which files of the mirror were downloaded, where that is known.
+    def mirror_source(self, hub: Path | None, files: Sequence[Path]) -> str:
+        """Return the source of rows that are read from files of the mirror, for reports.
 
-        ``hf download --local-dir`` notes each file's commit in the first line of
-        ``.cache/huggingface/download/<file>.metadata``; all files must agree.
+        It has the commit of which they are, where that is known: ``hf download --local-dir`` notes
+        each file's commit in the first line of ``.cache/huggingface/download/<file>.metadata``.
+        All files must agree.
         """
-        if hub is None:
-            return None
-        folder = hub / self.repo
-        notes = folder / ".cache" / "huggingface" / "download"
+        folder = (hub or Path()) / self.repo
         found = set()
         for file in files:
-            note = notes / f"{file.relative_to(folder)}.metadata"
+            name = f"{file.relative_to(folder)}.metadata"
+            note = folder / ".cache" / "huggingface" / "download" / name
             lines = note.read_text(errors="replace").splitlines() if note.is_file() else []
             found.add(lines[0].strip() if lines else "")
         revision = found.pop() if len(found) == 1 else ""
-        return revision if re.fullmatch("[0-9a-f]{40}", revision) else None
+        known = re.fullmatch("[0-9a-f]{40}", revision) is not None
+        return f"mirror:{self.repo}" + f"@{revision}" * known
+
+    def mirror_command(self, splits: Sequence[str], hub: Path | None) -> str:
+        """Return the command that downloads the splits' files at the pinned commit into a mirror.
+
+        It comes with the client of the hub, on which the library ``datasets`` depends.
+        """
+        names = [p.format(split=split) for p in self.file_patterns for split in splits]
+        words = ["hf", "download", "--repo-type", "dataset", self.repo]
+        words += ["--revision", self.revision] if self.revision else []
+        words += [word for name in names for word in ("--include", name)]
+        return shlex.join([*words, "--local-dir", str((hub or Path("hub")) / self.repo)])
 
     def download(self, split: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Return a split from the hub, or from the offline cache of the ``datasets`` library.

@@ -1,6 +1,6 @@
-"""Public datasets: read from a local mirror, else from the original archives, else from the hub.
+"""Public datasets: read from a local mirror, else from the hub.
 
-Rows from archives or from the hub must be as many as the official number. A mirror may hold fewer;
+Rows from the hub must be as many as the official number. A mirror may hold fewer;
 :mod:`trishul_ray.data.coverage` reports how many.
 
 Legend of shapes: N rows, C channels, H x W pixels.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -195,30 +195,6 @@ class QuestionRows(RowFormat):
         return {"groups": groups}, stored
 
 
-class Archive(Protocol):
-    """The files in which a dataset was first published, in one folder."""
-
-    @property
-    def title(self) -> str:
-        """File names, for messages."""
-
-    def find(self, folder: Path) -> tuple[Path, ...] | None:
-        """Return the files, or None if the folder has none of them.
-
-        Raises:
-            InputError: the folder has some of the files, but not all.
-        """
-
-    def read(self, files: Sequence[Path], progress: ProgressCallback) -> tuple[Splits, ClassNames]:
-        """Return the columns of every split, as the row format decodes them, and class names.
-
-        ``progress`` is called with the split and the fraction done.
-
-        Raises:
-            CorruptFileError: a file is malformed; names file, member or row, and fault.
-        """
-
-
 @dataclass(frozen=True)
 class PublicDataset:
     """A public dataset.
@@ -231,7 +207,6 @@ class PublicDataset:
         sizes: official number of rows of each of the hub's splits that is read.
         test: the hub's splits that form the test rows, in order.
         groups: names of the groups of test rows, one for each split of ``test``; may be empty.
-        archive: the original files; None if they are not supported.
         test_share: for a dataset that was published as one split, of any name: the share of its
             rows that is set aside as test rows, the same in every experiment. ``test`` is not read.
 
@@ -247,7 +222,6 @@ class PublicDataset:
     sizes: Mapping[str, int]
     test: tuple[str, ...] = ("test",)
     groups: tuple[str, ...] = ()
-    archive: Archive | None = None
     test_share: float | None = None
     splits: tuple[str, ...] = ("train", "test")
 
@@ -283,21 +257,15 @@ class PublicDataset:
         return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
 
     def key(self, hub: Path | None) -> str:
-        """Return what the rows depend on: local files or the hub's revision, and how they are read.
+        """Return what the rows depend on: the mirror's files or the hub's revision, and the format.
 
         A dataset that is being written is prepared again when its definition changes.
         """
-        definition = (self.rows, self.test, self.groups, self.test_share)
-        return f"{self._source_key(hub)}\n{definition!r}"
-
-    def _source_key(self, hub: Path | None) -> str:
         files = self.repo.mirror_files(hub, tuple(self.sizes))
+        source = self.repo.key
         if files is not None:
-            return file_signature(file for split in self.sizes for file in files[split])
-        archive_files = self._archive_files(hub)
-        if archive_files is not None:
-            return f"archives:{file_signature(archive_files)}"
-        return self.repo.key
+            source = file_signature(file for split in self.sizes for file in files[split])
+        return f"{source}\n{(self.rows, self.test, self.groups, self.test_share)!r}"
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] of every split.
@@ -306,50 +274,28 @@ class PublicDataset:
             CorruptFileError: a file or row is malformed; names file, row and fault.
             InputError: the dataset was not found; names the places searched.
         """
-
-        def report(split: str, fraction: float) -> None:
-            progress(f"{self.name} {split}", fraction)
-
-        splits: Splits
-        mirrored = self.repo.mirror_files(hub, tuple(self.sizes))
-        archive_files = self._archive_files(hub) if mirrored is None else None
-        if self.archive is not None and archive_files is not None:
-            splits, names = self.archive.read(archive_files, report)
-            source = f"archives:{', '.join(file.name for file in archive_files)}"
-            self._check_sizes(splits, str(archive_files[0].parent))
-        else:
-            splits, names, source = self._read_tables(hub, mirrored, report)
-        joined = self._split(splits)
-        fields, columns = self.rows.finish(joined, names)
-        if self.groups:
-            fields["groups"] = self.groups
-        return DatasetInfo(self.name, self.rows.kind, source, **fields), columns
-
-    def _read_tables(
-        self,
-        hub: Path | None,
-        mirrored: Mapping[str, Sequence[Path]] | None,
-        progress: ProgressCallback,
-    ) -> tuple[Splits, ClassNames, str]:
-        """Return columns by split, class names and the source: the mirror's files, or the hub."""
+        files = self.repo.mirror_files(hub, tuple(self.sizes))
         splits: dict[str, Columns] = {}
         names = None
         for split in self.sizes:
-            if mirrored is None:
+            if files is not None:
+                tables = read_files(files[split], self.rows.columns)
+            else:
                 where = f"hub dataset {self.repo.repo}, split {split}"
                 tables = [(where, self._download(split, hub))]
-            else:
-                tables = read_files(mirrored[split], self.rows.columns)
-            splits[split] = self._decode(tables, partial(progress, split))
+            splits[split] = self._decode(tables, partial(progress, f"{self.name} {split}"))
             if not length(splits[split]):
                 raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
             names = self.rows.class_names(tables[0][1]) or names
-        if mirrored is None:
-            self._check_sizes(splits, f"hub dataset {self.repo.repo}")
-            return splits, names, self.repo.key
-        files = [file for split_files in mirrored.values() for file in split_files]
-        revision = self.repo.mirrored_revision(hub, files)
-        return splits, names, f"mirror:{self.repo.repo}" + (f"@{revision}" if revision else "")
+        if files is None:
+            self._check_sizes(splits)
+            source = self.repo.key
+        else:
+            source = self.repo.mirror_source(hub, [file for of in files.values() for file in of])
+        fields, columns = self.rows.finish(self._split(splits), names)
+        if self.groups:
+            fields["groups"] = self.groups
+        return DatasetInfo(self.name, self.rows.kind, source, **fields), columns
 
     def _decode(
         self, tables: Sequence[tuple[str, pa.Table]], progress: Callable[[float], None]
@@ -364,52 +310,42 @@ class PublicDataset:
             ]
         )
 
-    def _check_sizes(self, splits: Splits, where: str) -> None:
+    def _check_sizes(self, splits: Splits) -> None:
         for split, rows in self.sizes.items():
             if length(splits[split]) != rows:
                 raise CorruptFileError(
-                    f"{where}: split {split} of {self.name} has {length(splits[split])} rows, not "
-                    f"the official {rows}: the copy is incomplete or of another version"
+                    f"hub dataset {self.repo.repo}: split {split} of {self.name} has "
+                    f"{length(splits[split])} rows, not the official {rows}: the copy is "
+                    "incomplete or of another version"
                 )
 
     def _split(self, splits: Splits) -> dict[str, Columns]:
-        if self.test_share is None:
-            return {"train": dict(splits["train"]), "test": self._test_rows(splits)}
-        (only,) = self.sizes
-        return split_off_test(splits[only], self.test_share, self.name)
-
-    def _test_rows(self, splits: Splits) -> Columns:
-        parts = [dict(splits[split]) for split in self.test]
-        if self.groups:
-            for group, part in enumerate(parts):
-                part["group"] = np.full(length(part), group, dtype=np.int64)
-        return join(parts)
-
-    def _archive_files(self, hub: Path | None) -> tuple[Path, ...] | None:
-        if hub is None or self.archive is None:
-            return None
-        if hub.name == "archives" and self.archive.find(hub) is not None:
-            raise InputError(
-                f"mirror {hub} (storage.hub or TRISHUL_HUB) is too deep: the folder archives must "
-                f"be in it; use {hub.resolve().parent}"
-            )
-        return self.archive.find(hub / "archives")
+        if self.test_share is not None:
+            (only,) = self.sizes
+            return split_off_test(splits[only], self.test_share, self.name)
+        test = [dict(splits[split]) for split in self.test]
+        for group, part in enumerate(test if self.groups else ()):
+            part["group"] = np.full(length(part), group, dtype=np.int64)
+        return {"train": dict(splits["train"]), "test": join(test)}
 
     def _download(self, split: str, hub: Path | None) -> pa.Table:
+        repo = self.repo
         try:
-            if not (self.repo.on_hub or Path(self.repo.repo).is_dir()):
+            if not (repo.on_hub or Path(repo.repo).is_dir()):
                 raise InputError("it is not there")
-            return self.repo.download(split, self.rows.columns)
+            return repo.download(split, self.rows.columns)
         except InputError as error:
-            archive = self.archive.title if self.archive else ""
             searched = f"mirror {hub} does not have it" if hub else "no mirror is set"
-            searched += f", {hub / 'archives'} has no {archive}" if hub and archive else ""
-            needed = f"{self.repo.repo}/{self.repo.file_patterns[0].format(split=split)}"
-            needed += f" or archives/{archive}" if archive else ""
+            needed = f"{repo.repo}/{repo.file_patterns[0].format(split=split)}"
+            way_out = f"set TRISHUL_HUB or storage.hub to a folder with {needed}"
+            if repo.on_hub:
+                command = repo.mirror_command(tuple(self.sizes), hub)
+                way_out = (
+                    f"with internet access, run `trishul datasets {self.name}` once, or fill a "
+                    f"mirror with `{command}`; {way_out}"
+                )
             raise InputError(
-                f"dataset {self.name} ({self.repo.repo}) not found: {searched} (storage.hub or "
-                f"TRISHUL_HUB), and downloading it from the Hugging Face hub failed: {error}; set "
-                f"TRISHUL_HUB or storage.hub to a folder with {needed}"
-                + f", or run `trishul datasets {self.name}` once with internet access"
-                * self.repo.on_hub
+                f"dataset {self.name} ({repo.repo}) not found: {searched} (storage.hub or "
+                f"TRISHUL_HUB), and downloading it from the Hugging Face hub failed: {error}; "
+                f"{way_out}"
             ) from error

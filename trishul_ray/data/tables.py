@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.data.archives import incomplete_download
 from trishul_ray.data.prepared import Column
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, first_line
 from trishul_ray.files import digest
@@ -186,8 +185,10 @@ def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
 def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
     if kind == "parquet" and _is_cut(file):
         size = file.stat().st_size
-        where = f"it ends after {size:,} bytes, without the table's description"
-        return incomplete_download(file, where)
+        return CorruptFileError(
+            f"{file}: an incomplete download: it ends after {size:,} bytes, without the table's "
+            "description; download it again"
+        )
     if kind == "CSV" and (fault := _not_utf8(file)) is not None:
         return fault
     return CorruptFileError(f"{file}: not a readable {kind} file ({first_line(error)})")

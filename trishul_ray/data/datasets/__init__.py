@@ -1,4 +1,4 @@
-"""The public datasets, one file each: source, original archive, columns, row counts and classes.
+"""The public datasets, one file each: source, columns, row counts and classes.
 
 Every :class:`~trishul_ray.data.public.PublicDataset` at the top level of a file in this folder is
 found. The handwritten digits in ``digits.py``, which come with scikit-learn, and the stand-ins in
@@ -33,6 +33,6 @@ def _find_datasets() -> tuple[tuple[PublicDataset, ...], tuple[str, ...]]:
     return tuple(found.values()), tuple(faults)
 
 
-#: All datasets that are read from a mirror, an original archive or the hub; and, in one line each,
-#: which files or datasets are left out, and why.
+#: All datasets that are read from a mirror or the hub; and, in one line each, which files or
+#: datasets are left out, and why.
 PUBLIC, FAULTS = _find_datasets()
