@@ -6,7 +6,7 @@ import torch
 from method_runs import Recording, run, server_of
 
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.tasks.breakdown import score_by_mix
+from trishul_ray.tasks.sums import score_by_mix
 
 
 def named(server, shared):
@@ -61,7 +61,7 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
         with torch.inference_mode():
             found = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
         bench.model.unbind()
-        recall = bench.task.recall([found])
+        recall = bench.task.metrics.recall([found])
         scores[client] = score_by_mix(recall, server.blueprint.client_mix)[client]
     own = {int(name): score for name, score in last["personal"].items()}
     assert {client: own[client] for client in scores} == pytest.approx(scores)

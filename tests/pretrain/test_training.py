@@ -35,7 +35,7 @@ def accuracy(model: torch.nn.Module, split) -> float:
     task = classification_task(VIT_DIGITS, split)
     batch = task.prepare_batch(split.batch(np.arange(len(split))), "cpu", torch.float32)
     with torch.inference_mode():
-        return task.merge([task.evaluate(model(**task.inputs(batch)), batch)])["accuracy"]
+        return task.metrics.merge([task.evaluate(model(**task.inputs(batch)), batch)])["accuracy"]
 
 
 def test_training_is_repeatable_and_leaves_globals_alone(digits):

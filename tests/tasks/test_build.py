@@ -76,7 +76,7 @@ def build(info, *overrides):
 def test_the_task_follows_from_rows_and_family(info, overrides, kind, model_kind, metrics):
     task = build(info, *overrides)
     assert type(task) is kind
-    assert (task.model_kind, task.metrics) == (model_kind, metrics)
+    assert (task.model_kind, task.metrics.names) == (model_kind, metrics)
     assert (task.encoder is None) == (kind is ImageClassification)
     head = model_kind.endswith("classification")
     assert task.num_classes == (2 if head else None)

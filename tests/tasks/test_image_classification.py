@@ -85,18 +85,17 @@ def test_loss_and_sums_agree_with_float64(b, seed, wrapped):
     outputs = SimpleNamespace(logits=logits) if wrapped else logits
     chosen = logits.double().log_softmax(1)[torch.arange(b), batch["labels"]]
     sums = task().evaluate(outputs, batch)
-    assert all(type(value) is float for value in sums.values())
     # One row: log sum exp over 5 classes less a logit. Their sum adds b terms.
     row = rounding(5) + rounding(4, logits.abs().max())
     whole = b * row + rounding(b, -float(chosen.sum()))
-    assert sums["loss_sum"] == pytest.approx(-float(chosen.sum()), rel=0, abs=whole)
-    assert sums["correct"] == float((logits.argmax(1) == batch["labels"]).sum())
-    assert sums["count"] == b
+    assert sums.loss == pytest.approx(-float(chosen.sum()), rel=0, abs=whole)
+    assert sums.scores["accuracy"] == float((logits.argmax(1) == batch["labels"]).sum())
+    assert sums.count == b
     loss = task().loss(outputs, batch)
     mean = -float(chosen.mean())
     allowed = row + rounding(b + 1, mean)
     assert loss.shape == () and float(loss) == pytest.approx(mean, rel=0, abs=allowed)
-    assert task().merge([sums])["loss"] == pytest.approx(mean, rel=0, abs=allowed)
+    assert task().metrics.merge([sums])["loss"] == pytest.approx(mean, rel=0, abs=allowed)
 
 
 @settings(deadline=None, max_examples=30)
@@ -106,10 +105,10 @@ def test_merging_does_not_depend_on_the_order(cuts, order):
     labels = torch.arange(30) % 5
     edges = [0, *sorted(cuts), 30]
     sums = [task().evaluate(logits[a:z], {"labels": labels[a:z]}) for a, z in pairwise(edges)]
-    merged = task().merge(sums)
+    merged = task().metrics.merge(sums)
     order.shuffle(sums)
-    assert task().merge(sums) == merged
-    whole = task().merge([task().evaluate(logits, {"labels": labels})])
+    assert task().metrics.merge(sums) == merged
+    whole = task().metrics.merge([task().evaluate(logits, {"labels": labels})])
     assert merged["accuracy"] == whole["accuracy"]
     assert merged["loss"] == pytest.approx(whole["loss"], rel=1e-12)
 
@@ -118,13 +117,13 @@ def test_logits_that_are_not_finite_are_wrong_answers():
     logits = torch.zeros(3, 5)
     logits[0], logits[1, 2] = float("nan"), float("inf")
     sums = task().evaluate(logits, {"labels": torch.tensor([0, 2, 0])})
-    assert sums["correct"] == 1.0 and np.isnan(sums["loss_sum"])
-    assert np.isnan(task().merge([sums])["loss"])
+    assert sums.scores["accuracy"] == 1.0 and np.isnan(sums.loss)
+    assert np.isnan(task().metrics.merge([sums])["loss"])
 
 
 def test_nothing_evaluated_is_an_error():
     with pytest.raises(ValueError, match="no rows"):
-        task().merge([])
+        task().metrics.merge([])
 
 
 def test_a_task_pickles_small():

@@ -26,7 +26,7 @@ def scored(task, text, *references):
     line = json.dumps(list(references)).encode()
     packed = torch.zeros(1, len(line) + 5, dtype=torch.uint8)
     packed[0, : len(line)] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
-    scores = task.score([text], {"references": packed})
+    scores = task.score_texts([text], {"references": packed})
     return float(scores["exact_match"][0]), float(scores["f1"][0])
 
 
@@ -89,12 +89,12 @@ def test_the_loss_falls_and_groups_are_told_apart(
     with torch.inference_mode():
         found = task.predict(model, batch)
     assert found.texts == ["blue", "a red one", "in 1976", "Žižkov"]
-    merged = task.merge([task.evaluate(found, batch)])
-    assert tuple(merged) and set(merged) == set(task.metrics)
+    merged = task.metrics.merge([task.evaluate(found, batch)])
+    assert tuple(merged) and set(merged) == set(task.metrics.names)
     assert merged["f1"] == merged["exact_match"] == 1.0
-    assert task.metrics == ("f1", "loss", "exact_match", "f1_squad", "f1_natural_questions")
+    assert task.metrics.names == ("f1", "loss", "exact_match", "f1_squad", "f1_natural_questions")
     other = Generated(found.logits, ["blue", "no", "1976", "Žižkov"])
-    merged = task.merge([task.evaluate(other, batch)])
+    merged = task.metrics.merge([task.evaluate(other, batch)])
     assert merged["f1"] == pytest.approx((1 + 0 + 2 / 3 + 1) / 4)
     assert merged["exact_match"] == 0.5
     assert merged["f1_squad"] == pytest.approx((1 + 2 / 3) / 2)

@@ -96,7 +96,7 @@ def test_the_loss_falls_and_padding_changes_nothing(
             torch.testing.assert_close(
                 alone[0], together[row], rtol=0, atol=forward(2, 64, together)
             )
-        assert task.merge([task.evaluate(together, batch)])["accuracy"] == 1.0
+        assert task.metrics.merge([task.evaluate(together, batch)])["accuracy"] == 1.0
 
 
 def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
@@ -105,7 +105,7 @@ def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
     batch = {"labels": torch.tensor([0, 0, 0, 0]), "group": torch.tensor([0, 1, 1, 1])}
     first = task.evaluate(logits[:2], {k: v[:2] for k, v in batch.items()})
     second = task.evaluate(logits[2:3], {k: v[2:3] for k, v in batch.items()})
-    merged = task.merge([first, second])
+    merged = task.metrics.merge([first, second])
     # Losses: log(1 + e^-2), log(1 + e), log(1 + e^-3).
     want = (math.log1p(math.exp(-2)) + math.log1p(math.e) + math.log1p(math.exp(-3))) / 3
     assert merged == {
@@ -115,12 +115,12 @@ def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
         "accuracy_matched": 1.0,
         "accuracy_mis_matched": 0.5,
     }
-    assert set(merged) < set(task.metrics) and "accuracy_none" in task.metrics
-    assert task.merge([first, second]) == task.merge([second, first])
+    assert set(merged) < set(task.metrics.names) and "accuracy_none" in task.metrics.names
+    assert task.metrics.merge([first, second]) == task.metrics.merge([second, first])
     bad = task.evaluate(logits[3:], {k: v[3:] for k, v in batch.items()})
-    assert bad["correct"] == 0.0 and np.isnan(bad["loss_sum"])
+    assert bad.scores["accuracy"] == 0.0 and np.isnan(bad.loss)
     with pytest.raises(ValueError, match="no rows"):
-        task.merge([])
+        task.metrics.merge([])
 
 
 def test_the_loss_is_float32_whatever_the_model_is(byte_tokens):

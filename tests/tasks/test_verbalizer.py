@@ -117,7 +117,7 @@ def test_the_loss_falls_and_padding_changes_nothing(
         torch.testing.assert_close(
             outputs.logits[0, 0], plain, rtol=0, atol=forward(2, 64, outputs.logits)
         )
-    assert task.merge([task.evaluate(outputs, batch)])["accuracy"] == 1.0
+    assert task.metrics.merge([task.evaluate(outputs, batch)])["accuracy"] == 1.0
 
 
 def test_loss_is_over_the_vocabulary_and_the_choice_among_verbalizers(byte_tokens):
@@ -135,11 +135,11 @@ def test_loss_is_over_the_vocabulary_and_the_choice_among_verbalizers(byte_token
         math.log(math.exp(2) + 1 + rest),
     ]
     sums = task.evaluate(logits[:2], two)
-    assert sums["correct"] == 1.0 and sums["count"] == 2.0
-    assert sums["loss_sum"] == pytest.approx(sum(losses), rel=1e-6)
+    assert sums.scores["accuracy"] == 1.0 and sums.count == 2.0
+    assert sums.loss == pytest.approx(sum(losses), rel=1e-6)
     assert float(task.loss(logits[:2], two)) == pytest.approx(sum(losses) / 2, rel=1e-6)
     assert task.loss(logits[:2].bfloat16(), two).dtype == torch.float32
-    assert task.evaluate(logits, batch)["correct"] == 1.0
+    assert task.evaluate(logits, batch).scores["accuracy"] == 1.0
 
 
 def test_it_pickles_small(byte_tokens):

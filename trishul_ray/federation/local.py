@@ -39,6 +39,7 @@ from trishul_ray.federation.workbench import (
 )
 from trishul_ray.methods.base import LocalRun, Method, State
 from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
     from trishul_ray.config import OptimizerConfig
@@ -256,12 +257,12 @@ def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalRep
                 stored.pop("client", None)
             batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
             outputs = bench.task.predict(bench.model, batch)
-            sums = bench.task.evaluate(outputs, batch)
-            scores = bench.task.row_scores(outputs, batch) if job.each else None
+            scored = bench.task.score(outputs, batch)
+            sums = EvalSums.of(scored, bench.task.metrics, batch)
     each: Arrays = {}
-    if scores is not None:
+    if job.each:
         each["row"] = np.asarray(rows[job.start : job.stop], dtype=np.int64)
-        each["score"] = scores.cpu().numpy().astype(np.float32)
+        each["score"] = scored.scores[bench.task.headline].cpu().numpy().astype(np.float32)
     return EvalReport(job.round, job.start, sums, job.rows, job.client, each)
 
 

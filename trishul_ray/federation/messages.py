@@ -14,7 +14,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.prepared import DatasetInfo, RowSet
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import SURVEY
-from trishul_ray.tasks.base import Task
+from trishul_ray.tasks.sums import EvalSums, Metrics
 
 #: A state by key, as it is sent and stored. NumPy: the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
@@ -103,11 +103,11 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Sums over the rows of one evaluation job; see ``Task.evaluate``."""
+    """Sums over the rows of one evaluation job."""
 
     round: int
     start: int
-    sums: dict[str, float]
+    sums: EvalSums
     rows: RowSet = "test"
     client: int | None = None  # whose own model was evaluated; None for the global one
     # With EvalJob.each: "row" int64 [b], index in the dataset's split; "score" float32 [b].
@@ -151,7 +151,7 @@ class Blueprint:
     wire: tuple[str, ...]
     initial: np.ndarray  # [P] float32, the untrained vector
     expected: Expected
-    task: Task
+    metrics: Metrics
     scored: dict[RowSet, int]
     parameters: dict[str, int]  # adapter, scalars, head (the classification head)
     heads: dict[str, int]  # core heads on each adapted matrix, by transformer block

@@ -53,7 +53,7 @@ from trishul_ray.methods.base import (
     build_method,
 )
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks.breakdown import score_by_mix, summarize_clients
+from trishul_ray.tasks.sums import EvalSums, score_by_mix, summarize_clients
 
 
 class Executor(Protocol):
@@ -235,14 +235,14 @@ class Server:
         These are the scores by class and, if asked for, by client, of which the last are kept: of
         the global model and, for a method that leaves a part of it with the clients, of their own.
         """
-        task, info = self.blueprint.task, self.blueprint.info
+        metrics, info = self.blueprint.metrics, self.blueprint.info
         sums = [report.sums for report in reports if report.client is None]
-        found: dict[str, Any] = dict(task.merge(sums))
-        recall = task.recall(sums)
+        found: dict[str, Any] = dict(metrics.merge(sums))
+        recall = metrics.recall(sums)
         found |= {"recall": recall} if recall else {}
         if self.experiment.evaluation.per_client:
             mix = self.blueprint.client_mix
-            scores = task.by_client(sums) if mix is None else score_by_mix(recall, mix)
+            scores = metrics.by_client(sums) if mix is None else score_by_mix(recall, mix)
             names = info.clients if mix is None else self._client_names()
             found |= summarize_clients("per_client", scores)
             found["per_client"] = {names[c] if names else str(c): s for c, s in scores.items()}
@@ -261,17 +261,17 @@ class Server:
 
     def _personal_scores(self, reports: list[EvalReport]) -> dict[int, float]:
         """Return the score of each client's own model on this client's rows, or by its mix."""
-        task, mix = self.blueprint.task, self.blueprint.client_mix
-        sums: dict[int, list[dict[str, float]]] = {}
+        metrics, mix = self.blueprint.metrics, self.blueprint.client_mix
+        sums: dict[int, list[EvalSums]] = {}
         for report in reports:
             if report.client is not None:
                 sums.setdefault(report.client, []).append(report.sums)
         if mix is None:
-            return {client: task.by_client(own)[client] for client, own in sums.items()}
+            return {client: metrics.by_client(own)[client] for client, own in sums.items()}
         return {
             client: score
             for client, own in sums.items()
-            for score in score_by_mix(task.recall(own), mix[client : client + 1]).values()
+            for score in score_by_mix(metrics.recall(own), mix[client : client + 1]).values()
         }
 
     def _client_names(self) -> tuple[str, ...]:
@@ -420,7 +420,7 @@ class Server:
 
     def _report(self, records: list[dict[str, Any]]) -> RoundReport:
         events, self.events = self.events, []
-        headline = self.blueprint.task.headline
+        headline = self.blueprint.metrics.headline
         return RoundReport(records, events, self.round, self.finished, headline)
 
     def result(self) -> RunResult:

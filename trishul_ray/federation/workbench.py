@@ -211,7 +211,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         wire=wire,
         initial=bench.initial.cpu().numpy(),
         expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
-        task=bench.task,
+        metrics=bench.task.metrics,
         scored={name: len(rows) for name, (_, rows) in bench.scored.items()},
         parameters={
             "adapter": counts.adapter + model.backbone_size,

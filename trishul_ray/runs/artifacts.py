@@ -43,7 +43,7 @@ def write_artifacts(
         bench = build_model_bench(experiment, result.blueprint.info)
         run = trained_by(bench, result.broadcast, experiment.federation.rounds)
         name = "adapter" if fits_adapter(bench) else "model"
-        headline = result.blueprint.task.headline
+        headline = result.blueprint.metrics.headline
         notes = {
             headline: f"{result.records[-1][headline]:.4f} ({coverage.sentence})",
             "clients": f"{experiment.federation.clients}, partition {experiment.partition.kind}",
@@ -58,7 +58,7 @@ def _draw_figures(
 ) -> None:
     figures.mkdir()
     note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
-    headline = result.blueprint.task.headline
+    headline = result.blueprint.metrics.headline
     measured = [r for r in result.records if headline in r]
     metric_curve(
         [r["round"] for r in measured],

@@ -240,18 +240,18 @@ def summarize(
     The best round has the largest headline metric on the validation rows, or without those on the
     test rows, as its ``chosen_on`` says. The untouched backbone is never the best.
     """
-    task = result.blueprint.task
-    measured = [r for r in result.records if task.headline in r]
+    metrics = result.blueprint.metrics
+    measured = [r for r in result.records if metrics.headline in r]
     trained = [r for r in result.records if "train_loss" in r]
     scored = result.blueprint.scored
     chosen_on: RowSet = "validation" if "validation" in scored else "test"
-    best = max(measured[1:], key=lambda r: r[score_name(task.headline, chosen_on)])
-    names = tuple(score_name(name, rows) for rows in scored for name in task.metrics)
+    best = max(measured[1:], key=lambda r: r[score_name(metrics.headline, chosen_on)])
+    names = tuple(score_name(name, rows) for rows in scored for name in metrics.names)
     return {
         "id": experiment.id,
         "name": experiment.name,
         "status": "finished",
-        "headline": task.headline,
+        "headline": metrics.headline,
         "data": coverage.to_json(),
         "scored_rounds": [r["round"] for r in measured],
         "final": _metrics(measured[-1], ("round", *names)),

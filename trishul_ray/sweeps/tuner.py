@@ -208,10 +208,10 @@ def _prepare(
     try:
         label = f"preparing {experiment.data.name}"
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
-        if search is not None and search.metric not in (None, *task.metrics):
+        if search is not None and search.metric not in (None, *task.metrics.names):
             return InputError(
                 f"{search.place}: search.metric={search.metric}: the task has "
-                f"{', '.join(task.metrics)}"
+                f"{', '.join(task.metrics.names)}"
             )
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:

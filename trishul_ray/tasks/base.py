@@ -1,16 +1,13 @@
 """The contract of a task: its batches, its loss and its metrics; and the registry of tasks.
 
-A task holds a few settings and no state, and pickles to any process. Evaluation returns sums as
-Python floats. Merging them is exactly rounded, so metrics do not depend on how batches were spread
-over workers.
+A task holds a few settings and no state, and pickles to any process. It scores rows; ``sums.py``
+adds the scores up.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
@@ -18,13 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from trishul_ray import plugins
 from trishul_ray.lazy import torch
-from trishul_ray.tasks.breakdown import (
-    class_counts,
-    client_counts,
-    macro_f1,
-    recall_by_class,
-    score_by_client,
-)
+from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,14 +40,13 @@ class Task(ABC):
     sample: ClassVar[tuple[str, ...]] = ()
     #: The kind of model that the task trains.
     model_kind: ModelKind
-    #: The main metric, in [0, 1]; higher is better.
-    headline: str = "accuracy"
+    #: Names of the scores of a row, whose means are metrics. The first is the headline: in [0, 1],
+    #: higher is better.
+    row_metrics: tuple[str, ...] = ("accuracy",)
     #: Keys of a prepared batch that are not inputs of the model.
     targets: tuple[str, ...] = ("labels",)
     #: Outputs of the classification head; None for a model without one.
     num_classes: int | None = None
-    #: The sum in :meth:`evaluate` that the headline is the mean of.
-    row_score: str
     #: Names of groups of test rows, indexed by the ``group`` column. Each has its own headline.
     groups: tuple[str, ...] = ()
     #: The tokenizer; None if the rows hold no text.
@@ -72,13 +62,19 @@ class Task(ABC):
         raise NotImplementedError(f"{cls.__name__} must define build()")
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics, the headline first.
+    def headline(self) -> str:
+        """The main metric."""
+        return self.row_metrics[0]
 
-        A group without any evaluated row (with a small ``evaluation.limit``) has no metric:
-        :meth:`merge` leaves its name out.
-        """
-        return (self.headline, "loss", *(group_metric(self.headline, g) for g in self.groups))
+    @property
+    def classes(self) -> int | None:
+        """Number of classes that :meth:`score` predicts; None if there are no classes."""
+        return None
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics, as the coordinator computes them, in a process without a model."""
+        return Metrics(self.row_metrics, self.groups, self.classes)
 
     @property
     def encoder(self) -> Encoder | None:
@@ -99,41 +95,15 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return sums over a prepared batch: ``loss_sum``, ``count`` and those of the metrics."""
+    def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
+        """Return the loss of every row of a prepared batch, and each of :attr:`row_metrics`."""
 
-    @abstractmethod
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the metrics from the sums of all batches, for every name with at least one row.
-
-        The coordinator calls it, in a process without a model.
-
-        Raises:
-            ValueError: There are no rows.
-        """
-
-    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the score [b] in [0, 1] of every row, of which the headline is the mean.
-
-        None for a task that does not tell: two of its runs cannot be compared row by row.
-        """
-        return None
-
-    @property
-    def classes(self) -> int | None:
-        """Number of classes whose rows :meth:`evaluate` counts; None if there are no classes."""
-        return None
-
-    def recall(self, sums: Sequence[Mapping[str, float]]) -> list[float | None]:
-        """Return the recall of every class, None for one without rows; empty without classes."""
-        return recall_by_class(sums, self.classes) if self.classes is not None else []
-
-    def by_client(self, sums: Sequence[Mapping[str, float]]) -> dict[int, float]:
-        """Return the headline of every client that has test rows of its own."""
-        return score_by_client(sums, self.row_score)
+    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> EvalSums:
+        """Return the sums over a prepared batch, from which :attr:`metrics` follow."""
+        return EvalSums.of(self.score(outputs, batch), self.metrics, batch)
 
     def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Any:
-        """Return what :meth:`evaluate` scores: the model's outputs, or the text it generates."""
+        """Return what :meth:`score` scores: the model's outputs, or the text it generates."""
         return model.forward(**self.inputs(batch))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -194,16 +164,6 @@ def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
     return _REGISTRY
 
 
-def group_metric(headline: str, group: str) -> str:
-    """Return the name of the headline for one group: ``f1`` and ``SQuAD`` give ``f1_squad``."""
-    return f"{headline}_{re.sub(r'[^0-9a-z]+', '_', group.lower())}"
-
-
-def exact_sum(sums: Sequence[Mapping[str, float]], key: str) -> float:
-    """Return the exactly rounded sum of ``key`` over ``sums``, which is the same in any order."""
-    return math.fsum(part[key] for part in sums)
-
-
 def logits_of(outputs: Any) -> Tensor:
     """Return the logits of a model's output, or the output itself if it is a tensor."""
     logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
@@ -238,79 +198,6 @@ def group_column(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("group", "client") if name in batch}
 
 
-def sum_rows(
-    scores: Mapping[str, Tensor], batch: Mapping[str, Tensor], groups: Sequence[str], by: str
-) -> dict[str, float]:
-    """Sum every score over a batch in float64, and count the rows.
-
-    Args:
-        scores: Scores [b] by name.
-        batch: A prepared batch, with ``group`` int64 [b] if the rows are in groups.
-        groups: Names of the groups.
-        by: The score that is also summed by group, as ``<by>/<group>`` and ``count/<group>``, and
-            by client if the batch has them; see :func:`~trishul_ray.tasks.breakdown.client_counts`.
-    """
-    rows = {name: values.detach().to("cpu", torch.float64) for name, values in scores.items()}
-    sums = {name: float(values.sum()) for name, values in rows.items()}
-    sums["count"] = float(len(rows[by]))
-    for index, group in enumerate(groups):
-        member = batch["group"].cpu() == index if "group" in batch else rows[by].new_zeros(0)
-        chosen = rows[by][member.bool()] if len(member) else member
-        sums[f"{by}/{group}"] = float(chosen.sum())
-        sums[f"count/{group}"] = float(len(chosen))
-    if "client" in batch:
-        sums |= client_counts(rows[by], by, batch["client"].cpu())
-    return sums
-
-
-def count_rows(sums: Sequence[Mapping[str, float]]) -> float:
-    """Return the number of rows behind all sums, or raise a ValueError if there are none."""
-    count = exact_sum(sums, "count")
-    if count == 0:
-        raise ValueError("no rows were evaluated")
-    return count
-
-
-def group_means(
-    sums: Sequence[Mapping[str, float]], groups: Sequence[str], by: str, headline: str
-) -> dict[str, float]:
-    """Return the mean of score ``by`` over each group with at least one row, by metric name.
-
-    ``sums`` are results of :func:`sum_rows`; ``headline`` names the metric that ``by`` stands for.
-    """
-    counts = {group: exact_sum(sums, f"count/{group}") for group in groups}
-    return {
-        group_metric(headline, group): exact_sum(sums, f"{by}/{group}") / count
-        for group, count in counts.items()
-        if count
-    }
-
-
-def class_sums(
-    logits: Tensor,
-    batch: Mapping[str, Tensor],
-    groups: Sequence[str],
-    class_columns: Tensor | None = None,
-) -> dict[str, float]:
-    """Return ``loss_sum``, ``correct`` and ``count`` of logits [b, K] for ``batch["labels"]`` [b].
-
-    Rows are counted by class, too; see :func:`~trishul_ray.tasks.breakdown.class_counts`.
-    A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
-    NaN.
-
-    The loss is computed in float32, from logits of any float dtype. If K is a vocabulary,
-    ``class_columns`` int64 [classes] holds the column of each class: the loss is over all K
-    columns, the prediction among these alone. Without it, column k is class k.
-    """
-    logits, labels = logits.float(), batch["labels"]
-    choices = logits if class_columns is None else logits[:, class_columns]
-    columns = labels if class_columns is None else class_columns[labels]
-    losses = torch.nn.functional.cross_entropy(logits, columns, reduction="none")
-    predicted = predict_class(choices)
-    scores = {"loss_sum": losses, "correct": predicted == labels}
-    return sum_rows(scores, batch, groups, by="correct") | class_counts(predicted, labels)
-
-
 def predict_class(logits: Tensor) -> Tensor:
     """Return the class of every row of logits [b, K], int64 [b]; -1 if they are not finite."""
     return logits.argmax(dim=-1).where(logits.isfinite().all(dim=-1), -1)
@@ -320,13 +207,6 @@ class Classification(Task):
     """Base of the tasks that predict one of K classes from logits [b, K]."""
 
     targets = ("labels", "group", "client")
-    row_score = "correct"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics: accuracy, loss, macro-F1, accuracy by group."""
-        headline, loss, *by_group = super().metrics
-        return (headline, loss, "macro_f1", *by_group)
 
     @property
     def classes(self) -> int | None:
@@ -341,24 +221,27 @@ class Classification(Task):
         """Return the logits of the classes [b, K]; the largest is the prediction."""
         return logits_of(outputs)
 
-    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return 1 for every row that is predicted right, 0 otherwise [b]."""
-        return predict_class(self.class_logits(outputs).float()) == batch["labels"]
-
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
         """Return the name of the predicted class of every row."""
         return [classes[k] for k in self.class_logits(outputs).argmax(dim=1).tolist()]
 
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return ``loss_sum``, ``correct`` and ``count``, in total and by group."""
-        return class_sums(logits_of(outputs), batch, self.groups)
+    def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
+        """Return cross-entropy and accuracy of every row; see :func:`score_classes`."""
+        return score_classes(logits_of(outputs), batch["labels"])
 
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return ``loss``, ``accuracy`` and ``macro_f1``, and the accuracy of each group."""
-        count = count_rows(sums)
-        return {
-            "loss": exact_sum(sums, "loss_sum") / count,
-            "accuracy": exact_sum(sums, "correct") / count,
-            "macro_f1": macro_f1(sums),
-            **group_means(sums, self.groups, "correct", "accuracy"),
-        }
+
+def score_classes(logits: Tensor, labels: Tensor, class_columns: Tensor | None = None) -> RowScores:
+    """Return cross-entropy, ``accuracy`` and class of every row of logits [b, K].
+
+    A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
+    NaN. The loss is computed in float32, from logits of any float dtype. If K is a vocabulary,
+    ``class_columns`` int64 [classes] holds the column of each class: the loss is over all K
+    columns, the prediction among these alone. Without it, column k is class k.
+    """
+    logits = logits.float()
+    choices = logits if class_columns is None else logits[:, class_columns]
+    columns = labels if class_columns is None else class_columns[labels]
+    losses = torch.nn.functional.cross_entropy(logits, columns, reduction="none")
+    predicted = predict_class(choices)
+    scores = {"accuracy": predicted == labels}
+    return RowScores(losses, scores, predicted=predicted, labels=labels)

@@ -30,7 +30,6 @@ class QuestionAnswering(Text2Text):
     """Generate the answer to a question from its context; arguments as of :class:`Text2Text`."""
 
     reads = "qa"
-    headline = "f1"
     row_metrics = ("f1", "exact_match")
 
     @property
@@ -38,7 +37,7 @@ class QuestionAnswering(Text2Text):
         """Encoder of inputs, first answers and, for test rows, all reference answers."""
         return AnswerEncoder(self)
 
-    def score(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``f1`` and ``exact_match`` [b], each the largest over a row's references."""
         # This import takes seconds, and only the evaluation of answers needs it.
         from torchmetrics.functional.text import squad

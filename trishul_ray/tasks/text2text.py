@@ -10,7 +10,7 @@ token, V vocabulary size.
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,18 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import (
-    Task,
-    count_rows,
-    exact_sum,
-    group_column,
-    group_means,
-    logits_of,
-    register,
-    sum_rows,
-    to_device,
-)
-from trishul_ray.tasks.breakdown import class_counts, macro_f1
+from trishul_ray.tasks.base import Task, group_column, logits_of, register, to_device
+from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
     PromptTokenizer,
     Template,
@@ -76,8 +66,6 @@ class Text2Text(Task):
     model_kind = "seq2seq-lm"
     tokens: TokenizerRef
     targets = ("labels", "classes", "references", "group", "client")
-    #: Metrics that are means over rows, each in [0, 1], the headline first. Set by subclasses.
-    row_metrics: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -127,17 +115,6 @@ class Text2Text(Task):
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
         """Return the generated texts."""
         return list(outputs.texts)
-
-    @property
-    def row_score(self) -> str:  # type: ignore[override]  # an attribute there
-        """The headline."""
-        return self.row_metrics[0]
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics: headline, loss, other row metrics, headline by group."""
-        headline, loss, *by_group = super().metrics
-        return (headline, loss, *self.row_metrics[1:], *by_group)
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
@@ -200,8 +177,8 @@ class Text2Text(Task):
         decode = self.tokens.tokenizer.batch_decode
         return Generated(logits, decode(generated.cpu(), skip_special_tokens=True))
 
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return ``loss_sum`` over ``tokens``, and each row metric summed over ``count`` rows."""
+    def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
+        """Return the loss over the target's tokens, and the scores of the text, of every row."""
         labels = batch["labels"]
         losses = F.cross_entropy(
             outputs.logits.float().transpose(1, 2),
@@ -209,27 +186,15 @@ class Text2Text(Task):
             ignore_index=IGNORED_LABEL,
             reduction="none",
         )
-        scores = self.score(outputs.texts, batch)
-        tokens = (labels != IGNORED_LABEL).sum(dim=1)
-        scores |= {"loss_sum": losses.sum(dim=1, dtype=torch.float64), "tokens": tokens}
-        return sum_rows(scores, batch, self.groups, by=self.row_metrics[0])
-
-    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the first of :attr:`row_metrics` of every row [b]."""
-        return self.score(outputs.texts, batch)[self.row_score]
+        return RowScores(
+            loss=losses.sum(dim=1, dtype=torch.float64),
+            terms=(labels != IGNORED_LABEL).sum(dim=1),
+            scores=self.score_texts(outputs.texts, batch),
+        )
 
     @abstractmethod
-    def score(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return each of :attr:`row_metrics` for every generated text, [b] in [0, 1]."""
-
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the mean ``loss`` over tokens, the row metrics, and the headline by group."""
-        count = count_rows(sums)
-        return {
-            "loss": exact_sum(sums, "loss_sum") / exact_sum(sums, "tokens"),
-            **{name: exact_sum(sums, name) / count for name in self.row_metrics},
-            **group_means(sums, self.groups, self.row_metrics[0], self.headline),
-        }
 
 
 def _decoder_start_id(backbone: "Backbone") -> int:
@@ -253,7 +218,6 @@ class TextToClass(Text2Text):
     """
 
     reads = "text"
-    row_metrics = ("accuracy",)
 
     def __init__(self, tokens: TokenizerRef, *, class_texts: Sequence[str], **rest: Any) -> None:
         super().__init__(tokens, **rest)
@@ -285,12 +249,6 @@ class TextToClass(Text2Text):
         ]
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics: accuracy, loss, macro-F1, accuracy by group."""
-        headline, loss, *rest = super().metrics
-        return (headline, loss, "macro_f1", *rest)
-
-    @property
     def classes(self) -> int | None:
         """Number of classes, K."""
         return len(self.class_texts)
@@ -305,18 +263,15 @@ class TextToClass(Text2Text):
         numbers = {normalize(text): number for number, text in enumerate(self.class_texts)}
         return torch.tensor([numbers.get(normalize(text), -1) for text in texts])
 
-    def score(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``accuracy`` [b]: whether a text is that of the row's class."""
         return {"accuracy": (self.predicted(texts) == batch["classes"].cpu()).double()}
 
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the sums of :class:`Text2Text`, and the rows by class."""
-        counts = class_counts(self.predicted(outputs.texts), batch["classes"].cpu())
-        return super().evaluate(outputs, batch) | counts
-
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the metrics of :class:`Text2Text`, and ``macro_f1``."""
-        return super().merge(sums) | {"macro_f1": macro_f1(sums)}
+    def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
+        """Return the scores of :class:`Text2Text`, and the class of every row."""
+        rows = super().score(outputs, batch)
+        predicted, labels = self.predicted(outputs.texts), batch["classes"].cpu()
+        return replace(rows, predicted=predicted, labels=labels)
 
 
 def normalize(text: str) -> str:

@@ -21,13 +21,14 @@ from torch.nn import functional as F
 from trishul_ray.errors import InputError
 from trishul_ray.tasks.base import (
     Classification,
-    class_sums,
     constant,
     group_column,
     logits_of,
     register,
+    score_classes,
     to_device,
 )
+from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
     PromptTokenizer,
     Template,
@@ -155,10 +156,10 @@ class Verbalizer(Classification):
         logits = self._answer_logits(outputs)
         return logits[:, self._answer_columns(logits)]
 
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return ``loss_sum`` over the vocabulary, ``correct`` among verbalizers, ``count``."""
+    def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
+        """Return the loss over the vocabulary, and the choice among verbalizers, of every row."""
         logits = self._answer_logits(outputs)
-        return class_sums(logits, batch, self.groups, self._answer_columns(logits))
+        return score_classes(logits, batch["labels"], self._answer_columns(logits))
 
     def _answer_columns(self, logits: Tensor) -> Tensor:
         return constant(self.answer_ids, torch.int64, logits.device)

@@ -3,22 +3,22 @@
 The loss is the squared error; ``closeness`` is 1 minus the mean error over the classes' range.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from trishul_ray.errors import InputError
-from trishul_ray.tasks.base import constant, count_rows, exact_sum, register, sum_rows
+from trishul_ray.tasks.base import constant, register
 from trishul_ray.tasks.sequence_classification import SequenceClassification
+from trishul_ray.tasks.sums import RowScores
 
 
 @register("rating")
 class Rating(SequenceClassification):
     """Predict a number."""
 
-    headline = "closeness"
-    row_score = "closeness"
+    row_metrics = ("closeness",)
     sample = ("dataset=table", "data.path=tests/tasks/newcomers/ratings.csv")
     numbers: tuple[float, ...] = ()
 
@@ -33,10 +33,6 @@ class Rating(SequenceClassification):
         return task
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        return (self.headline, "loss")
-
-    @property
     def classes(self) -> None:
         return None
 
@@ -48,18 +44,6 @@ class Rating(SequenceClassification):
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return self.errors(outputs, batch).square().mean()
 
-    def row_scores(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        span = max(self.numbers) - min(self.numbers)
-        return 1 - self.errors(outputs, batch).abs() / span
-
-    def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        errors = self.errors(outputs, batch)
-        scores = {"loss_sum": errors.square(), "closeness": self.row_scores(outputs, batch)}
-        return sum_rows(scores, batch, self.groups, by="closeness")
-
-    def merge(self, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        count = count_rows(sums)
-        return {
-            "loss": exact_sum(sums, "loss_sum") / count,
-            "closeness": exact_sum(sums, "closeness") / count,
-        }
+    def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
+        errors, span = self.errors(outputs, batch), max(self.numbers) - min(self.numbers)
+        return RowScores(errors.square(), {"closeness": 1 - errors.abs() / span})

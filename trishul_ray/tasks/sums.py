@@ -1,0 +1,245 @@
+"""Sums over scored rows, and the metrics that follow from the sums of all batches.
+
+Nothing here needs a model: workers sum, the coordinator adds the sums and takes the means. Adding
+is exactly rounded, so metrics do not depend on how rows were spread over batches and workers.
+
+Shapes: b rows of a batch, G groups of rows, K classes, C clients, n of them with rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trishul_ray.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """What a task says of every row of a batch.
+
+    Attributes:
+        loss: [b], the loss of each row, summed over its terms.
+        scores: [b] by name of the metric, which is their mean.
+        terms: [b], the number of terms (tokens of the target) of each row's loss; None: one each.
+        predicted: Class of each row, int64 [b], negative where none is predicted; None for a task
+            without classes.
+        labels: True class of each row, int64 [b]; with ``predicted``.
+    """
+
+    loss: Tensor
+    scores: Mapping[str, Tensor]
+    terms: Tensor | None = None
+    predicted: Tensor | None = None
+    labels: Tensor | None = None
+
+
+def _no_rows(*shape: int) -> np.ndarray:
+    return np.zeros(shape)
+
+
+@dataclass(frozen=True)
+class EvalSums:
+    """Sums over rows, in float64.
+
+    Attributes:
+        loss: Sum of the losses.
+        terms: Number of terms of the loss, of which the loss is the mean.
+        count: Number of rows.
+        scores: Sum of each score, by name of its metric.
+        by_group: [G, 2], sum of the headline's scores and number of rows of each group.
+        clients: Numbers of the clients that the rows belong to, int64 [n], ascending.
+        by_client: [n, 2], the same for each of them.
+        by_class: [K, 3], rows labelled, predicted and correctly predicted as each class.
+    """
+
+    loss: float
+    terms: float
+    count: float
+    scores: Mapping[str, float]
+    by_group: np.ndarray = field(default_factory=lambda: _no_rows(0, 2))
+    clients: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    by_client: np.ndarray = field(default_factory=lambda: _no_rows(0, 2))
+    by_class: np.ndarray = field(default_factory=lambda: _no_rows(0, 3))
+
+    @classmethod
+    def of(cls, rows: RowScores, metrics: Metrics, batch: Mapping[str, Tensor]) -> EvalSums:
+        """Sum the rows of a batch, whose keys ``group`` and ``client`` [b] assign them, if there.
+
+        On a GPU, every copy to the host is a wait.
+        """
+        scores = {name: _on_host(values) for name, values in rows.scores.items()}
+        headline = scores[metrics.headline]
+        count = float(len(headline))
+        group = (
+            batch["group"].cpu() if "group" in batch else headline.new_full((len(headline),), -1)
+        )
+        client = batch["client"].cpu() if "client" in batch else headline.new_zeros(0)
+        clients = np.unique(client.numpy()).astype(np.int64)
+        return cls(
+            loss=float(_on_host(rows.loss).sum()),
+            terms=count if rows.terms is None else float(_on_host(rows.terms).sum()),
+            count=count,
+            scores={name: float(values.sum()) for name, values in scores.items()},
+            by_group=_sums_where([group == g for g in range(len(metrics.groups))], headline),
+            clients=clients,
+            by_client=_sums_where([client == int(c) for c in clients], headline),
+            by_class=_count_classes(rows, metrics.classes or 0),
+        )
+
+    @classmethod
+    def total(cls, parts: Sequence[EvalSums]) -> EvalSums:
+        """Return the exactly rounded sums of all parts, which are the same in any order.
+
+        Raises:
+            ValueError: There are no rows.
+        """
+        count = math.fsum(part.count for part in parts)
+        if count == 0:
+            raise ValueError("no rows were evaluated")
+        owners = np.concatenate([part.clients for part in parts])
+        owned = np.concatenate([part.by_client for part in parts])
+        clients = np.unique(owners)
+        return cls(
+            loss=math.fsum(part.loss for part in parts),
+            terms=math.fsum(part.terms for part in parts),
+            count=count,
+            scores={
+                name: math.fsum(part.scores[name] for part in parts) for name in parts[0].scores
+            },
+            by_group=_add_exactly([part.by_group for part in parts]),
+            clients=clients,
+            by_client=np.array([_add_exactly(owned[owners == c]) for c in clients]).reshape(-1, 2),
+            by_class=_add_exactly([part.by_class for part in parts]),
+        )
+
+
+def _on_host(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float64)
+
+
+def _sums_where(members: Sequence[Tensor], scores: Tensor) -> np.ndarray:
+    """Return the sum of scores [b] and the number of rows of each set of members, [sets, 2]."""
+    chosen = [scores[member] for member in members]
+    return np.array([(float(part.sum()), float(len(part))) for part in chosen]).reshape(-1, 2)
+
+
+def _count_classes(rows: RowScores, classes: int) -> np.ndarray:
+    if rows.predicted is None or rows.labels is None:
+        return _no_rows(0, 3)
+    predicted, labels = torch.stack((rows.predicted, rows.labels)).cpu().numpy()
+    counted = (labels, predicted[predicted >= 0], labels[predicted == labels])
+    counts = [np.bincount(values, minlength=classes) for values in counted]
+    return np.stack(counts, axis=1).astype(np.float64)
+
+
+def _add_exactly(arrays: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """Return the sum of arrays of one shape, exactly rounded in every cell."""
+    cells = np.stack(list(arrays))
+    added = [math.fsum(column) for column in cells.reshape(len(cells), -1).T]
+    return np.array(added).reshape(cells.shape[1:])
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Which metrics a task has, and how they follow from sums; for a process without a model.
+
+    Attributes:
+        scores: Names of the scores of a row, of which metrics are the means; the headline first.
+        groups: Names of groups of rows. Each has its own headline.
+        classes: K; None for a task without classes.
+    """
+
+    scores: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    classes: int | None = None
+
+    @property
+    def headline(self) -> str:
+        """The main metric, in [0, 1]; higher is better."""
+        return self.scores[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all metrics, the headline first; :meth:`merge` omits a group without rows."""
+        of_classes = () if self.classes is None else ("macro_f1",)
+        by_group = (group_metric(self.headline, group) for group in self.groups)
+        return (self.headline, "loss", *of_classes, *self.scores[1:], *by_group)
+
+    def merge(self, parts: Sequence[EvalSums]) -> dict[str, float]:
+        """Return the metrics from the sums of all batches, for every name with at least one row.
+
+        Raises:
+            ValueError: There are no rows.
+        """
+        total = EvalSums.total(parts)
+        found = {"loss": total.loss / total.terms}
+        found |= {name: total.scores[name] / total.count for name in self.scores}
+        if self.classes is not None:
+            found["macro_f1"] = macro_f1(total)
+        for group, (score, count) in zip(self.groups, total.by_group.tolist(), strict=True):
+            if count:
+                found[group_metric(self.headline, group)] = score / count
+        return found
+
+    def recall(self, parts: Sequence[EvalSums]) -> list[float | None]:
+        """Return the share of every class's rows that is predicted as it.
+
+        None for a class without rows; empty for a task without classes.
+        """
+        cells = EvalSums.total(parts).by_class.tolist()
+        return [correct / labelled if labelled else None for labelled, _, correct in cells]
+
+    def by_client(self, parts: Sequence[EvalSums]) -> dict[int, float]:
+        """Return the headline of every client that has rows of its own."""
+        total = EvalSums.total(parts)
+        cells = zip(total.clients.tolist(), total.by_client.tolist(), strict=True)
+        return {client: score / count for client, (score, count) in cells}
+
+
+def group_metric(headline: str, group: str) -> str:
+    """Return the name of the headline for one group: ``f1`` and ``SQuAD`` give ``f1_squad``."""
+    return f"{headline}_{re.sub(r'[^0-9a-z]+', '_', group.lower())}"
+
+
+def macro_f1(sums: EvalSums) -> float:
+    """Return the mean F1 of the classes that are labelled or predicted in the rows."""
+    cells = [cell for cell in sums.by_class.tolist() if cell[0] or cell[1]]
+    scores = [2 * correct / (labelled + predicted) for labelled, predicted, correct in cells]
+    return math.fsum(scores) / len(scores)
+
+
+def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, float]:
+    """Return the accuracy that every client has on test rows of its own class mix.
+
+    Args:
+        recall: See :meth:`Metrics.recall`; classes without test rows are left out of the mix.
+        mix: Training rows of every client and class, [C, K].
+    """
+    known = np.array([value is not None for value in recall])
+    values = np.array([value or 0.0 for value in recall])
+    weights = mix * known
+    totals = weights.sum(axis=1)
+    means = weights @ values / np.maximum(totals, 1)
+    return {c: float(means[c]) for c in range(len(mix)) if totals[c]}
+
+
+def summarize_clients(name: str, scores: Mapping[int, float]) -> dict[str, float]:
+    """Return the mean over the clients, and over the tenth of them with the lowest scores.
+
+    They are ``<name>_mean`` and ``<name>_worst_decile``.
+    """
+    ordered = sorted(scores.values())
+    worst = ordered[: max(1, math.ceil(len(ordered) / 10))]
+    return {
+        f"{name}_mean": math.fsum(ordered) / len(ordered),
+        f"{name}_worst_decile": math.fsum(worst) / len(worst),
+    }
