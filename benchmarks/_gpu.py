@@ -16,11 +16,11 @@ from transformers import ViTConfig
 from trishul_ray.data.partition import partition
 from trishul_ray.data.prepared import PreparedDataset
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.local import LocalSteps
 from trishul_ray.federation.messages import TrainJob, to_arrays
 from trishul_ray.federation.prepare import Prepared, prepare_run
 from trishul_ray.federation.workbench import Workbench, new_run
-from trishul_ray.loading import load_experiment
 from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
 from trishul_ray.models.lookup import KNOWN
 from trishul_ray.rng import numpy_rng

@@ -10,10 +10,9 @@ from transformers import ViTConfig
 from trishul_ray.data.partition import partition
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, write_split
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import Prepared, prepare_run
-from trishul_ray.loading import load_experiment
 from trishul_ray.rng import numpy_rng
-from trishul_ray.storage import Places
 
 SMALL = "trishul/vit-cifar10-128x6"
 LARGE = "google/vit-base-patch16-224-in21k"
@@ -33,7 +32,7 @@ class Setup:
 
 def small(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
     """ViT of width 128 with 6 blocks, budget 8 (4 heads of rank 22), 32x32 images."""
-    base = Places.of(load_experiment(None, ["dataset=cifar100"]))
+    base = load_experiment(None, ["dataset=cifar100"]).storage.places
     if base.hub is not None and (base.hub / SMALL).is_dir():
         label, model = SMALL, [f"model={SMALL}"]
     else:
@@ -100,5 +99,5 @@ def synthetic(folder: Path, rows: Mapping[str, int] = ROWS) -> PreparedDataset:
 
 def has_real_data() -> bool:
     """Whether a mirror with CIFAR-100 is set (storage.hub or TRISHUL_HUB)."""
-    hub = Places.of(load_experiment(None, ["dataset=cifar100"])).hub
+    hub = load_experiment(None, ["dataset=cifar100"]).storage.places.hub
     return hub is not None and (hub / "uoft-cs" / "cifar100").is_dir()

@@ -29,9 +29,9 @@ from rich.console import Console
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_rows
 from trishul_ray.federation.workbench import LEVELS, PROFILES
-from trishul_ray.loading import load_experiment
 from trishul_ray.report.figures import metric_curve
 from trishul_ray.tracking.progress import format_count
 

@@ -29,12 +29,12 @@ from trishul_ray.adapters import linear, lora
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.adapters.targets import find_layers
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.loading import load_experiment
 from trishul_ray.storage import Store
 
 ALL = ("kept", "cost")

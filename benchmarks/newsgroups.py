@@ -19,7 +19,7 @@ from _runs import PLACES, Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.figures import metric_curve
 from trishul_ray.runs.runner import central_twin
 from trishul_ray.tracking.progress import format_count

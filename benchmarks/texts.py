@@ -20,7 +20,7 @@ from _runs import PLACES, Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.report.figures import metric_curve
@@ -52,7 +52,7 @@ def main() -> None:
         for name, cell in {c.model.name: c for c in cells.values()}.items():
             with RunProgress(1, console) as progress:
                 tell = progress.task_progress(f"pretraining {name}")
-                ensure_pretrained(Backbone.of(cell), tell, on_ray=False)
+                ensure_pretrained(Backbone.of(cell.model, cell.storage.places), tell, on_ray=False)
         runs = run_all(cells, options.processes, console)
     except (InputError, RunError) as error:
         sys.exit(f"error: {error}")

@@ -92,7 +92,7 @@ def dropout_backbone(vit_folder):
 @pytest.fixture
 def small(cache, tmp_path):
     """``small("method=ravan", ...)`` -> an experiment whose runs lie in this test's folder."""
-    from trishul_ray.loading import load_experiment
+    from trishul_ray.experiment.loading import load_experiment
 
     def make(*overrides):
         places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
@@ -104,9 +104,9 @@ def small(cache, tmp_path):
 @pytest.fixture(scope="session")
 def inline_result(cache, tmp_path_factory):
     """``inline_result(experiment)`` -> what the same run gives in one process, computed once."""
+    from trishul_ray.experiment.loading import build_experiment
     from trishul_ray.federation.inline import InlineDriver
     from trishul_ray.federation.prepare import prepare_run
-    from trishul_ray.loading import build_experiment
 
     results = {}
 

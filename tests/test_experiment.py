@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.loading import field_names, load_experiment
+from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 
 OUTSIDE_ID = [

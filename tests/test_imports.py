@@ -1,4 +1,4 @@
-"""Imports go one way: spectral <- adapters <- methods <- federation <- runs <- sweeps <- cli."""
+"""Imports go one way, from the algebra and the methods to the commands."""
 
 import ast
 import subprocess
@@ -24,15 +24,13 @@ MAY_IMPORT = {
     "config": {"spectral"},
     "adapters": {"config", "spectral"},
     "methods": {"adapters", "config", "spectral"},
-    "experiment": {"config", "methods"},
-    # What a built-in backbone can take is known where the run is checked.
-    "loading": {"config", "content", "experiment", "federation", "methods"},
-    "content": {"config", "data", "experiment", "models"},
-    "storage": {"config", "experiment"},
+    "storage": set(),
     "data": {"config"},
-    "models": {"adapters", "config", "data", "storage"},
+    "models": {"adapters", "config"},
+    # The id has the content of own data and models; some defaults depend on what a backbone takes.
+    "experiment": {"adapters", "config", "data", "methods", "models"},
     "tasks": {"config", "data", "models"},
-    "pretrain": {"config", "data", "models", "storage", "tasks"},
+    "pretrain": {"config", "data", "models", "tasks"},
     "tracking": {"config"},
     # Runs on machines that know nothing but Ray.
     "cluster": set(),
@@ -41,7 +39,7 @@ MAY_IMPORT = {
 INTERFACE = {"api", "result"}
 #: What a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
-    "federation": {"cli", "doctor", "loading", "report", "runs", "sweeps", "tracking"},
+    "federation": {"cli", "doctor", "report", "runs", "sweeps", "tracking"},
     "report": {"cli", "doctor", "federation", "runs", "sweeps"},
     "doctor": {"cli", "report", "runs", "sweeps"},
     "runs": {"cli", "doctor", "sweeps"},

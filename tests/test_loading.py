@@ -5,13 +5,13 @@ import yaml
 
 from trishul_ray.config import GENERAL_DEFAULT, SET_BY_HAND
 from trishul_ray.errors import InputError
-from trishul_ray.loading import (
-    _parse_yaml,
+from trishul_ray.experiment.learning_rates import default_learning_rate
+from trishul_ray.experiment.loading import (
     build_experiment,
-    default_learning_rate,
     field_names,
     load_experiment,
 )
+from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.methods.base import _REGISTRY, method_class, method_names, register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
 
@@ -419,4 +419,4 @@ def test_a_run_reports_its_rate_and_the_source(
 
 def test_a_key_that_overrides_a_merged_one_is_no_repetition():
     nested = "a: &a {k: 1}\nx: {b: &b {<<: *a, k: 2}}\nc: {<<: *b}\n"
-    assert _parse_yaml(nested) == {"a": {"k": 1}, "x": {"b": {"k": 2}}, "c": {"k": 2}}
+    assert parse_yaml(nested) == {"a": {"k": 1}, "x": {"b": {"k": 2}}, "c": {"k": 2}}

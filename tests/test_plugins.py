@@ -15,8 +15,8 @@ from tiny_run import TINY
 import trishul_ray
 from trishul_ray import plugins
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import build_experiment, load_experiment
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import build_experiment, load_experiment
 from trishul_ray.methods.base import method_class, register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
 from trishul_ray.runs.runner import run_experiment

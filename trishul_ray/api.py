@@ -82,7 +82,7 @@ def run(
         RunError: The run failed; call it again with the same arguments to continue.
     """
     set_environment()  # before torch is imported
-    from trishul_ray.loading import experiment_of_arguments
+    from trishul_ray.experiment.loading import experiment_of_arguments
     from trishul_ray.result import Result
     from trishul_ray.runs.results import flat_metrics
     from trishul_ray.runs.runner import run_steps
@@ -234,8 +234,8 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that name a dataset, or the rows that were passed in its place."""
     if isinstance(dataset, str):
         return {"data.name": dataset}
+    from trishul_ray.config import Places
     from trishul_ray.data.from_python import store_rows
-    from trishul_ray.storage import Places
 
     section = fields.get("data", {})
     columns = fields.get("columns", section.get("columns", {}))
@@ -294,7 +294,7 @@ def _read_sweep(
     fields: Mapping[str, Any],
 ) -> "Sweep":
     """Return the sweep that the arguments of :func:`sweep` describe."""
-    from trishul_ray.loading import field_names, full_name
+    from trishul_ray.experiment.loading import field_names, full_name
     from trishul_ray.methods.base import method_names
     from trishul_ray.sweeps.sweep import load_sweep
 
@@ -330,7 +330,7 @@ def _axis(name: str, values: Any, known: Sequence[str]) -> tuple[str, Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         kind = type(values).__name__
         raise InputError(f"axes: {name!r} is of type {kind}: it must be a list of values")
-    from trishul_ray.loading import full_name
+    from trishul_ray.experiment.loading import full_name
 
     return full_name(name, known), list(values)
 

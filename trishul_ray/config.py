@@ -6,6 +6,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -460,6 +461,21 @@ class TrackingConfig(Section):
     parent_run: str | None = not_in_id(None, "MLflow run id of the sweep of this run")
 
 
+@dataclass(frozen=True)
+class Places:
+    """The folders of this machine: prepared data and backbones, and a mirror of the hub, if any."""
+
+    cache: Path
+    hub: Path | None
+
+    @classmethod
+    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
+        """Return these places; defaults: ``TRISHUL_CACHE`` or ~/.cache/trishul, ``TRISHUL_HUB``."""
+        cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
+        hub = hub or os.environ.get("TRISHUL_HUB")
+        return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
+
+
 class StorageConfig(Section):
     """Folders. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
 
@@ -476,3 +492,8 @@ class StorageConfig(Section):
     retry_seconds: float = not_in_id(
         60.0, "seconds to retry a failing storage before the run stops", ge=0
     )
+
+    @property
+    def places(self) -> Places:
+        """The folders of this machine; defaults as in :meth:`Places.at`."""
+        return Places.at(self.cache, self.hub)

@@ -26,12 +26,13 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 
+from trishul_ray.config import Places
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.files import remove_abandoned
 from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
-from trishul_ray.storage import Places, Store
+from trishul_ray.storage import Store
 from trishul_ray.tracking.store import sqlite_file, tracking_uri
 from trishul_ray.version import __version__
 

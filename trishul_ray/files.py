@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
+from trishul_ray.errors import InputError
+
 #: Seconds after its last use that a part of the cache is kept; it is made again when needed.
 KEPT_SECONDS = 30 * 24 * 3600.0
 
@@ -48,6 +50,14 @@ def _remembered_digest(path: Path, stamp: tuple[int, ...]) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Create ``folder`` and its parents, or raise an InputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"storage.cache: cannot create {folder}: {error.strerror}") from error
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Ask whether something outside this process answers, within a short time."""
+"""Ask whether something outside this process answers, within a short time; mirrors of the hub."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trishul_ray.errors import InputError
@@ -89,3 +90,21 @@ def hub_or_cache() -> Iterator[None]:
     finally:
         for module, value in zip(settings, before, strict=True):
             module.HF_HUB_OFFLINE = value
+
+
+def check_depth(hub: Path, repo: str) -> None:
+    """Raise an InputError if ``hub`` is a folder inside a mirror, that of ``repo`` or its owner."""
+    if (hub / repo).is_dir():
+        return
+    owner, _, name = repo.partition("/")
+    here = hub.expanduser().resolve()
+    if here.name == owner and (here / name).is_dir():
+        mirror = here.parent
+    elif (here.parent.name, here.name) == (owner, name):
+        mirror = here.parent.parent
+    else:
+        return
+    raise InputError(
+        f"mirror {hub} (storage.hub or TRISHUL_HUB) is too deep: {repo} must be below it; "
+        f"use {mirror}"
+    )

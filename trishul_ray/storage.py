@@ -1,4 +1,4 @@
-"""Files of a run on any pyarrow filesystem (a local folder, s3://, gs://), and local places.
+"""Files of a run on any pyarrow filesystem (a local folder, s3://, gs://).
 
 An operation that fails for a reason that may be temporary (a server that does not answer, a full
 disk) is retried with growing pauses for the store's ``retry_seconds``.
@@ -12,16 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
 from trishul_ray.redaction import redact
-
-if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment
 
 T = TypeVar("T")
 
@@ -245,23 +242,3 @@ def _is_temporary(error: BaseException) -> bool:
         and error.errno not in _REFUSAL_NUMBERS
         and not any(word in str(error) for word in _REFUSAL_WORDS)
     )
-
-
-@dataclass(frozen=True)
-class Places:
-    """The folders of this machine: prepared data and backbones, and a mirror of the hub, if any."""
-
-    cache: Path
-    hub: Path | None
-
-    @classmethod
-    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
-        """Return these places; defaults: ``TRISHUL_CACHE`` or ~/.cache/trishul, ``TRISHUL_HUB``."""
-        cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
-        hub = hub or os.environ.get("TRISHUL_HUB")
-        return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
-
-    @classmethod
-    def of(cls, experiment: "Experiment") -> "Places":
-        """Return the places of the experiment's storage section; defaults as in :meth:`at`."""
-        return cls.at(experiment.storage.cache, experiment.storage.hub)

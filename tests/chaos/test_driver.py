@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from ray_nodes import LONG_WAIT, RayNodes
 
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
 

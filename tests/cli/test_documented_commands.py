@@ -19,8 +19,9 @@ from trishul_ray.cli import app
 from trishul_ray.cli.run import load_arguments
 from trishul_ray.cli.sweeps import split_arguments
 from trishul_ray.data.datasets import PUBLIC
-from trishul_ray.federation.prepare import check_fits, prepare_run
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import get_builtin
 from trishul_ray.sweeps.sweep import find_sweeps, load_sweep, sweep_from_axes
@@ -107,7 +108,7 @@ def check_sweeps(arguments, profile="paper", axis=None, **_):
 
 def check_run(experiment):
     check_fits(experiment)
-    tiny = TINY[Backbone.of(experiment).family]
+    tiny = TINY[Backbone.of(experiment.model, experiment.storage.places).family]
     model = experiment.model.model_copy(update={"name": tiny, "init": "random"})
     # Byte-level tokens are longer than words: short texts, short rows.
     prepared = prepare_run(experiment.model_copy(update={"model": model}))

@@ -16,7 +16,7 @@ from trishul_ray.cli.listing import (
 )
 from trishul_ray.config import FederationConfig, task_kinds
 from trishul_ray.data.prepare import dataset_names
-from trishul_ray.loading import field_names, load_experiment
+from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
 

@@ -9,7 +9,7 @@ import pytest
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 from ray_nodes import LONG_WAIT, RayNodes
 
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

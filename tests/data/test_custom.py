@@ -23,8 +23,9 @@ from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.prepare import check_fits, partition_rows
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.prepare import partition_rows
 from trishul_ray.models.builtin import BUILTINS
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}

@@ -9,9 +9,10 @@ import random
 import pytest
 
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.prepare import check_fits, prepare_run
-from trishul_ray.loading import load_experiment
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 
 #: Texts that some layer might take for a path, a number or a pattern.

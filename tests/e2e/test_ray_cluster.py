@@ -12,7 +12,7 @@ import psutil
 import pytest
 from ports import free_port
 
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = pytest.mark.slow
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import build_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 

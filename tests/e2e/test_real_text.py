@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import load_experiment
 
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))
 

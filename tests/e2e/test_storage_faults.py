@@ -12,7 +12,7 @@ from tiny_run import TINY
 
 import trishul_ray
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from trishul_ray.config import OptimizerConfig
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.schedule import learning_rates
-from trishul_ray.loading import load_experiment
 from trishul_ray.methods.base import exact_share
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 
 from trishul_ray.errors import RunError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_arrays
 from trishul_ray.federation.on_ray.slices import cap_device_memory
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import load_experiment
 
 
 def main(file, device, limit):

@@ -11,7 +11,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 from tiny_run import TINY
 
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

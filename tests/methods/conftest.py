@@ -5,9 +5,9 @@ import functools
 import pytest
 from newcomers import FOLDER, unloaded_after
 
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import load_experiment
 from trishul_ray.plugins import load_plugin
 
 #: A run of seconds: random weights, so that nothing needs pretraining.

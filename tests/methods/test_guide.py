@@ -9,8 +9,8 @@ import pytest
 from method_runs import run, server_of
 from tolerances import rounding
 
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.loading import load_experiment
 from trishul_ray.methods import base as registry
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"

@@ -7,8 +7,8 @@ import torch
 
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.errors import InputError
-from trishul_ray.federation.prepare import build_site
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.fit import build_site
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method, method_class, method_names
 from trishul_ray.models.backbone import Backbone
 
@@ -48,7 +48,9 @@ CASES = [
 def built(words):
     """Return the adapters, how they compute, and the start; or None if the fields are refused."""
     experiment = load_experiment(None, words)
-    model = Backbone.of(experiment).meta_model().to_empty(device="cpu")
+    model = (
+        Backbone.of(experiment.model, experiment.storage.places).meta_model().to_empty(device="cpu")
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)

@@ -21,14 +21,13 @@ from transformers import (
 )
 
 from trishul_ray.adapters.targets import find_layers
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.federation.prepare import image_size_line
 from trishul_ray.models import lookup
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
-from trishul_ray.storage import Places
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -245,7 +244,7 @@ from pathlib import Path
 from trishul_ray.errors import InputError
 from trishul_ray.config import ModelConfig
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.storage import Places
+from trishul_ray.config import Places
 try:
     backbone = Backbone(ModelConfig(name="nobody/vit"), Places(Path(sys.argv[1]), None))
     backbone.load("image-classification", 2, seed=0)

@@ -7,7 +7,7 @@ from transformers import ConvNextConfig, ConvNextForImageClassification
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.adapters.targets import find_layers
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import (
@@ -16,7 +16,6 @@ from trishul_ray.models.compute import (
     configure_compute,
     recompute_activations,
 )
-from trishul_ray.storage import Places
 
 KINDS = {
     "vit-digits": "image-classification",

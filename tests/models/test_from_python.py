@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
 from trishul_ray.models.builtin import byte_tokenizer
 from trishul_ray.models.from_python import (
@@ -17,7 +17,6 @@ from trishul_ray.models.from_python import (
     passed_model,
     remember,
 )
-from trishul_ray.storage import Places
 
 
 class Scaled(nn.Module):

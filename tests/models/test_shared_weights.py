@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.files import KEPT_SECONDS
 from trishul_ray.models.backbone import Backbone
@@ -18,7 +18,6 @@ from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
 from trishul_ray.models.shared_weights import ALIGNMENT, weights_file, write_aligned
 from trishul_ray.pretrain.objectives import new_backbone
-from trishul_ray.storage import Places
 
 ROOT = Path(__file__).parents[2]
 KINDS = [
@@ -183,7 +182,7 @@ import sys
 from pathlib import Path
 from trishul_ray.config import ModelConfig
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.storage import Places
+from trishul_ray.config import Places
 config = ModelConfig(name="bert-tiny", init="random")
 backbone = Backbone(config, Places(Path(sys.argv[1]), None))
 model = backbone.load_resident("sequence-classification", 3, seed=0).model

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models import lookup
 from trishul_ray.models.backbone import Backbone
@@ -17,7 +17,6 @@ from trishul_ray.models.builtin import (
     byte_tokenizer,
 )
 from trishul_ray.models.tokenizers import tokenizer_key
-from trishul_ray.storage import Places
 
 TEXT = "Grüße, 世界! \n\t<b> ~ \x00"
 FAMILIES = {"bert-tiny": "bert", "t5-tiny": "t5", "llama-tiny": "llama"}

@@ -21,12 +21,11 @@ from transformers import (
 from trishul_ray.adapters.export import export_merged
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_parameters
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import byte_tokenizer
 from trishul_ray.rng import torch_rng
-from trishul_ray.storage import Places
 
 ENCODER = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.data.prepared import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
@@ -34,7 +34,6 @@ from trishul_ray.pretrain.training import (
     train_backbone,
 )
 from trishul_ray.rng import numpy_rng
-from trishul_ray.storage import Places
 
 TEXT_MODELS = {
     "bert-tiny": "sequence-classification",

@@ -27,7 +27,7 @@ from rich.console import Console
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
 from trishul_ray.report.paper_figures import KINDS, check_figure, data_of, draw
 from trishul_ray.report.paper_figures.lines import log_positions

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 from tiny_files import TINY_TEXT, change_config, change_weights, save_bert, write_notes
 
-from trishul_ray.content import changed_sources
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
-from trishul_ray.loading import load_experiment
 
 OWN = ["dataset=table", "data.path=hub/me/notes/train.csv", "model=hub/me/bert"]
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]

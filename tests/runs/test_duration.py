@@ -9,7 +9,7 @@ from rich.console import Console
 
 from trishul_ray.data.coverage import Coverage, RowCounts
 from trishul_ray.data.prepared import DatasetInfo
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs import duration
 from trishul_ray.runs.duration import DurationNote
 from trishul_ray.tracking.progress import RunProgress

@@ -12,8 +12,8 @@ from rich.console import Console
 from tiny_run import TINY
 
 from trishul_ray.errors import CorruptFileError, RunError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.loading import load_experiment
 from trishul_ray.runs.results import TABLES, read_metrics, read_result, result_json
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count

@@ -6,7 +6,7 @@ import pytest
 from mlflow.utils.validation import _validate_metric_name
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.runs.tracked import grouped_metrics, log_totals, run_name
 from trishul_ray.tasks.build import unread_fields
@@ -62,7 +62,9 @@ def test_metrics_are_in_groups():
 def test_fields_that_a_task_does_not_read(rows, model, unread):
     experiment = load_experiment(None, [f"model={model}"])
     info = SimpleNamespace(kind=rows, name="mine")
-    found = unread_fields(experiment, info, Backbone.of(experiment))
+    found = unread_fields(
+        experiment, info, Backbone.of(experiment.model, experiment.storage.places)
+    )
     assert found == {f"task.{name}" for name in unread}
 
 

@@ -18,7 +18,7 @@ from tiny_files import TINY_TEXT, save_bert
 from transformers import ViTConfig, ViTForImageClassification
 
 from trishul_ray.errors import InputError
-from trishul_ray.loading import field_names, load_experiment
+from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps import state as state_module
@@ -325,7 +325,7 @@ def another_tokenizer(world, rng):
 def other_numerics(world, rng):
     number = rng.randrange(1000, 2000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trishul_ray.experiment.NUMERICS", number)
+        patch.setattr("trishul_ray.experiment.experiment.NUMERICS", number)
         patch.setattr(state_module, "NUMERICS", number)
         yield
 

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import (
 )
 
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import load_experiment
 from trishul_ray.sweeps.cost import DEVICES, EFFICIENCY, RUN_SECONDS, evaluated_rows, work_of
 
 #: By hand: 35.2 GFLOP for a forward pass of ViT-B/16 on an image, twice that for a training step of

@@ -8,7 +8,7 @@ from rich.console import Console
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.storage import Store

@@ -6,7 +6,7 @@ from mlflow.tracking import MlflowClient
 from rich.console import Console
 from tiny_run import TINY
 
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.sweeps.search import TuneOptions

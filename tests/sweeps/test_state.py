@@ -10,8 +10,8 @@ from rich.console import Console
 from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 
 from trishul_ray.errors import InputError, StorageError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.loading import load_experiment
 from trishul_ray.runs.results import result_json
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trishul_ray.errors import InputError
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.sweeps import sweep as sweep_module
 from trishul_ray.sweeps.cells import vary

@@ -11,9 +11,9 @@ import pytest
 import torch
 from newcomers import unloaded_after
 
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
-from trishul_ray.loading import load_experiment
 from trishul_ray.plugins import load_plugin
 from trishul_ray.tasks.base import task_classes
 

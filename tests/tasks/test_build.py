@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.config import task_kinds
+from trishul_ray.config import Places, task_kinds
 from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.loading import load_experiment
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import PAD
-from trishul_ray.storage import Places
 from trishul_ray.tasks.base import register, task_classes
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.image_classification import ImageClassification

@@ -113,7 +113,7 @@ def _usage(error: Any) -> str:
     option = getattr(error, "option_name", None) or ""
     name = option.lstrip("-").replace("-", "_")
     if option and not hasattr(error, "param_hint"):
-        from trishul_ray.loading import is_field
+        from trishul_ray.experiment.loading import is_field
 
         words = " ".join(sys.argv).replace(f"{option}=", f"{option} ").split()
         after = words[words.index(option) + 1 :] if option in words else []

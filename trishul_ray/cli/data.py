@@ -28,10 +28,10 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; use it as `model=FOLDER`
     """
+    from trishul_ray.config import Places
     from trishul_ray.federation.on_ray.session import ray_session
     from trishul_ray.pretrain.training import get_builtin
     from trishul_ray.pretrain.training import pretrain as train
-    from trishul_ray.storage import Places
     from trishul_ray.tracking.progress import RunProgress
 
     builtin = get_builtin(name, dataset)
@@ -67,14 +67,17 @@ def models(
     if not arguments:
         out.print(models_table())
         return
-    from trishul_ray.federation.prepare import build_site
-    from trishul_ray.loading import load_experiment
+    from trishul_ray.experiment.fit import build_site
+    from trishul_ray.experiment.loading import load_experiment
     from trishul_ray.methods.base import build_method
     from trishul_ray.models.backbone import Backbone
 
     name, *overrides = arguments
     experiment = load_experiment(None, [f"model={name}", *overrides])
-    method, backbone = build_method(experiment.method, experiment.adapter), Backbone.of(experiment)
+    method, backbone = (
+        build_method(experiment.method, experiment.adapter),
+        Backbone.of(experiment.model, experiment.storage.places),
+    )
     if (plan := method.survey_plan) is not None and plan.decides_adapters:
         raise InputError("these heads are by what clients measure before round 1: start a run")
     module = backbone.load(backbone.family, None, seed=experiment.seed)
@@ -126,7 +129,7 @@ def datasets(
     find_source(name)  # an unknown name is refused first
     if partition is not None:
         overrides += _partition_overrides(partition)
-    from trishul_ray.loading import load_experiment
+    from trishul_ray.experiment.loading import load_experiment
 
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]

@@ -100,9 +100,8 @@ def heads_table(blocks: Mapping[str, tuple[float, int]]) -> Table:
 def _size(name: str) -> tuple[str, str]:
     """Return the number of parameters without the task's classification head, and matrices."""
     from trishul_ray.adapters.targets import find_layers
-    from trishul_ray.config import ModelConfig
+    from trishul_ray.config import ModelConfig, Places
     from trishul_ray.models.backbone import Backbone
-    from trishul_ray.storage import Places
 
     # These architectures need neither cache nor mirror.
     model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()

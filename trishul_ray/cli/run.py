@@ -152,7 +152,7 @@ def compare(
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":
     """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
-    from trishul_ray.loading import load_experiment
+    from trishul_ray.experiment.loading import load_experiment
 
     overrides = list(arguments or [])
     if hint := _meant_override(overrides):
@@ -163,7 +163,7 @@ def load_arguments(arguments: list[str] | None) -> "Experiment":
 
 def _meant_override(words: list[str]) -> str:
     """Return what to write instead of a field and a value in two words; empty if there are none."""
-    from trishul_ray.loading import is_field
+    from trishul_ray.experiment.loading import is_field
 
     for name, *value in zip(words, words[1:] or [""], strict=False):
         if is_field(name) and not Path(name).exists() and "=" not in value[0]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from trishul_ray.errors import InputError
-from trishul_ray.network import hub_fault, hub_or_cache
+from trishul_ray.network import check_depth, hub_fault, hub_or_cache
 
 #: Beginning of the key of rows that are read from the hub itself.
 ON_HUB = "hub:"
@@ -159,24 +159,6 @@ def _hub_errors_as_input_errors() -> Iterator[None]:
         raise InputError(reason if len(reason) <= 300 else f"{reason[:297]}...") from error
     finally:
         hub_logging.set_verbosity(verbosity)
-
-
-def check_depth(hub: Path, repo: str) -> None:
-    """Raise an InputError if ``hub`` is a folder inside a mirror, that of ``repo`` or its owner."""
-    if (hub / repo).is_dir():
-        return
-    owner, _, name = repo.partition("/")
-    here = hub.expanduser().resolve()
-    if here.name == owner and (here / name).is_dir():
-        mirror = here.parent
-    elif (here.parent.name, here.name) == (owner, name):
-        mirror = here.parent.parent
-    else:
-        return
-    raise InputError(
-        f"mirror {hub} (storage.hub or TRISHUL_HUB) is too deep: {repo} must be below it; "
-        f"use {mirror}"
-    )
 
 
 def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:

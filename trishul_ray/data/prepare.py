@@ -33,7 +33,7 @@ from trishul_ray.data.prepared import (
 from trishul_ray.data.public import PublicDataset
 from trishul_ray.data.tables import take_rows
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
-from trishul_ray.files import stamp
+from trishul_ray.files import make_cache_folder, stamp
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig
@@ -197,14 +197,6 @@ def _read_or_write(
                 write_split(folder / f"{split}.arrow", columns[split], info)
             prepared = PreparedDataset(folder, splits)  # without the splits opened above
     return prepared
-
-
-def make_cache_folder(folder: Path) -> None:
-    """Create ``folder`` and its parents, or raise an InputError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"storage.cache: cannot create {folder}: {error.strerror}") from error
 
 
 #: Prepared files that this process has verified, as they were then.

@@ -159,3 +159,21 @@ class Blueprint:
     sources: dict[str, str] = field(default_factory=dict)
     client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
+
+
+def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return the sources known in both that differ, as text for a message; empty if none do."""
+    titles = {
+        "rows": "data", "tokens": "tokens of the data", "answers": "answers of the classes",
+        "backbone": "weights of the backbone",
+    }  # fmt: skip
+    changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
+    if "rows" in changed and "tokens" in changed:
+        changed.remove("tokens")  # new rows imply new tokens
+    return " and ".join(titles[source] for source in changed)
+
+
+def comparable(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Return whether the backbone's sources are of one kind: a folder's hash, or a hub's commit."""
+    backbones = [s["backbone"] for s in (before, now) if "backbone" in s]
+    return len({source.startswith("sha256:") for source in backbones}) < 2

@@ -3,30 +3,22 @@
 The driver does this once; every worker gets the result.
 """
 
-import os
-import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from trishul_ray.adapters.targets import find_layers, scored_layers
-from trishul_ray.content import check_content
 from trishul_ray.data.coverage import Coverage, measure_coverage
-from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import encode, hold_out, prepare
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, ProgressCallback
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
-from trishul_ray.methods.base import Site, build_method
+from trishul_ray.experiment.identity import check_content
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.from_python import PassedModel, passed_model
-from trishul_ray.pretrain.training import can_pretrain
 from trishul_ray.rng import numpy_rng
-from trishul_ray.storage import Places
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
@@ -63,7 +55,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
             be partitioned as configured.
     """
     check_content(experiment)
-    backbone = Backbone.of(experiment)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
     dataset, task, sources = prepare_dataset(experiment, backbone, progress)
     shards = partition_rows(dataset, experiment)
     passed = passed_model(experiment.model)
@@ -114,7 +106,7 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
     Raises:
         InputError: the dataset was not found, or cannot be partitioned as configured.
     """
-    places = Places.of(experiment)
+    places = experiment.storage.places
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
     sources = {"rows": dataset.fingerprint}
     dataset = hold_out(dataset, experiment.data.validation_share, cache=places.cache)
@@ -201,109 +193,3 @@ def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
             f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
         )
     return None
-
-
-def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool) -> Experiment:
-    """Return an experiment on own data with defaults that suit its built-in backbone.
-
-    Args:
-        experiment: an experiment; others than these are returned as they are.
-        budget: whether to replace a budget that does not fit by the largest power of two that does.
-        weights: whether to draw the weights from the seed where they are not pretrained yet, and
-            what they are pretrained on is not on this machine.
-    """
-    builtin = BUILTINS.get(experiment.model.name)
-    if builtin is None or experiment.data.name not in CUSTOM:
-        return experiment
-    if weights and not can_pretrain(builtin, Places.of(experiment)):
-        model = experiment.model.model_copy(update={"init": "random"})
-        experiment = experiment.model_copy(update={"model": model})
-    choices = [
-        experiment,
-        *(experiment.model_copy(update={"budget": 2**n}) for n in (4, 3, 2, 1, 0)),
-    ]
-    for choice in choices if budget else ():
-        with suppress(InputError):
-            _check_fits(choice)
-            return choice
-    return experiment
-
-
-def random_weights_line(experiment: Experiment) -> str | None:
-    """Return a remark on a built-in backbone with random weights for own data; otherwise None."""
-    builtin = BUILTINS.get(experiment.model.name)
-    random = experiment.model.init == "random" and experiment.data.name in CUSTOM
-    if builtin is None or not random:
-        return None
-    return (
-        f"warning: the weights of {builtin.name} are random (model.init=random); `trishul pretrain "
-        f"{builtin.name}` trains them where dataset {builtin.recipe.dataset} can be had"
-    )
-
-
-def check_fits(experiment: Experiment) -> None:
-    """Check that the adapters fit the layers of the backbone, without loading its weights.
-
-    Raises:
-        InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
-            if something is wrong with own data, too, then that; or there is no GPU for
-            ``resources.device=cuda``.
-    """
-    if experiment.resources.device == "cuda" and not _may_have_gpu():
-        raise InputError(
-            "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
-            "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
-        )
-    try:
-        _check_fits(experiment)
-    except InputError:
-        if experiment.data.name in CUSTOM:
-            places = Places.of(experiment)
-            prepare(experiment.data, cache=places.cache, hub=places.hub)
-        raise
-
-
-def _check_fits(experiment: Experiment) -> None:
-    site = build_site(Backbone.of(experiment).shapes, experiment)
-    adapters = build_method(experiment.method, experiment.adapter).adapters(site)
-    for layer in site.layers:
-        rank = getattr(adapters.get(layer.name), "rank", 0)
-        width = min(layer.d_out, layer.d_in)
-        if rank > width:
-            options = experiment.adapter
-            setting = f"adapter.rank={options.rank}"
-            if options.rank is None:
-                setting = f"budget={experiment.budget}"
-            raise InputError(
-                f"{setting} gives {experiment.method.name} a rank of {rank} on {layer.name} "
-                f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
-            )
-
-
-def _may_have_gpu() -> bool:
-    """Return whether this machine has a GPU, or a cluster that it belongs to may have one."""
-    ray = sys.modules.get("ray")
-    on_cluster = os.environ.get("RAY_ADDRESS") not in (None, "", "local")
-    return torch.cuda.is_available() or on_cluster or (ray is not None and ray.is_initialized())
-
-
-def build_site(
-    model: torch.nn.Module, experiment: Experiment, known: dict[str, float] | None = None
-) -> Site:
-    """Return the layers of a backbone that can be adapted; on the meta device, norms are zero.
-
-    ``known`` has squared norms of the model's weights by layer; those computed here are added.
-    """
-    known = {} if known is None else known
-    layers = tuple(find_layers(model, experiment.adapter.targets))
-    scores = build_method(experiment.method).block_scores
-    scored = tuple(scored_layers(model, layers, scores))
-    norms = {}
-    for layer in dict.fromkeys((*layers, *scored)):
-        if layer.name not in known:
-            weight = model.get_submodule(layer.name).weight
-            assert isinstance(weight, torch.Tensor)
-            on_meta = weight.device.type == "meta"
-            known[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
-        norms[layer.name] = known[layer.name]
-    return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trishul_ray.content import changed_sources
 from trishul_ray.data.partition import client_names
 from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import FailsAgainError, RunError
@@ -40,6 +39,7 @@ from trishul_ray.federation.messages import (
     TrainJob,
     Upload,
     as_tensors,
+    changed_sources,
     to_arrays,
     to_tensors,
 )

@@ -12,18 +12,19 @@ from torch import Tensor
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.content import changed_sources
 from trishul_ray.data.partition import Partition, client_names
 from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.messages import (
     Arrays,
     Blueprint,
     Expected,
+    changed_sources,
     to_tensors,
 )
-from trishul_ray.federation.prepare import Prepared, build_site, prepare_dataset
+from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.schedule import learning_rates
@@ -98,7 +99,9 @@ def build_workbench(
     if not dataset.is_whole:
         # The node does not see the driver's cache. Prepare the data again, once for all actors of
         # the node: the same source gives the same bytes.
-        dataset, _, sources = prepare_dataset(experiment, Backbone.of(experiment))
+        dataset, _, sources = prepare_dataset(
+            experiment, Backbone.of(experiment.model, experiment.storage.places)
+        )
         if changed := changed_sources(prepared.sources, sources):
             raise InputError(
                 f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
@@ -147,7 +150,7 @@ def build_model_bench(
     Raises:
         InputError: backbone, budget and the kind of the data do not fit together.
     """
-    backbone = Backbone.of(experiment)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
     task = build_task(experiment, info, backbone)
     name = experiment.resources.device
     if name == "auto":

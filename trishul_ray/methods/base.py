@@ -236,8 +236,8 @@ class Method:
 
     #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors.
     lora_alpha: float | None = None
-    #: The method whose default learning rates this one uses if ``presets/learning_rates.yaml`` has
-    #: none for it; inherited by subclasses. None: the general default, with a warning.
+    #: The method whose default learning rates this one uses if ``learning_rates.yaml`` has none
+    #: for it; inherited by subclasses. None: the general default, with a warning.
     rates_like: ClassVar[str | None] = None
 
     def __init__(self, config: MethodConfig) -> None:

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from trishul_ray.config import ModelConfig
-    from trishul_ray.experiment import Experiment
+    from trishul_ray.config import ModelConfig, Places
     from trishul_ray.models.lookup import Preprocessing
     from trishul_ray.models.shared_weights import Resident
-    from trishul_ray.storage import Places
 
 
 #: The auto class of transformers that a model is built with.
@@ -49,16 +47,13 @@ class Backbone:
         _kinds[prefix] = cls
 
     @classmethod
-    def of(cls, experiment: "Experiment") -> "Backbone":
-        """Return the backbone that an experiment names.
+    def of(cls, config: "ModelConfig", places: "Places") -> "Backbone":
+        """Return the backbone that a configuration names.
 
         While the files of a local model stay as they are, it is the same object, with all that it
         has read: the runs of a sweep mostly share one.
         """
-        from trishul_ray.storage import Places
-
-        kind = _kinds.get(experiment.model.name.partition(":")[0], cls)
-        backbone = kind(experiment.model, Places.of(experiment))
+        backbone = _kinds.get(config.name.partition(":")[0], cls)(config, places)
         if (key := backbone._files_key()) is None:
             return backbone
         backbone = _recent.pop(key, backbone)

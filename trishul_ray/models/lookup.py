@@ -23,18 +23,17 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
-from trishul_ray.data.hub import check_depth
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import digest
 from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.network import hub_or_cache
+from trishul_ray.network import check_depth, hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from trishul_ray.config import Places
     from trishul_ray.models.backbone import Backbone, ModelKind
-    from trishul_ray.storage import Places
 
 # fmt: off
 #: What creates the configuration of a well-known model, by hub name.

@@ -24,8 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from trishul_ray.data.prepare import make_cache_folder
-from trishul_ray.files import remove_unused, stamp
+from trishul_ray.files import make_cache_folder, remove_unused, stamp
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import build_module, draw_head, draw_weights, load_checkpoint

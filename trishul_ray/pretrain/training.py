@@ -18,11 +18,10 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from trishul_ray.data.hub import ON_HUB
-from trishul_ray.data.prepare import find_source, make_cache_folder, prepare
+from trishul_ray.data.prepare import prepare
 from trishul_ray.data.prepared import ProgressCallback, Split
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import complete_folder
+from trishul_ray.files import complete_folder, make_cache_folder
 from trishul_ray.models.builtin import BUILTINS, Builtin, byte_tokenizer
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.pretrain.objectives import (
@@ -33,8 +32,8 @@ from trishul_ray.pretrain.objectives import (
 )
 
 if TYPE_CHECKING:
+    from trishul_ray.config import Places
     from trishul_ray.models.backbone import Backbone
-    from trishul_ray.storage import Places
 
 
 def train_backbone(
@@ -167,16 +166,6 @@ def ensure_pretrained(
             f"model.name={builtin.name!r} is not pretrained yet, and its training data is not "
             f"available ({error}); model.init=random needs none"
         ) from error
-
-
-def can_pretrain(builtin: Builtin, places: "Places") -> bool:
-    """Return whether a built-in is pretrained, or can be from what is on this machine."""
-    if builtin.folder(places.cache).is_dir():
-        return True
-    try:
-        return not find_source(builtin.recipe.dataset).key(places.hub).startswith(ON_HUB)
-    except InputError:
-        return False
 
 
 def _training_split(

@@ -96,7 +96,7 @@ def shorter(
 
 
 def _smaller_images(experiment: Experiment, info: DatasetInfo) -> str | None:
-    backbone = Backbone.of(experiment)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
     try:
         side = backbone.preprocessing.image_size
     except InputError:

@@ -60,7 +60,7 @@ class BackboneName:
 
 def name_backbone(bench: ModelBench, place: str) -> BackboneName:
     """Return how ``from_pretrained`` finds the backbone of an adapter that will be at ``place``."""
-    backbone = Backbone.of(bench.settings)
+    backbone = Backbone.of(bench.settings.model, bench.settings.storage.places)
     if isinstance(backbone, PythonBackbone):
         return BackboneName(backbone.name.partition(":")[2])
     config = bench.settings.model
@@ -142,7 +142,7 @@ def task_fields(bench: ModelBench) -> dict[str, Any]:
 def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str, str]) -> str:
     """Return a model card in Markdown: what it is, how to load it, how to predict with it."""
     settings, kind = bench.settings, bench.task.model_kind
-    python = isinstance(Backbone.of(settings), PythonBackbone)
+    python = isinstance(Backbone.of(settings.model, settings.storage.places), PythonBackbone)
     head = ["---", "library_name: " + ("transformers" if backbone is None else "peft")]
     if backbone is not None and not backbone.copied and not python:
         head.append(f"base_model: {backbone.name}")

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trishul_ray.content import changed_sources
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.schedule import depends_on_rounds
 from trishul_ray.runs.results import flatten, read_result

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
-from trishul_ray.experiment import ID_LENGTH, Experiment
+from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.files import digest
 from trishul_ray.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS

@@ -20,7 +20,6 @@ import yaml
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
-from trishul_ray.content import changed_sources, local_sources
 from trishul_ray.data.custom import CUSTOM
 from trishul_ray.errors import (
     BusyError,
@@ -32,19 +31,15 @@ from trishul_ray.errors import (
     at_loss,
 )
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.fit import check_fits, random_weights_line
+from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.on_ray.workers import Workers
-from trishul_ray.federation.prepare import (
-    Prepared,
-    check_fits,
-    coverage_of,
-    image_size_line,
-    prepare_run,
-    random_weights_line,
-)
+from trishul_ray.federation.prepare import Prepared, coverage_of, image_size_line, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import method_class
 from trishul_ray.models.backbone import Backbone
@@ -184,7 +179,9 @@ def run_steps(
         mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-        remark = image_size_line(Backbone.of(experiment), prepared.dataset.info)
+        remark = image_size_line(
+            Backbone.of(experiment.model, experiment.storage.places), prepared.dataset.info
+        )
         for line in (remark, random_weights_line(experiment)):
             if line is not None:
                 progress.note(line)
@@ -302,7 +299,11 @@ def _restore_files(
             if adds or not damaged.keys() <= set(TABLES):
                 report = progress.task_progress
                 prepared = prepare_run(experiment, report("preparing data"))
-                ensure_pretrained(Backbone.of(experiment), report("backbone"), on_ray=False)
+                ensure_pretrained(
+                    Backbone.of(experiment.model, experiment.storage.places),
+                    report("backbone"),
+                    on_ray=False,
+                )
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
                 # Imports matplotlib and PEFT, which takes seconds.
                 from trishul_ray.runs.artifacts import write_artifacts
@@ -345,7 +346,11 @@ def _run(
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            unread = unread_fields(experiment, prepared.dataset.info, Backbone.of(experiment))
+            unread = unread_fields(
+                experiment,
+                prepared.dataset.info,
+                Backbone.of(experiment.model, experiment.storage.places),
+            )
             tracker = open_tracker(experiment, attempt, coverage.to_json(), options.tags, unread)
             log_data(tracker, coverage.to_json(), prepared.sources)
             use_ray = experiment.resources.backend == "ray"
@@ -354,7 +359,9 @@ def _run(
                 stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
                 stack.enter_context(ray_session())
             ensure_pretrained(
-                Backbone.of(experiment), progress.task_progress("backbone"), on_ray=use_ray
+                Backbone.of(experiment.model, experiment.storage.places),
+                progress.task_progress("backbone"),
+                on_ray=use_ray,
             )
             progress.phase("starting clients")
             driver = stack.enter_context(

@@ -8,12 +8,12 @@ import yaml
 
 from trishul_ray.adapters.export import AdapterExport, export_merged, export_peft
 from trishul_ray.adapters.model import Trained
-from trishul_ray.content import changed_sources
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.messages import Arrays, survey_in
+from trishul_ray.federation.messages import Arrays, changed_sources, survey_in
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import (
@@ -22,7 +22,6 @@ from trishul_ray.federation.workbench import (
     build_model_bench,
     global_model,
 )
-from trishul_ray.loading import build_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.runs.model_files import name_backbone, name_classes, write_model_files

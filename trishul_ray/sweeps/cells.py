@@ -17,7 +17,7 @@ from trishul_ray.data.prepare import find_source
 from trishul_ray.data.prepared import RowSet
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.loading import (
+from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
     describe_unknown_field,
     field_names,

@@ -18,14 +18,13 @@ from torch import nn
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.targets import classifier_module
-from trishul_ray.config import ModelConfig
+from trishul_ray.config import ModelConfig, Places
 from trishul_ray.data.prepare import official_rows, prepare
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.on_ray.slices import usable_cores
-from trishul_ray.federation.prepare import build_site
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.storage import Places
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
@@ -133,7 +132,7 @@ def work_of(experiment: Experiment) -> Work:
             adapters do not fit the model.
     """
     fed, options, model = experiment.federation, experiment.evaluation, experiment.model
-    shape = _shape(model.model_copy(update={"content": None}), Places.of(experiment))
+    shape = _shape(model.model_copy(update={"content": None}), experiment.storage.places)
     n, m = shape.image_tokens or experiment.task.max_length, experiment.task.target_length
     method = build_method(experiment.method, experiment.adapter)
     site = build_site(shape.module, experiment)
@@ -189,7 +188,7 @@ def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
     if official is not None:
         test, train = official["test"], official["train"]
     else:
-        places = Places.of(experiment)
+        places = experiment.storage.places
         own = prepare(experiment.data, cache=places.cache, hub=places.hub, download=False)
         test, train = len(own.test), len(own.train)
     validation = round(experiment.data.validation_share * train)

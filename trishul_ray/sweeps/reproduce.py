@@ -333,7 +333,7 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
     for id, experiment in experiments.items():
         kept = experiment.model_dump_json(include={"model", "adapter", "budget", "method"})
         if kept not in checked:
-            from trishul_ray.federation.prepare import check_fits
+            from trishul_ray.experiment.fit import check_fits
 
             checked.add(kept)
             try:

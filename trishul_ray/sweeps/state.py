@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trishul_ray.content import changed_sources, comparable, local_sources
 from trishul_ray.data.prepared import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
+from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
 from trishul_ray.runs.results import (

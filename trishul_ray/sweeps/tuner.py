@@ -204,7 +204,7 @@ def prepare_inputs(
 def _prepare(
     experiment: Experiment, progress: SweepProgress, search: Search | None
 ) -> InputError | None:
-    backbone = Backbone.of(experiment)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
     try:
         label = f"preparing {experiment.data.name}"
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))

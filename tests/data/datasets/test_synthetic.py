@@ -12,9 +12,9 @@ from trishul_ray.data.datasets.newsgroups import NEWSGROUPS
 from trishul_ray.data.datasets.svhn import SVHN
 from trishul_ray.data.datasets.synthetic import SYNTHETIC
 from trishul_ray.data.prepare import prepare
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.loading import load_experiment
 
 #: The stand-ins of texts, with their real datasets.
 REAL = dict(

@@ -3,13 +3,13 @@
 import pytest
 
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.on_ray.slices import (
     Slices,
     oversubscription_warning,
     plan_slices,
     slices_of_bundles,
 )
-from trishul_ray.loading import load_experiment
 
 CPUS = {"CPU": 4.0}
 BOX = {"CPU": 8.0, "GPU": 2.0}

@@ -16,7 +16,6 @@ import ray
 from ray._private.state import state
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from trishul_ray.content import changed_sources
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
@@ -27,6 +26,7 @@ from trishul_ray.federation.messages import (
     SurveyJob,
     TrainJob,
     Upload,
+    changed_sources,
 )
 from trishul_ray.federation.on_ray.nodes import draining_nodes
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum

@@ -1,8 +1,8 @@
 """An experiment: a frozen, validated description of a federated run, and its identity.
 
-:mod:`trishul_ray.config` defines the fields, :mod:`trishul_ray.loading` reads them from files and
-the command line. The id of an experiment is the hash of every field that can change its numbers.
-Fields that cannot (folders, tracking, number of actors) are left out.
+:mod:`trishul_ray.config` defines the fields, :mod:`trishul_ray.experiment.loading` reads them
+from files and the command line. The id of an experiment is the hash of every field that can change
+its numbers. Fields that cannot (folders, tracking, number of actors) are left out.
 """
 
 import hashlib
@@ -144,7 +144,7 @@ class Experiment(Section):
 
         Fields that the method ignores are left out; see
         :meth:`trishul_ray.methods.base.Method.ignored_fields`. The noted content of own data or of
-        an own model is in the place of its path; see :mod:`trishul_ray.content`.
+        an own model is in the place of its path; see :mod:`trishul_ray.experiment.identity`.
         """
         kept = _identity_of(self)
         if self.data.content_hash is not None:

@@ -4,7 +4,7 @@ Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.
 YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
 ``data.name``, ``model.name`` and ``method.name``; an override may name any field by the last part
 of its name if no other field has it (``rounds=3``). A learning rate that is not set is looked up in
-``presets/learning_rates.yaml``. ``optimizer.rates`` names a file of tuned ones, which replace even
+``learning_rates.yaml``. ``optimizer.rates`` names a file of tuned ones, which replace even
 one that is set.
 """
 
@@ -12,19 +12,26 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trishul_ray import plugins
-from trishul_ray.config import SHORT_MODEL_NAMES, Section
-from trishul_ray.content import note_content, note_plugins
+from trishul_ray.config import SHORT_MODEL_NAMES
 from trishul_ray.errors import InputError
-from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.experiment.identity import note_content, note_plugins
+from trishul_ray.experiment.learning_rates import default_learning_rate_of, tuned_learning_rate
+from trishul_ray.experiment.yaml_files import (
+    RepeatedKeyError,
+    in_one_line,
+    parse_yaml,
+    read_yaml,
+)
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
 
 #: Fields that have a short name.
@@ -43,9 +50,6 @@ _OTHER_NAMES = {
 }
 #: Fields that loading fills in.
 _NOTED = ("lr_source", "content")
-#: α of the Dirichlet partitions that rates were published for.
-PUBLISHED_ALPHA = 0.3
-_PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
 def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -58,7 +62,7 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
     Raises:
         InputError: one line that names the field, the value and what is allowed.
     """
-    user = _read_yaml(path) if path is not None else {}
+    user = read_yaml(path) if path is not None else {}
     _expand_short_fields(user)
     read = [(text, *split_override(text)) for text in overrides]
     # The names of methods depend on the plug-ins, further fields on the method's name.
@@ -90,7 +94,7 @@ def experiment_of_arguments(
     """
     user: dict[str, Any] = {}
     if config is not None:
-        read = _read_yaml(config) if isinstance(config, Path) else config
+        read = read_yaml(config) if isinstance(config, Path) else config
         user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in read.items()}
     user |= {key: arguments[key] for key in ("plugins",) if key in arguments}
     _load_plugins(user)
@@ -152,9 +156,11 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
     _load_plugins(user)
     data = user.get("data", {})
     dataset = data.get("name", "digits") if isinstance(data, dict) else None
-    experiment = build_experiment(_merge(_preset(dataset), user))
+    experiment = build_experiment(
+        _merge(_preset(dataset) if isinstance(dataset, str) else {}, user)
+    )
     if experiment.data.path is not None and "/" not in experiment.model.name:
-        from trishul_ray.federation.prepare import with_builtin_defaults  # imports torch
+        from trishul_ray.experiment.fit import with_builtin_defaults  # imports torch
 
         experiment = with_builtin_defaults(
             experiment,
@@ -163,7 +169,7 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
         )
     rate = tuned_learning_rate(experiment)
     if rate is None and "lr" not in (user.get("optimizer") or {}):
-        rate = _default_learning_rate_of(experiment)
+        rate = default_learning_rate_of(experiment)
     # What it was read from is the source's to say: the run depends on the rate alone.
     read: dict[str, Any] = {"rates": None}
     if rate is not None:
@@ -176,7 +182,7 @@ def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment
     """Validate the fields of an experiment; raises as :func:`load_experiment`.
 
     With ``note``, the content of its own data and model is noted as it is now; see
-    :mod:`trishul_ray.content`.
+    :mod:`trishul_ray.experiment.identity`.
     """
     try:
         experiment = Experiment.model_validate(fields)
@@ -210,241 +216,15 @@ def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) ->
             yield from (f"{name}.{inner}" for inner in field_names(method, section))
 
 
-def default_learning_rate(
-    dataset: str,
-    method: str,
-    lora_rank: int,
-    iid: bool,
-    *,
-    rates_like: str | None = None,
-    partition: str | None = None,
-    alpha: float = PUBLISHED_ALPHA,
-    optimizer: str = "adam",
-    model: str | None = None,
-) -> tuple[float, str] | None:
-    """Return the default learning rate and its source.
-
-    The source names every setting in which the experiment differs from the one that the rate was
-    published for.
-
-    Args:
-        dataset: its name; ``glue/rte`` uses the rates of ``glue``.
-        method: its name.
-        lora_rank: the budget; up to 32 counts as the lower one.
-        iid: whether the partition is IID.
-        rates_like: the method whose rates apply if the tables do not have ``method``.
-        partition: ``partition.kind``; by default derived from ``iid``.
-        alpha: ``partition.alpha`` of a Dirichlet partition.
-        optimizer: ``optimizer.name``.
-        model: the backbone; None is the one of the table.
-
-    Returns:
-        ``(rate, source)``, or None if the tables have neither ``method`` nor ``rates_like``.
-    """
-    table = _package_yaml("learning_rates.yaml")
-    rows = table.get(dataset) or table.get(dataset.partition("/")[0]) or table["default"]
-    unpublished = table["unpublished"]
-    known = next((m for m in (method, rates_like) if m in rows or m in unpublished), None)
-    if known is None:
-        return None
-    borrowed = [] if known == method else [f"from {known}, for {method}"]
-    if known in unpublished:
-        rate, source = unpublished[known], f"our choice: no source names a rate for {known}"
-    else:
-        cells = rows[known]
-        column = (0 if iid else 2) + (0 if lora_rank <= 32 else 1)
-        rate, source = cells[column] if isinstance(cells, list) else cells, str(rows["source"])
-        if optimizer != "adam":
-            borrowed.append(f"from Adam, for {optimizer.upper()}")
-        if "model" not in rows:  # not published
-            source += f" {dataset}"
-        else:
-            if lora_rank not in (32, 64):
-                borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {lora_rank}")
-            kind = partition or ("iid" if iid else "dirichlet")
-            published_for = "iid" if iid or "partition" in rows else "dirichlet"
-            if kind != published_for:
-                article = "an" if published_for == "iid" else "a"
-                published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[kind]
-                borrowed.append(f"from {article} {published} partition, for {used}")
-            elif kind == "dirichlet" and alpha != PUBLISHED_ALPHA:
-                borrowed.append(f"from α = {PUBLISHED_ALPHA}, for {alpha:g}")
-            if model not in (None, rows["model"]):
-                borrowed.append(f"from {rows['model']}, for {model}")
-    return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
-
-
-class TunedRate(Section):
-    """A learning rate that was chosen on validation rows, and what it was chosen for."""
-
-    dataset: str
-    method: str
-    rank: int = Field(description="LoRA rank of the budget")
-    partition: str
-    alpha: float | None = Field(description="Dirichlet concentration; None for other partitions")
-    model: str
-    optimizer: str
-    rate: float
-    metric: str = Field(description="what was compared, after the last round")
-    score: float = Field(description="mean over the seeds")
-    edge: Literal["lowest", "highest"] | None = Field(
-        description="whether it is at an end of the grid, beyond which a better one may be"
-    )
-    grid: dict[float, float | None] = Field(description="score by rate; None: a run failed")
-    runs: tuple[str, ...] = Field(description="ids of the runs with this rate")
-
-
-class TunedRates(Section):
-    """The content of a file of tuned rates."""
-
-    rates: tuple[TunedRate, ...]
-
-
-def tuned_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
-    """Return the rate that ``optimizer.rates`` has for an experiment, and its source.
-
-    It has one if it was tuned for the dataset, the budget and the kind of partition, and for the
-    method or the one that it borrows rates from. The source names what else differs.
-
-    Raises:
-        InputError: The file cannot be read.
-    """
-    optimizer, partition = experiment.optimizer, experiment.partition
-    if optimizer.rates is None:
-        return None
-    file, method = Path(optimizer.rates).expanduser(), experiment.method.name
-    alpha = partition.alpha if partition.kind == "dirichlet" else None
-    meant = (experiment.data.name, experiment.lora_rank, partition.kind == "iid")
-    found: list[tuple[int, str, TunedRate]] = []
-    for tuned in _read_tuned_rates(file):
-        if (tuned.dataset, tuned.rank, tuned.partition == "iid") != meant:
-            continue
-        if tuned.method not in (method, method_class(method).rates_like):
-            continue
-        differences = [
-            f"{name} {theirs}, for {ours}"
-            for name, theirs, ours in (
-                ("method", tuned.method, method),
-                ("partition", tuned.partition, partition.kind),
-                ("α =", tuned.alpha, alpha),
-                ("model", tuned.model, experiment.model.name),
-                ("optimizer", tuned.optimizer, optimizer.name),
-            )
-            if theirs != ours
-        ]
-        borrowed = f"; borrowed from {'; '.join(differences)}" if differences else ""
-        # The method's own rate before that of another, however close its setting is.
-        found.append((10 * (tuned.method != method) + len(differences), borrowed, tuned))
-    if not found:
-        return None
-    _, borrowed, best = min(found, key=lambda each: each[0])
-    edge = f", the {best.edge}" if best.edge else ""
-    source = f"{file.name}: best of {len(best.grid)} rates{edge}, {best.metric} {best.score:.4g}"
-    return best.rate, source + borrowed
-
-
-def _read_tuned_rates(file: Path) -> tuple[TunedRate, ...]:
-    try:
-        changed = file.stat().st_mtime_ns
-    except OSError as error:
-        raise InputError(
-            f"optimizer.rates={str(file)!r} does not exist; `trishul rates` writes such a file"
-        ) from error
-    return _parse_tuned_rates(file, changed)
-
-
-@lru_cache
-def _parse_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
-    try:
-        return TunedRates.model_validate(_read_yaml(file)).rates
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(
-            f"optimizer.rates={str(file)!r} is no file of tuned rates: {where}: {first['msg']}"
-        ) from error
-
-
-def _default_learning_rate_of(experiment: Experiment) -> tuple[float, str] | None:
-    method = experiment.method.name
-    return default_learning_rate(
-        experiment.data.name,
-        method,
-        experiment.lora_rank,
-        experiment.partition.kind == "iid",
-        rates_like=method_class(method).rates_like,
-        partition=experiment.partition.kind,
-        alpha=experiment.partition.alpha,
-        optimizer=experiment.optimizer.name,
-        model=experiment.model.name,
-    )
-
-
 @cache
-def _package_yaml(name: str) -> dict[str, Any]:
-    """Return the file ``name`` of ``presets/``, or an empty dictionary if there is none."""
+def _preset(dataset: str) -> dict[str, Any]:
+    """Return the fields of ``presets/<dataset>.yaml``; empty if there is no such file."""
     # Look it up among the files instead of joining paths: the name may come from the user.
     files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
-    loaded = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
-    assert isinstance(loaded, dict)
-    return loaded
-
-
-def _preset(dataset: Any) -> dict[str, Any]:
-    if not isinstance(dataset, str) or dataset == "learning_rates":
-        return {}
-    return _package_yaml(f"{dataset.replace('/', '-')}.yaml")
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping; ``yaml.safe_load`` would keep the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Before merge keys (``<<``) are resolved, which repeats those that they override.
-        node = super().compose_mapping_node(anchor)
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in first:
-                raise _RepeatedKeyError(
-                    problem=f"line {line}: {key.value!r} appears twice (first in line "
-                    f"{first[key.value]}); remove one"
-                )
-            first[key.value] = line
-        return node
-
-
-class _RepeatedKeyError(yaml.MarkedYAMLError):
-    pass
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
-    return yaml.load(text, Loader=_Loader)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = _parse_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"config file {path} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} cannot be read: {error}") from error
-    except _RepeatedKeyError as error:
-        raise InputError(f"config file {path}, {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"config file {path} is not YAML: {_one_line(error)}") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        kind = {"str": "text", "int": "number", "float": "number"}
-        name = type(loaded).__name__
-        raise InputError(
-            f"config file {path} must contain key: value pairs, not a {kind.get(name, name)}"
-        )
-    return loaded
+    name = f"{dataset.replace('/', '-')}.yaml"
+    fields = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
+    assert isinstance(fields, dict)
+    return fields
 
 
 def _expand_short_fields(fields: dict[str, Any]) -> None:
@@ -461,11 +241,11 @@ def split_override(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise InputError(f"override {text!r} is not of the form key=value")
     try:
-        return key.strip(), _parse_yaml(raw)
-    except _RepeatedKeyError as error:
+        return key.strip(), parse_yaml(raw)
+    except RepeatedKeyError as error:
         raise InputError(f"override {text!r}: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"override {text!r}: value is not YAML: {_one_line(error)}") from error
+        raise InputError(f"override {text!r}: value is not YAML: {in_one_line(error)}") from error
 
 
 def _set_field(fields: dict[str, Any], dotted: str, value: Any, override: str) -> None:
@@ -570,7 +350,3 @@ def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return None if annotation is MethodConfig else annotation
     return None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

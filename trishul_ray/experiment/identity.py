@@ -11,7 +11,6 @@ Names of public datasets, and of models on the hub or in a mirror, are in the id
 they stand for, the sources of a run, is compared when a result is used; see :func:`local_sources`.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from trishul_ray.errors import InputError
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig, ModelConfig
     from trishul_ray.data.prepared import ProgressCallback
-    from trishul_ray.experiment import Experiment
+    from trishul_ray.experiment.experiment import Experiment
 
 
 def note_content(experiment: "Experiment") -> "Experiment":
@@ -108,7 +107,7 @@ def local_sources(
 
     sources: dict[str, str] = {}
     unknown = []
-    backbone = Backbone.of(experiment)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
     places = backbone.places
     try:
         rows = prepare(
@@ -126,24 +125,6 @@ def local_sources(
     except InputError as error:
         unknown.append(f"the weights of the backbone ({error})")
     return sources, " and ".join(unknown)
-
-
-def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the sources known in both that differ, as text for a message; empty if none do."""
-    titles = {
-        "rows": "data", "tokens": "tokens of the data", "answers": "answers of the classes",
-        "backbone": "weights of the backbone",
-    }  # fmt: skip
-    changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
-    if "rows" in changed and "tokens" in changed:
-        changed.remove("tokens")  # new rows imply new tokens
-    return " and ".join(titles[source] for source in changed)
-
-
-def comparable(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether the backbone's sources are of one kind: a folder's hash, or a hub's commit."""
-    backbones = [s["backbone"] for s in (before, now) if "backbone" in s]
-    return len({source.startswith("sha256:") for source in backbones}) < 2
 
 
 def _data_content(data: "DataConfig") -> str | None:

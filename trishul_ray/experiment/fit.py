@@ -1,0 +1,134 @@
+"""Whether the adapters of an experiment fit its backbone, and defaults with which they do."""
+
+import os
+import sys
+from contextlib import suppress
+
+import torch
+
+from trishul_ray.adapters.targets import find_layers, scored_layers
+from trishul_ray.config import Places
+from trishul_ray.data.custom import CUSTOM
+from trishul_ray.data.hub import ON_HUB
+from trishul_ray.data.prepare import find_source, prepare
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.methods.base import Site, build_method
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.builtin import BUILTINS, Builtin
+
+
+def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool) -> Experiment:
+    """Return an experiment on own data with defaults that suit its built-in backbone.
+
+    Args:
+        experiment: an experiment; others than these are returned as they are.
+        budget: whether to replace a budget that does not fit by the largest power of two that does.
+        weights: whether to draw the weights from the seed where they are not pretrained yet, and
+            what they are pretrained on is not on this machine.
+    """
+    builtin = BUILTINS.get(experiment.model.name)
+    if builtin is None or experiment.data.name not in CUSTOM:
+        return experiment
+    if weights and not _can_pretrain(builtin, experiment.storage.places):
+        model = experiment.model.model_copy(update={"init": "random"})
+        experiment = experiment.model_copy(update={"model": model})
+    choices = [
+        experiment,
+        *(experiment.model_copy(update={"budget": 2**n}) for n in (4, 3, 2, 1, 0)),
+    ]
+    for choice in choices if budget else ():
+        with suppress(InputError):
+            _check_fits(choice)
+            return choice
+    return experiment
+
+
+def random_weights_line(experiment: Experiment) -> str | None:
+    """Return a remark on a built-in backbone with random weights for own data; otherwise None."""
+    builtin = BUILTINS.get(experiment.model.name)
+    random = experiment.model.init == "random" and experiment.data.name in CUSTOM
+    if builtin is None or not random:
+        return None
+    return (
+        f"warning: the weights of {builtin.name} are random (model.init=random); `trishul pretrain "
+        f"{builtin.name}` trains them where dataset {builtin.recipe.dataset} can be had"
+    )
+
+
+def check_fits(experiment: Experiment) -> None:
+    """Check that the adapters fit the layers of the backbone, without loading its weights.
+
+    Raises:
+        InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
+            if something is wrong with own data, too, then that; or there is no GPU for
+            ``resources.device=cuda``.
+    """
+    if experiment.resources.device == "cuda" and not _may_have_gpu():
+        raise InputError(
+            "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
+            "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
+        )
+    try:
+        _check_fits(experiment)
+    except InputError:
+        if experiment.data.name in CUSTOM:
+            places = experiment.storage.places
+            prepare(experiment.data, cache=places.cache, hub=places.hub)
+        raise
+
+
+def _check_fits(experiment: Experiment) -> None:
+    site = build_site(Backbone.of(experiment.model, experiment.storage.places).shapes, experiment)
+    adapters = build_method(experiment.method, experiment.adapter).adapters(site)
+    for layer in site.layers:
+        rank = getattr(adapters.get(layer.name), "rank", 0)
+        width = min(layer.d_out, layer.d_in)
+        if rank > width:
+            options = experiment.adapter
+            setting = f"adapter.rank={options.rank}"
+            if options.rank is None:
+                setting = f"budget={experiment.budget}"
+            raise InputError(
+                f"{setting} gives {experiment.method.name} a rank of {rank} on {layer.name} "
+                f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
+            )
+
+
+def _may_have_gpu() -> bool:
+    """Return whether this machine has a GPU, or a cluster that it belongs to may have one."""
+    ray = sys.modules.get("ray")
+    on_cluster = os.environ.get("RAY_ADDRESS") not in (None, "", "local")
+    return torch.cuda.is_available() or on_cluster or (ray is not None and ray.is_initialized())
+
+
+def build_site(
+    model: torch.nn.Module, experiment: Experiment, known: dict[str, float] | None = None
+) -> Site:
+    """Return the layers of a backbone that can be adapted; on the meta device, norms are zero.
+
+    ``known`` has squared norms of the model's weights by layer; those computed here are added.
+    """
+    known = {} if known is None else known
+    layers = tuple(find_layers(model, experiment.adapter.targets))
+    scores = build_method(experiment.method).block_scores
+    scored = tuple(scored_layers(model, layers, scores))
+    norms = {}
+    for layer in dict.fromkeys((*layers, *scored)):
+        if layer.name not in known:
+            weight = model.get_submodule(layer.name).weight
+            assert isinstance(weight, torch.Tensor)
+            on_meta = weight.device.type == "meta"
+            known[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
+        norms[layer.name] = known[layer.name]
+    return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
+
+
+def _can_pretrain(builtin: Builtin, places: Places) -> bool:
+    """Return whether a built-in is pretrained, or can be from what is on this machine."""
+    if builtin.folder(places.cache).is_dir():
+        return True
+    try:
+        return not find_source(builtin.recipe.dataset).key(places.hub).startswith(ON_HUB)
+    except InputError:
+        return False

@@ -1,0 +1,197 @@
+"""The learning rate of an experiment that sets none, and rates that ``trishul rates`` has tuned."""
+
+from functools import cache, lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from trishul_ray.config import Section
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.experiment.yaml_files import read_yaml
+from trishul_ray.methods.base import method_class
+
+#: α of the Dirichlet partitions that rates were published for.
+PUBLISHED_ALPHA = 0.3
+_PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
+
+
+def default_learning_rate(
+    dataset: str,
+    method: str,
+    lora_rank: int,
+    iid: bool,
+    *,
+    rates_like: str | None = None,
+    partition: str | None = None,
+    alpha: float = PUBLISHED_ALPHA,
+    optimizer: str = "adam",
+    model: str | None = None,
+) -> tuple[float, str] | None:
+    """Return the default learning rate and its source.
+
+    The source names every setting in which the experiment differs from the one that the rate was
+    published for.
+
+    Args:
+        dataset: its name; ``glue/rte`` uses the rates of ``glue``.
+        method: its name.
+        lora_rank: the budget; up to 32 counts as the lower one.
+        iid: whether the partition is IID.
+        rates_like: the method whose rates apply if the tables do not have ``method``.
+        partition: ``partition.kind``; by default derived from ``iid``.
+        alpha: ``partition.alpha`` of a Dirichlet partition.
+        optimizer: ``optimizer.name``.
+        model: the backbone; None is the one of the table.
+
+    Returns:
+        ``(rate, source)``, or None if the tables have neither ``method`` nor ``rates_like``.
+    """
+    table = _table()
+    rows = table.get(dataset) or table.get(dataset.partition("/")[0]) or table["default"]
+    unpublished = table["unpublished"]
+    known = next((m for m in (method, rates_like) if m in rows or m in unpublished), None)
+    if known is None:
+        return None
+    borrowed = [] if known == method else [f"from {known}, for {method}"]
+    if known in unpublished:
+        rate, source = unpublished[known], f"our choice: no source names a rate for {known}"
+    else:
+        cells = rows[known]
+        column = (0 if iid else 2) + (0 if lora_rank <= 32 else 1)
+        rate, source = cells[column] if isinstance(cells, list) else cells, str(rows["source"])
+        if optimizer != "adam":
+            borrowed.append(f"from Adam, for {optimizer.upper()}")
+        if "model" not in rows:  # not published
+            source += f" {dataset}"
+        else:
+            if lora_rank not in (32, 64):
+                borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {lora_rank}")
+            kind = partition or ("iid" if iid else "dirichlet")
+            published_for = "iid" if iid or "partition" in rows else "dirichlet"
+            if kind != published_for:
+                article = "an" if published_for == "iid" else "a"
+                published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[kind]
+                borrowed.append(f"from {article} {published} partition, for {used}")
+            elif kind == "dirichlet" and alpha != PUBLISHED_ALPHA:
+                borrowed.append(f"from α = {PUBLISHED_ALPHA}, for {alpha:g}")
+            if model not in (None, rows["model"]):
+                borrowed.append(f"from {rows['model']}, for {model}")
+    return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
+
+
+class TunedRate(Section):
+    """A learning rate that was chosen on validation rows, and what it was chosen for."""
+
+    dataset: str
+    method: str
+    rank: int = Field(description="LoRA rank of the budget")
+    partition: str
+    alpha: float | None = Field(description="Dirichlet concentration; None for other partitions")
+    model: str
+    optimizer: str
+    rate: float
+    metric: str = Field(description="what was compared, after the last round")
+    score: float = Field(description="mean over the seeds")
+    edge: Literal["lowest", "highest"] | None = Field(
+        description="whether it is at an end of the grid, beyond which a better one may be"
+    )
+    grid: dict[float, float | None] = Field(description="score by rate; None: a run failed")
+    runs: tuple[str, ...] = Field(description="ids of the runs with this rate")
+
+
+class TunedRates(Section):
+    """The content of a file of tuned rates."""
+
+    rates: tuple[TunedRate, ...]
+
+
+def tuned_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
+    """Return the rate that ``optimizer.rates`` has for an experiment, and its source.
+
+    It has one if it was tuned for the dataset, the budget and the kind of partition, and for the
+    method or the one that it borrows rates from. The source names what else differs.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    optimizer, partition = experiment.optimizer, experiment.partition
+    if optimizer.rates is None:
+        return None
+    file, method = Path(optimizer.rates).expanduser(), experiment.method.name
+    alpha = partition.alpha if partition.kind == "dirichlet" else None
+    meant = (experiment.data.name, experiment.lora_rank, partition.kind == "iid")
+    found: list[tuple[int, str, TunedRate]] = []
+    for tuned in _read_tuned_rates(file):
+        if (tuned.dataset, tuned.rank, tuned.partition == "iid") != meant:
+            continue
+        if tuned.method not in (method, method_class(method).rates_like):
+            continue
+        differences = [
+            f"{name} {theirs}, for {ours}"
+            for name, theirs, ours in (
+                ("method", tuned.method, method),
+                ("partition", tuned.partition, partition.kind),
+                ("α =", tuned.alpha, alpha),
+                ("model", tuned.model, experiment.model.name),
+                ("optimizer", tuned.optimizer, optimizer.name),
+            )
+            if theirs != ours
+        ]
+        borrowed = f"; borrowed from {'; '.join(differences)}" if differences else ""
+        # The method's own rate before that of another, however close its setting is.
+        found.append((10 * (tuned.method != method) + len(differences), borrowed, tuned))
+    if not found:
+        return None
+    _, borrowed, best = min(found, key=lambda each: each[0])
+    edge = f", the {best.edge}" if best.edge else ""
+    source = f"{file.name}: best of {len(best.grid)} rates{edge}, {best.metric} {best.score:.4g}"
+    return best.rate, source + borrowed
+
+
+def _read_tuned_rates(file: Path) -> tuple[TunedRate, ...]:
+    try:
+        changed = file.stat().st_mtime_ns
+    except OSError as error:
+        raise InputError(
+            f"optimizer.rates={str(file)!r} does not exist; `trishul rates` writes such a file"
+        ) from error
+    return _parse_tuned_rates(file, changed)
+
+
+@lru_cache
+def _parse_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
+    try:
+        return TunedRates.model_validate(read_yaml(file)).rates
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"optimizer.rates={str(file)!r} is no file of tuned rates: {where}: {first['msg']}"
+        ) from error
+
+
+def default_learning_rate_of(experiment: Experiment) -> tuple[float, str] | None:
+    """Return the :func:`default_learning_rate` of an experiment."""
+    method = experiment.method.name
+    return default_learning_rate(
+        experiment.data.name,
+        method,
+        experiment.lora_rank,
+        experiment.partition.kind == "iid",
+        rates_like=method_class(method).rates_like,
+        partition=experiment.partition.kind,
+        alpha=experiment.partition.alpha,
+        optimizer=experiment.optimizer.name,
+        model=experiment.model.name,
+    )
+
+
+@cache
+def _table() -> dict[str, Any]:
+    file = resources.files("trishul_ray.experiment") / "learning_rates.yaml"
+    table: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return table

@@ -1,0 +1,63 @@
+"""Read YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trishul_ray.errors import InputError
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Before merge keys (``<<``) are resolved, which repeats those that they override.
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in first:
+                raise RepeatedKeyError(
+                    problem=f"line {line}: {key.value!r} appears twice (first in line "
+                    f"{first[key.value]}); remove one"
+                )
+            first[key.value] = line
+        return node
+
+
+class RepeatedKeyError(yaml.MarkedYAMLError):
+    """A key that stands twice in a mapping; ``problem`` names it and its lines."""
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the fields in a YAML file; raise InputError if it cannot be read, or holds none."""
+    try:
+        loaded = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"config file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config file {path} cannot be read: {error}") from error
+    except RepeatedKeyError as error:
+        raise InputError(f"config file {path}, {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"config file {path} is not YAML: {in_one_line(error)}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        kind = {"str": "text", "int": "number", "float": "number"}
+        name = type(loaded).__name__
+        raise InputError(
+            f"config file {path} must contain key: value pairs, not a {kind.get(name, name)}"
+        )
+    return loaded
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the message of an error with its line breaks as blanks."""
+    return " ".join(str(error).split())
