@@ -13,8 +13,8 @@ from _setups import LARGE, synthetic
 from torch import Tensor
 from transformers import ViTConfig
 
+from trishul_ray.data.dataset import PreparedDataset
 from trishul_ray.data.partition import partition
-from trishul_ray.data.prepared import PreparedDataset
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.local import LocalSteps

@@ -9,7 +9,7 @@ from _gpu import ALL_ROWS, Place, dealt, experiment_at, vision
 from _results import Goal, Section
 from _setups import LARGE, has_real_data
 
-from trishul_ray.data.prepared import PreparedDataset, write_split
+from trishul_ray.data.dataset import PreparedDataset, write_split
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import Prepared, prepare_run

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from transformers import ViTConfig
 
+from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, write_split
 from trishul_ray.data.partition import partition
-from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, write_split
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import Prepared, prepare_run

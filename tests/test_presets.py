@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from trishul_ray.config import Places
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.datasets import PUBLIC
-from trishul_ray.data.prepared import DatasetInfo
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method
@@ -81,7 +81,7 @@ def text_rows(tmp_path):
     import numpy as np
     import pyarrow as pa
 
-    from trishul_ray.data.prepared import Split, write_split
+    from trishul_ray.data.dataset import Split, write_split
 
     def make(info):
         fields = info.fields if info.kind == "text" else ("question", "context")

@@ -235,7 +235,7 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(dataset, str):
         return {"data.name": dataset}
     from trishul_ray.config import Places
-    from trishul_ray.data.from_python import store_rows
+    from trishul_ray.data.own import store_rows
 
     section = fields.get("data", {})
     columns = fields.get("columns", section.get("columns", {}))

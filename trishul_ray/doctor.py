@@ -130,8 +130,8 @@ def clean(cache: Path) -> list[Path]:
     Return what was removed.
     """
     # They import torch, which the checks may find broken.
-    from trishul_ray.data.cache import remove_leftovers
-    from trishul_ray.data.from_python import remove_unused_rows
+    from trishul_ray.data.own import remove_unused_rows
+    from trishul_ray.data.prepare import remove_leftovers
     from trishul_ray.federation.on_ray.old_sessions import remove_old_sessions, temporary_folder
     from trishul_ray.models.shared_weights import remove_unused_weights
 

@@ -7,8 +7,7 @@ import pytest
 from filelock import FileLock
 
 from trishul_ray.config import DataConfig
-from trishul_ray.data.cache import KEPT, LOCK, UNUSED_SECONDS, remove_leftovers
-from trishul_ray.data.prepare import prepare
+from trishul_ray.data.prepare import KEPT, LOCK, UNUSED_SECONDS, prepare, remove_leftovers
 from trishul_ray.errors import InputError
 
 

@@ -4,10 +4,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trishul_ray.data.coverage import RowCounts, measure_coverage
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.glue import SST2
-from trishul_ray.data.prepare import prepare
+from trishul_ray.data.prepare import RowCounts, measure_coverage, prepare
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

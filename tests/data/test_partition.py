@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trishul_ray.config import PartitionConfig
+from trishul_ray.data.dataset import DatasetInfo, Split, write_split
 from trishul_ray.data.partition import (
     Partition,
     draw_held_out,
@@ -14,7 +15,6 @@ from trishul_ray.data.partition import (
     partition_column,
     skewed_by,
 )
-from trishul_ray.data.prepared import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
 
 KINDS = [("iid", "per-client"), ("dirichlet", "per-client"), ("dirichlet", "per-label")]

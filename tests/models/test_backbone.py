@@ -22,7 +22,7 @@ from transformers import (
 
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig, Places
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.federation.prepare import image_size_line
 from trishul_ray.models import lookup

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trishul_ray.config import ModelConfig, Places
-from trishul_ray.data.prepared import DatasetInfo, Split, write_split
+from trishul_ray.data.dataset import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import (

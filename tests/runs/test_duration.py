@@ -7,8 +7,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from trishul_ray.data.coverage import Coverage, RowCounts
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
+from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs import duration
 from trishul_ray.runs.duration import DurationNote

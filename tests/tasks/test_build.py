@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trishul_ray.config import Places, task_kinds
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tolerances import rounding
 
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.models.lookup import Preprocessing
 from trishul_ray.tasks.image_classification import ImageClassification, image_task

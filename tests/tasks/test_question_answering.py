@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.models.builtin import EOS, FIRST_BYTE, PAD
 from trishul_ray.tasks.question_answering import QuestionAnswering, pack_answers, unpack_answers

@@ -14,7 +14,7 @@ from tolerances import forward
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from trishul_ray.config import ModelConfig, Places
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BOS, CLS, FIRST_BYTE, PAD, SEP

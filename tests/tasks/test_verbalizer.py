@@ -7,7 +7,7 @@ import pytest
 import torch
 from tolerances import forward
 
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.models.builtin import BOS, FIRST_BYTE, PAD, VOCABULARY
 from trishul_ray.tasks.text import Template

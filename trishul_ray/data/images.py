@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import ExifTags, Image, ImageOps
 
-from trishul_ray.data.tables import get_column
+from trishul_ray.data.columns import get_column
 from trishul_ray.errors import CorruptFileError
 
 # Python would print what Pillow logs on malformed files.

@@ -24,7 +24,7 @@ from trishul_ray.rng import numpy_rng
 
 if TYPE_CHECKING:
     from trishul_ray.config import PartitionConfig
-    from trishul_ray.data.prepared import DatasetInfo, Split
+    from trishul_ray.data.dataset import DatasetInfo, Split
 
 #: Clients to name in one message.
 MAX_NAMED = 8
@@ -181,7 +181,7 @@ def draw_held_out(
         inputs: a number for each different input, integers [n].
         strata: class or natural client of each row, integers [n].
         share: share of the different inputs, in (0, 1).
-        fingerprint: of the rows; see :attr:`~trishul_ray.data.prepared.Split.fingerprint`.
+        fingerprint: of the rows; see :attr:`~trishul_ray.data.dataset.Split.fingerprint`.
     """
     _, first, owner = np.unique(inputs, return_index=True, return_inverse=True)
     _, strata = np.unique(strata[first], return_inverse=True)

@@ -14,29 +14,37 @@ import numpy as np
 from filelock import FileLock
 
 from trishul_ray import plugins
-from trishul_ray.data.cache import LOCK, remove_leftovers
-from trishul_ray.data.custom import CUSTOM
-from trishul_ray.data.datasets import FAULTS, PUBLIC
-from trishul_ray.data.datasets.digits import Digits
-from trishul_ray.data.datasets.synthetic import SYNTHETIC
-from trishul_ray.data.hub import ON_HUB
-from trishul_ray.data.partition import draw_held_out
-from trishul_ray.data.prepared import (
+from trishul_ray.data.dataset import (
     FORMAT_VERSION,
     Column,
     DatasetInfo,
     PreparedDataset,
     ProgressCallback,
     Split,
+    take_rows,
     write_split,
 )
+from trishul_ray.data.datasets import FAULTS, PUBLIC
+from trishul_ray.data.datasets.digits import Digits
+from trishul_ray.data.datasets.synthetic import SYNTHETIC
+from trishul_ray.data.hub import ON_HUB
+from trishul_ray.data.own import CUSTOM
+from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
-from trishul_ray.data.tables import take_rows
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
 from trishul_ray.files import make_cache_folder, stamp
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig
+import re
+import shutil
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from filelock import Timeout
 
 #: The description of a dataset, and the columns [N, ...] of every split.
 _Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
@@ -307,3 +315,148 @@ def encode(
 
     key = f"{dataset.fingerprint}\n{encoder.key}"
     return _read_or_write(cache, f"{info.name}-encoded", key, splits, encode_splits)
+
+
+#: Prepared folders of one path that are kept without being used, and seconds until one is unused.
+KEPT, UNUSED_SECONDS = 3, 7 * 24 * 3600.0
+
+#: Name of a file in every prepared folder, touched at each use.
+LOCK = "lock"
+
+_OWN_FOLDER = re.compile(rf"({'|'.join(CUSTOM)})(-encoded|-validation)?-[0-9a-f]{{12}}")
+
+
+def remove_leftovers(
+    cache: Path, *, keep: int = KEPT, unused_seconds: float = UNUSED_SECONDS
+) -> list[Path]:
+    """Remove failed preparations and old ones of own data from a cache, and return their folders.
+
+    Args:
+        cache: The cache folder.
+        keep: How many of a path are kept, those that were used last.
+        unused_seconds: Seconds without use before a folder is removed.
+    """
+    found: dict[str, list[tuple[float, Path]]] = defaultdict(list)
+    old: list[Path] = []
+    for lock in (cache / "data").glob(f"*/{LOCK}"):
+        folder = lock.parent
+        with suppress(OSError):
+            used = lock.stat().st_mtime
+            failed = not any(folder.glob("*.arrow"))
+            if failed and time.time() - used > unused_seconds:
+                old.append(folder)
+            elif not failed and (match := _OWN_FOLDER.fullmatch(folder.name)):
+                kind = f"{match[1]}{match[2] or ''}"
+                found[f"{kind} {_path_of(folder)}"].append((used, folder))
+    for versions in found.values():
+        for used, folder in sorted(versions, reverse=True)[keep:]:
+            if time.time() - used > unused_seconds:
+                old.append(folder)
+    return [folder for folder in old if _remove(folder)]
+
+
+def _path_of(folder: Path) -> str:
+    """Return where the rows of a prepared folder came from, as its description has it."""
+    try:
+        return Split(folder / "train.arrow").info.source.partition(", ")[0]
+    except (InputError, KeyError, TypeError):
+        return ""  # of an older version
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a prepared folder unless a process prepares or has mapped it; return whether."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f"{folder}/" in maps.read_text(errors="replace"):
+                return False
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            shutil.rmtree(folder, ignore_errors=True)
+    except (Timeout, OSError):
+        return False
+    return not folder.exists()
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows of one split.
+
+    Attributes:
+        used: rows that are trained on, or scored.
+        held: rows that the source holds.
+        official: rows of the published dataset; for the user's own data, the same as ``held``.
+    """
+
+    used: int
+    held: int
+    official: int
+
+    def __str__(self) -> str:
+        # "60 of 363,846", or "363,846" if all are used.
+        complete = self.used == self.official
+        return f"{self.used:,}" if complete else f"{self.used:,} of {self.official:,}"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The rows behind a run's scores.
+
+    ``validation`` is the number of rows that are held out of the training rows and scored.
+    ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
+    ``skipped`` names the broken images that were left out.
+    """
+
+    dataset: str
+    source: str
+    revision: str | None
+    train: RowCounts
+    test: RowCounts
+    skipped: tuple[str, ...] = ()
+    validation: int = 0
+
+    @property
+    def part(self) -> bool:
+        """Whether training or scoring uses other than all official rows."""
+        return any(rows.used != rows.official for rows in (self.train, self.test))
+
+    @property
+    def sentence(self) -> str:
+        """Dataset, rows, source and revision in one line."""
+        unknown = self.revision is None and self.source.startswith(("hub:", "mirror:"))
+        held_out = f"{self.validation:,} validation rows and " if self.validation else ""
+        return (
+            f"{'part' if self.part else 'all'} of {self.dataset}: {self.train} training rows, "
+            f"{held_out}{self.test} test rows scored; {self.source}{', revision unknown' * unknown}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all as plain JSON values; ``skipped`` and ``validation`` only if there are any."""
+        fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
+        for name in ("skipped", "validation"):
+            if not fields[name]:
+                del fields[name]
+        return fields
+
+
+def measure_coverage(
+    dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None
+) -> Coverage:
+    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers.
+
+    ``test_limit`` applies to validation rows, too.
+    """
+    info = dataset.info
+    official = official_rows(info.name) or {}
+    on_hub = info.source.startswith(("hub:", "mirror:"))
+    revision = info.source.partition("@")[2].partition(",")[0] if on_hub else ""
+
+    def count(split: str, limit: int | None) -> RowCounts:
+        held = len(dataset.split(split))
+        used = held if limit is None else min(limit, held)
+        return RowCounts(used, held, official.get(split, held))
+
+    train, test = count("train", train_limit), count("test", test_limit)
+    held_out = 0
+    if "validation" in dataset.split_names:
+        held_out = count("validation", test_limit).used
+    return Coverage(info.name, info.source, revision or None, train, test, info.skipped, held_out)

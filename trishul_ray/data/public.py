@@ -1,7 +1,7 @@
 """Public datasets: read from a local mirror, else from the hub.
 
 Rows from the hub must be as many as the official number. A mirror may hold fewer;
-:mod:`trishul_ray.data.coverage` reports how many.
+:class:`~trishul_ray.data.prepare.Coverage` reports how many.
 
 Legend of shapes: N rows, C channels, H x W pixels.
 """
@@ -17,29 +17,22 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.hub import HubRepo, class_names
-from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
-from trishul_ray.data.prepared import Column, DatasetInfo, Kind, ProgressCallback
-from trishul_ray.data.tables import (
+from trishul_ray.data.columns import number_values, read_answers, read_labels, read_raw, read_texts
+from trishul_ray.data.dataset import (
+    Columns,
+    DatasetInfo,
+    Kind,
+    ProgressCallback,
+    Splits,
     count_test_rows,
-    file_signature,
     join,
     length,
-    number_values,
-    read_answers,
-    read_files,
-    read_labels,
-    read_raw,
-    read_texts,
     split_off_test,
 )
+from trishul_ray.data.hub import HubRepo, class_names
+from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
+from trishul_ray.data.tables import file_signature, read_files
 from trishul_ray.errors import CorruptFileError, InputError
-
-#: Columns by canonical name; see :class:`~trishul_ray.data.prepared.DatasetInfo`.
-Columns = dict[str, Column]
-
-#: Columns of every split.
-Splits = Mapping[str, Columns]
 
 #: Class names, or None if the source has none.
 ClassNames = tuple[str, ...] | None

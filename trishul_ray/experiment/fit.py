@@ -8,8 +8,8 @@ import torch
 
 from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.config import Places
-from trishul_ray.data.custom import CUSTOM
 from trishul_ray.data.hub import ON_HUB
+from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment

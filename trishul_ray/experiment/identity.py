@@ -19,7 +19,7 @@ from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig, ModelConfig
-    from trishul_ray.data.prepared import ProgressCallback
+    from trishul_ray.data.dataset import ProgressCallback
     from trishul_ray.experiment.experiment import Experiment
 
 
@@ -131,7 +131,7 @@ def _data_content(data: "DataConfig") -> str | None:
     """Return a hash of what ``data.path`` holds; None for hub data, or if it cannot be read."""
     if data.path is None:
         return None
-    from trishul_ray.data.custom import CUSTOM
+    from trishul_ray.data.own import CUSTOM
 
     if data.name not in CUSTOM:
         return None

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.storage import Store

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.data.prepared import Split
+from trishul_ray.data.dataset import Split
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.data.prepared import DatasetInfo, RowSet
+from trishul_ray.data.dataset import DatasetInfo, RowSet
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import SURVEY
 from trishul_ray.tasks.sums import EvalSums, Metrics

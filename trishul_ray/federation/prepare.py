@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from trishul_ray.data.coverage import Coverage, measure_coverage
+from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, ProgressCallback
 from trishul_ray.data.partition import Partition, partition, partition_column
-from trishul_ray.data.prepare import encode, hold_out, prepare
-from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, ProgressCallback
+from trishul_ray.data.prepare import Coverage, encode, hold_out, measure_coverage, prepare
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content

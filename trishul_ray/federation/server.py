@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
-from trishul_ray.data.prepared import RowSet, score_name
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest

@@ -12,8 +12,8 @@ from torch import Tensor
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, client_names
-from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site

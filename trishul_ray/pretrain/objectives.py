@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from trishul_ray.data.prepared import Split
+from trishul_ray.data.dataset import Split
 from trishul_ray.errors import InputError
 from trishul_ray.models.builtin import (
     BOS,

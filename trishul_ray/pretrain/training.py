@@ -18,8 +18,8 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from trishul_ray.data.dataset import ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
-from trishul_ray.data.prepared import ProgressCallback, Split
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.files import complete_folder, make_cache_folder
 from trishul_ray.models.builtin import BUILTINS, Builtin, byte_tokenizer

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trishul_ray.data.coverage import Coverage
 from trishul_ray.data.partition import client_names, skewed_by
+from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.determinism import deterministic

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-from trishul_ray.data.coverage import Coverage
-from trishul_ray.data.prepared import DatasetInfo
+from trishul_ray.data.dataset import DatasetInfo
+from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.models.backbone import Backbone

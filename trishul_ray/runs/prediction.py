@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trishul_ray.data.from_python import encode_image, is_image, to_table
+from trishul_ray.data.columns import get_column, read_texts
+from trishul_ray.data.dataset import Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
-from trishul_ray.data.prepared import Column, DatasetInfo, Split, write_split
-from trishul_ray.data.tables import get_column, read_texts
+from trishul_ray.data.own import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.runs.trained import TrainedRun

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from trishul_ray.data.prepared import RowSet, score_name
+from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.files import digest
@@ -32,7 +32,7 @@ from trishul_ray.version import NUMERICS, __version__
 if TYPE_CHECKING:
     import pandas as pd
 
-    from trishul_ray.data.coverage import Coverage
+    from trishul_ray.data.prepare import Coverage
     from trishul_ray.federation.checkpoint import Checkpoint
     from trishul_ray.federation.server import RunResult
 

@@ -20,7 +20,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
-from trishul_ray.data.custom import CUSTOM
+from trishul_ray.data.own import CUSTOM
 from trishul_ray.errors import (
     BusyError,
     CorruptFileError,

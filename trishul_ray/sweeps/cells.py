@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from trishul_ray.data.dataset import RowSet
 from trishul_ray.data.prepare import find_source
-from trishul_ray.data.prepared import RowSet
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import (

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from rich.table import Table
 
-from trishul_ray.data.prepared import score_name
+from trishul_ray.data.dataset import score_name
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.learning_rates import TunedRate, TunedRates

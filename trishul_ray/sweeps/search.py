@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from trishul_ray.data.prepared import RowSet, score_name
+from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import is_loss
 from trishul_ray.sweeps.cells import Cell, unknown_field, vary

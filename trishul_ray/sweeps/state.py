@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trishul_ray.data.prepared import ProgressCallback, score_name
+from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import local_sources

@@ -17,7 +17,7 @@ from ray import tune
 from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
-from trishul_ray.data.prepared import RowSet, score_name
+from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder

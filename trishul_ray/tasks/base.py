@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trishul_ray.adapters.model import AdaptedModel
+    from trishul_ray.data.dataset import DatasetInfo, Kind
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import DatasetInfo, Kind
     from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone, ModelKind
     from trishul_ray.tasks.text import TokenizerRef

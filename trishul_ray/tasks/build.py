@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trishul_ray.data.prepared import DatasetInfo, Kind
+from trishul_ray.data.dataset import DatasetInfo, Kind
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone, ModelKind
 from trishul_ray.tasks.base import Task, task_classes

@@ -20,7 +20,7 @@ from trishul_ray.tasks.base import (
 )
 
 if TYPE_CHECKING:
-    from trishul_ray.data.prepared import DatasetInfo
+    from trishul_ray.data.dataset import DatasetInfo
     from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import Preprocessing

@@ -21,8 +21,8 @@ from trishul_ray.tasks.text import CHUNK, read_texts
 from trishul_ray.tasks.text2text import Text2Text, Text2TextEncoder
 
 if TYPE_CHECKING:
+    from trishul_ray.data.dataset import Split
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import Split
 
 
 @register("text2text")

@@ -18,8 +18,8 @@ from trishul_ray.tasks.base import Classification, group_column, register, to_de
 from trishul_ray.tasks.text import TokenizerRef, read_texts, trim_padding
 
 if TYPE_CHECKING:
+    from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import DatasetInfo, Split
     from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-    from trishul_ray.data.prepared import DatasetInfo, Split
+    from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 

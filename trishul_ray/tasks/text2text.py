@@ -33,8 +33,8 @@ from trishul_ray.tasks.text import (
 
 if TYPE_CHECKING:
     from trishul_ray.adapters.model import AdaptedModel
+    from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.data.prepared import DatasetInfo, Split
     from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trishul_ray.data.dataset import DatasetInfo, ProgressCallback
 from trishul_ray.data.images import pixel_statistics
-from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
 from trishul_ray.rng import numpy_rng
 
 #: Rows of each split. The splits are disjoint and hold all 1797 rows; ``pretrain`` is for the

@@ -24,12 +24,12 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
+from trishul_ray.data.columns import dump_answers
+from trishul_ray.data.dataset import Column, Columns, DatasetInfo, ProgressCallback, Splits
 from trishul_ray.data.datasets.glue import MNLI, QNLI, QQP, RTE, SST2
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.images import pixel_statistics
-from trishul_ray.data.prepared import Column, DatasetInfo, ProgressCallback
-from trishul_ray.data.public import Columns, PublicDataset, Splits, TextRows
-from trishul_ray.data.tables import dump_answers
+from trishul_ray.data.public import PublicDataset, TextRows
 from trishul_ray.rng import numpy_rng
 
 #: Rows of each split.

@@ -16,11 +16,9 @@ from huggingface_hub import close_session
 from PIL import Image
 
 from trishul_ray.config import DataConfig
-from trishul_ray.data.coverage import measure_coverage
-from trishul_ray.data.custom import CustomHubDataset
-from trishul_ray.data.from_python import store_rows
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.prepare import find_source, prepare
+from trishul_ray.data.own import CustomHubDataset, store_rows
+from trishul_ray.data.prepare import find_source, measure_coverage, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
@@ -226,7 +224,7 @@ def test_pixels_of_an_earlier_preparation_are_not_served(tmp_path, monkeypatch):
         paint(tmp_path / "photos" / name / "1.png", color)
     config = DataConfig(name="images", path=str(tmp_path / "photos"))
     data, content = prepare_own("images", config.path, tmp_path), find_source(config).content()
-    monkeypatch.setattr("trishul_ray.data.custom.PREPARATION_VERSION", 1)
+    monkeypatch.setattr("trishul_ray.data.own.PREPARATION_VERSION", 1)
     assert prepare_own("images", config.path, tmp_path).folder != data.folder
     assert find_source(config).content() != content
 

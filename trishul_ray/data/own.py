@@ -4,39 +4,61 @@ If there are no test rows, ``data.test_share`` of the rows is set aside as the t
 """
 
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from PIL import Image
 
-from trishul_ray.data.cleaning import NamedTables, check_unique, differing_in_case
-from trishul_ray.data.column_mapping import ColumnMapping, build_dataset, make_info
-from trishul_ray.data.hub import HubRepo
+from trishul_ray.data.columns import (
+    CleanTables,
+    ColumnMapping,
+    NamedTables,
+    check_unique,
+    clean,
+    differing_in_case,
+    get_column,
+    is_text,
+    number_values,
+    read_answers,
+    read_labels,
+    read_raw,
+    read_texts,
+    to_array,
+)
+from trishul_ray.data.dataset import (
+    Columns,
+    DatasetInfo,
+    Kind,
+    ProgressCallback,
+    Splits,
+    join,
+    length,
+    split_off_test,
+    take_rows,
+)
+from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import (
     HEIC_SUFFIXES,
+    MAX_NAMED,
     PREPARATION_VERSION,
     NamedImage,
     decode_and_resize,
+    pixel_statistics,
+    turn_upright,
 )
-from trishul_ray.data.prepared import DatasetInfo, ProgressCallback
-from trishul_ray.data.public import Columns, Splits
-from trishul_ray.data.tables import (
-    SUFFIXES,
-    column_names,
-    file_signature,
-    is_text,
-    read_files,
-    read_table,
-    split_off_test,
-)
-from trishul_ray.errors import InputError
-from trishul_ray.files import digest
+from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_files, read_table
+from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.files import complete_folder, digest, remove_unused
+from trishul_ray.lazy import pq
 
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"
@@ -450,3 +472,328 @@ def _hash_of(parts: Any) -> str:
 CUSTOM: dict[str, type[LocalImages] | type[LocalTable] | type[CustomHubDataset]] = {
     source.name: source for source in (LocalImages, LocalTable, CustomHubDataset, PassedRows)
 }
+
+
+def build_dataset(
+    name: str,
+    source: str,
+    tables: Mapping[str, NamedTables],
+    columns: Mapping[str, str],
+    test_share: float,
+    *,
+    image_folder: Path | None,
+    progress: Callable[[str, float], None],
+    skip_broken: bool = False,
+) -> tuple[DatasetInfo, dict[str, Columns]]:
+    """Return the description of a dataset of tables, and the columns of ``train`` and ``test``.
+
+    Args:
+        name: name of the dataset.
+        source: where the tables are from, for ``info.source``.
+        tables: tables of the ``train`` split and, if there is one, of the ``test`` split.
+        columns: ``data.columns``.
+        test_share: share of the train rows to set aside if there is no ``test`` split.
+        image_folder: folder that image paths are relative to; None if images cannot be paths.
+        progress: called with the stage and the fraction done.
+        skip_broken: whether to leave out rows whose image cannot be read.
+
+    Raises:
+        InputError: the columns do not make a dataset.
+        CorruptFileError: a row is malformed; the message names table and row.
+    """
+    first, first_table = tables["train"][0]
+    for where, table in (named for parts in tables.values() for named in parts):
+        check_unique(table.column_names, where)
+    mapping = ColumnMapping.resolve(columns, first_table.column_names)
+    if not sum(table.num_rows for _, table in tables["train"]):
+        raise InputError(f"{first}: there are no rows")
+
+    def report(split: str, fraction: float) -> None:
+        progress(f"{name} {split}", fraction)
+
+    classes = class_names(first_table, mapping.columns.get("label", ""))
+    cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=skip_broken)
+    source += note
+    fields: dict[str, Any] = {"skipped": skipped}
+    splits: dict[str, Columns] = {}
+    for split, parts in cleaned.items():
+        read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
+        splits[split] = _rows_kept(join(read), np.concatenate(parts.kept))
+        report(split, 1.0)
+    if mapping.kind == "image":
+        column = mapping.columns["image"]
+        images = {s: _list_images(parts, column, image_folder) for s, parts in cleaned.items()}
+        resized = decode_and_resize(images, report, skip_broken=skip_broken)
+        source += resized.note
+        fields["skipped"] += resized.skipped
+        for split, pixels in resized.pixels.items():
+            kept = resized.kept[split]
+            splits[split] = {n: take_rows(c, kept) for n, c in splits[split].items()}
+            splits[split]["pixels"] = pixels
+    for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
+        raw = {split: values[column] for split, values in splits.items() if column in values}
+        if not raw:
+            continue
+        if column == "label" and classes is not None:
+            fields["classes"] = classes  # the labels are numbers already
+            continue
+        numbered, names = number_values(raw, what=mapping.columns[column])
+        for split, values in numbered.items():
+            splits[split][column] = values
+        fields[field] = names
+    source += differing_in_case(fields.get("classes", ()))
+    if "test" not in splits:
+        splits = split_off_test(splits["train"], test_share, first)
+    source += _clients_without_rows(splits["train"], fields.get("clients", ()))
+    return make_info(name, mapping.kind, source, splits, fields), splits
+
+
+def _read_columns(
+    mapping: ColumnMapping, table: pa.Table, where: str, classes: tuple[str, ...] | None
+) -> Columns:
+    """Read all columns but the images.
+
+    Groups and clients are raw; so are labels, unless their class names are known.
+    """
+    columns: Columns = {}
+    texts = {"text": ("text", "text_pair"), "qa": ("question", "context")}
+    for name in texts.get(mapping.kind, ()):
+        if name in mapping.columns:
+            columns[name] = read_texts(table, mapping.columns[name], where)
+    if mapping.kind == "qa":
+        columns["answers"] = read_answers(table, mapping.columns["answers"], where)
+    elif classes is not None:
+        columns["label"] = read_labels(table, mapping.columns["label"], len(classes), where)
+    else:
+        columns["label"] = read_raw(table, mapping.columns["label"], where)
+    for name in ("group", "client"):
+        column = mapping.columns.get(name)
+        if column is not None and column in table.column_names:
+            columns[name] = read_raw(table, column, where)
+    return columns
+
+
+def _rows_kept(columns: Columns, kept: np.ndarray) -> Columns:
+    if kept.all():
+        return columns
+    return {name: take_rows(column, np.flatnonzero(kept)) for name, column in columns.items()}
+
+
+def _clients_without_rows(train: Columns, clients: Sequence[str]) -> str:
+    """Return a note on the clients all of whose rows are test rows; empty if there are none."""
+    lost = np.setdiff1d(np.arange(len(clients)), train.get("client", ()))
+    named = ", ".join(repr(clients[n]) for n in lost[:MAX_NAMED])
+    return f", without training rows: client{'s' * (len(lost) > 1)} {named}" if len(lost) else ""
+
+
+def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[NamedImage]:
+    """Return the images of a split, encoded or as paths of their files."""
+    images: list[NamedImage] = []
+    for (where, table), kept in zip(split.tables, split.kept, strict=True):
+        values = get_column(table.filter(pa.array(kept)), column, where)
+        kind = values.type
+        is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
+        is_path = folder is not None and is_text(kind)
+        if not (is_struct or is_path or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+            raise CorruptFileError(
+                f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
+            )
+        for row, value in zip(np.flatnonzero(kept), values.to_pylist(), strict=True):
+            image = value["bytes"] if is_struct else value
+            if image is None:
+                raise CorruptFileError(f"{where}, row {row}: the image has no bytes")
+            if is_path and folder is not None:
+                image = folder / image
+            images.append((image, f"{where}, row {row}"))
+    return images
+
+
+def make_info(
+    name: str, kind: Kind, source: str, splits: Mapping[str, Columns], fields: Mapping[str, Any]
+) -> DatasetInfo:
+    """Return the description of finished columns, with ``classes`` and ``groups`` of ``fields``.
+
+    Raises:
+        InputError: a split has no rows, or there is only one class.
+    """
+    fields = dict(fields)
+    for split, columns in splits.items():
+        if not length(columns):
+            raise InputError(f"{source}: the {split} split has no rows")
+    if kind != "qa" and len(fields["classes"]) < 2:
+        only = fields["classes"][0]
+        raise InputError(f"{source}: all rows are of class {only!r}; two classes are needed")
+    if kind == "image":
+        pixels = splits["train"]["pixels"]
+        mean, std = pixel_statistics(pixels)
+        fields |= {"image_shape": pixels.shape[1:], "mean": mean}
+        # Pixels are divided by std: do not divide by zero if a channel is constant.
+        fields["std"] = tuple(value or 1.0 for value in std)
+    if kind == "text":
+        fields["fields"] = tuple(f for f in ("text", "text_pair") if f in splits["train"])
+    return DatasetInfo(name=name, kind=kind, source=source, **fields)
+
+
+#: The splits of passed rows, and the names that may stand for the test split.
+_SPLITS = {"train": "train", "test": "test", "validation": "test"}
+
+
+def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
+    """Write rows into the cache, unless they are there, and return their folder.
+
+    Args:
+        rows: See the top of this file.
+        cache: The cache folder.
+        columns: ``data.columns``.
+
+    Raises:
+        InputError: This is no table of rows.
+    """
+    image = columns.get("image", "image")
+    tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
+    folder = cache / ROWS / content_of(tables).removeprefix("sha256:")
+    if folder.is_dir():
+        os.utime(folder)
+    else:
+        remove_unused_rows(cache)
+        try:
+            with complete_folder(folder) as temporary:
+                for split, table in tables.items():
+                    pq.write_table(table, temporary / f"{split}.parquet")
+        except OSError:
+            if not folder.is_dir():  # another process may have been faster
+                raise
+    return folder
+
+
+def remove_unused_rows(cache: Path) -> list[Path]:
+    """Remove rows that nobody has passed for a month from a cache, and return their folders."""
+    return remove_unused((cache / ROWS).glob("*"))
+
+
+def content_of(tables: Mapping[str, pa.Table]) -> str:
+    """Return a hash of the splits' columns, class names and values, as ``sha256:<hex>``."""
+    digest = hashlib.sha256()
+    for split, table in sorted(tables.items()):
+        names = [(name, class_names(table, name)) for name in table.column_names]
+        digest.update(json.dumps([split, names]).encode())
+        for batch in table.to_batches(max_chunksize=1000):
+            for row in batch.to_pylist():  # one by one: batches end where the rows' chunks do
+                text = json.dumps(row, sort_keys=True, default=_as_json)
+                digest.update(f"{text}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _as_json(value: Any) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+
+
+def to_splits(rows: Any) -> dict[str, pa.Table]:
+    """Return the tables of ``train`` and, if there is one, ``test``.
+
+    Raises:
+        InputError: This is no table of rows, or there is no train split.
+    """
+    if not (isinstance(rows, Mapping) and rows and set(rows) <= set(_SPLITS)):
+        return {"train": to_table(rows)}
+    if "train" not in rows:
+        raise InputError(f"the rows have the splits {', '.join(rows)}; a train split is needed")
+    tables = {}
+    for name in ("train", "validation", "test"):  # a test split replaces a validation split
+        if name in rows:
+            tables[_SPLITS[name]] = to_table(rows[name])
+    return tables
+
+
+def to_table(rows: Any) -> pa.Table:
+    """Return rows as one Arrow table; images become encoded bytes.
+
+    Raises:
+        InputError: This is no table of rows.
+    """
+    if isinstance(rows, pa.Table):
+        return rows
+    if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):
+        return _of_huggingface(rows)
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+        check_unique([str(name) for name in rows.columns], PASSED)
+        rows = {str(name): list(rows[name]) for name in rows.columns}
+    if isinstance(rows, Sequence | Mapping) and not isinstance(rows, str | bytes) and not rows:
+        raise InputError(f"{PASSED}: there are none, the {type(rows).__name__} is empty")
+    if isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows):
+        names = dict.fromkeys(name for row in rows for name in row)
+        rows = {name: [row.get(name) for row in rows] for name in names}
+    if not isinstance(rows, Mapping):
+        raise InputError(
+            f"rows of type {type(rows).__name__}: pass a Hugging Face Dataset, a table of pandas "
+            "or Arrow, a list of dictionaries, or a dictionary of columns"
+        )
+    arrays = {str(name): _array(values, str(name)) for name, values in rows.items()}
+    if len({len(array) for array in arrays.values()}) > 1:
+        lengths = ", ".join(f"{name!r} {len(array)}" for name, array in arrays.items())
+        raise InputError(f"{PASSED}: the columns have different numbers of rows ({lengths})")
+    return pa.table(arrays)
+
+
+def _array(values: Any, column: str) -> pa.Array:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        kind = type(values).__name__
+        raise InputError(f"{PASSED}: column {column!r} is of type {kind}, not a list of values")
+    plain = [encode_image(v) if is_image(v) else _plain(v) for v in values]
+    return to_array(plain, PASSED, column)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def is_image(value: Any) -> bool:
+    """Return whether this is a Pillow image or an array of pixels."""
+    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim >= 2)
+
+
+def encode_image(value: Any) -> bytes:
+    """Return a Pillow image, or pixels uint8 [H, W] or [H, W, 3], as a PNG file.
+
+    Raises:
+        InputError: It is an array of another shape or type.
+    """
+    if isinstance(value, np.ndarray):
+        gray = value.ndim == 2 or value.shape[-1] == 1
+        if value.dtype != np.uint8 or not (gray or (value.ndim == 3 and value.shape[-1] == 3)):
+            raise InputError(
+                f"an image is an array {value.dtype} {value.shape}; it must be uint8 [height, "
+                "width] or [height, width, 3]"
+            )
+        value = Image.fromarray(value.reshape(value.shape[:2]) if gray else value)
+    sink = io.BytesIO()
+    turn_upright(value).save(sink, "PNG")  # a PNG file would lose the orientation
+    return sink.getvalue()
+
+
+def _of_huggingface(rows: Any) -> pa.Table:
+    """Return a ``datasets.Dataset`` as a table; its images as bytes, its class names kept."""
+    import datasets
+    from datasets.table import embed_table_storage
+
+    for column, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(column, datasets.Image(decode=False))
+    table = rows.with_format("arrow")[:]
+    # Selected and shuffled rows lose the description of the columns on the way.
+    table = table.replace_schema_metadata(rows.features.arrow_schema.metadata)
+    return embed_table_storage(table)
+
+
+def _with_image_bytes(table: pa.Table, column: str) -> pa.Table:
+    """Replace paths of images by the files' bytes: a folder in the cache must not refer to them."""
+    if column not in table.column_names or not is_text(table.schema.field(column).type):
+        return table
+    paths = table.column(column).to_pylist()
+    try:
+        # A row without a path is refused with all others that lack something.
+        files = [Path(path).expanduser().read_bytes() if path else None for path in paths]
+        images = pa.array(files, pa.large_binary())
+    except OSError as error:
+        raise InputError(f"image {error.filename!r} cannot be read: {error.strerror}") from error
+    return table.set_column(table.column_names.index(column), column, images)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.data.prepared import DatasetInfo, PreparedDataset, Split, fingerprint, write_split
+from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, Split, fingerprint, write_split
 from trishul_ray.errors import CorruptFileError, InputError
 
 INFO = DatasetInfo(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 
 from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.lazy import torch
+from trishul_ray.rng import numpy_rng
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
 FORMAT_VERSION = 2
@@ -34,6 +36,12 @@ RowSet = Literal["test", "validation"]
 
 #: A column to write: numbers [N, ...], or N texts.
 Column: TypeAlias = "np.ndarray | pa.StringArray"
+
+#: Columns by canonical name; see :class:`DatasetInfo`.
+Columns: TypeAlias = dict[str, Column]
+
+#: Columns of every split.
+Splits: TypeAlias = Mapping[str, Columns]
 
 #: Called as ``progress(stage, fraction)`` during long work; fraction is the share done, in [0, 1].
 ProgressCallback = Callable[[str, float], None]
@@ -336,3 +344,54 @@ class PreparedDataset:
         """Verify every split; see :meth:`Split.verify`."""
         for name in self.split_names:
             self.split(name).verify()
+
+
+def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Concatenate the columns [N_i, ...] of consecutive parts to [sum of N_i, ...]."""
+    joined: dict[str, Column] = {}
+    for name, first in parts[0].items():
+        columns: list[Any] = [part[name] for part in parts]
+        if not isinstance(first, pa.Array):
+            joined[name] = np.concatenate(columns)
+            continue
+        if len(kinds := dict.fromkeys(str(column.type) for column in columns)) > 1:
+            raise CorruptFileError(f"column {name!r} has different types ({', '.join(kinds)})")
+        joined[name] = pa.concat_arrays(columns)
+    return joined
+
+
+def length(columns: Mapping[str, Column]) -> int:
+    """Return the number of rows N of columns [N, ...]."""
+    return len(next(iter(columns.values())))
+
+
+def count_test_rows(total: int, share: float) -> int:
+    """Return how many of ``total`` rows, at least 2, are set aside as a ``share`` for the test."""
+    return min(total - 1, max(1, round(share * total)))
+
+
+def split_off_test(
+    columns: Mapping[str, Column], share: float, where: str
+) -> dict[str, dict[str, Column]]:
+    """Split rows into ``train`` and a ``share`` for ``test``, each with at least one row.
+
+    A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
+    Rows keep their order. With fewer than two rows, an InputError is raised that names ``where``
+    they are from.
+    """
+    total = length(columns)
+    if total < 2:
+        rows = "1 row" if total == 1 else f"{total} rows"
+        raise InputError(f"data.test_share={share}: the {rows} of {where} cannot be split")
+    count = count_test_rows(total, share)
+    order = numpy_rng(0, "test-share").permutation(total)
+    rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
+    return {
+        split: {name: take_rows(column, rows) for name, column in columns.items()}
+        for split, rows in rows_by_split.items()
+    }
+
+
+def take_rows(column: Column, rows: np.ndarray) -> Column:
+    """Return the rows [n] of a column, in their order."""
+    return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
