@@ -1,4 +1,4 @@
-"""Every command of the README and of --help is parsed and, as far as possible offline, run.
+"""Every command of the README, docs/ and --help is parsed and, as far as possible offline, run.
 
 A run is resolved, checked against the real shapes of its backbone (no weights), and prepared on a
 few rows of its dataset. Commands are found where they are documented; none is listed here.
@@ -36,18 +36,21 @@ TINY = {
     "seq2seq-lm": "t5-tiny",
     "causal-lm": "llama-tiny",
 }
+#: The pages that go on where the README stops.
+PAGES = ("configuration.md", "output.md", "python.md", "your-data.md")
 #: Enough for the largest number of clients and of classes.
 ROWS = {"train": 400, "test": 100}
 
 
 def documented_commands():
     """Yield ``(where, words)`` of every command ``trishul ...``, without environment variables."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", readme, re.DOTALL):
-        found += [("README", line) for line in block.replace("\\\n", " ").splitlines()]
-    prose = re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
-    found += [("README", line) for line in re.findall(r"`([^`]*trishul [^`]+)`", prose)]
+    for page in (ROOT / "README.md", *(ROOT / "docs" / name for name in PAGES)):
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            found += [(page.stem, line) for line in block.replace("\\\n", " ").splitlines()]
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        found += [(page.stem, line) for line in re.findall(r"`([^`]*trishul [^`]+)`", prose)]
     for command in APP.commands.values():
         texts = [command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]
         found += [("--help", line) for line in re.findall(r"`(trishul [^`]+)`", "\n".join(texts))]
