@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trishul_ray.experiment import Experiment
+from trishul_ray.sweeps.cells import distinct, find_sweeps
 from trishul_ray.sweeps.cost import work_of
-from trishul_ray.sweeps.sweep import distinct, find_sweeps
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-a-cluster-costs.md"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"

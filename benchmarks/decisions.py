@@ -21,7 +21,7 @@ from scipy import stats
 from trishul_ray.errors import InputError
 from trishul_ray.report.paper import paper_value
 from trishul_ray.report.statistics import ALPHA, compare_rows
-from trishul_ray.sweeps.sweep import Sweep, find_sweeps
+from trishul_ray.sweeps.cells import Sweep, find_sweeps
 
 Array = NDArray[np.float64]
 #: The paper's numbers of a table: [rows, columns] for each group of rows.

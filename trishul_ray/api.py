@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trishul_ray.result import Result
-    from trishul_ray.sweeps.sweep import Sweep
+    from trishul_ray.sweeps.cells import Sweep
     from trishul_ray.tracking.progress import RunProgress
 
 #: How to show the progress of a run: not at all, as lines, or as a live bar where there is a
@@ -164,8 +164,8 @@ def sweep(
         RunError: Ray or Ray Tune failed; call it again with the same arguments to continue.
     """
     set_environment()
+    from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.reproduce import reproduce
-    from trishul_ray.sweeps.search import TuneOptions
     from trishul_ray.tracking.sweep_progress import SweepProgress
 
     read = _read_sweep(file, axes, fields)
@@ -296,7 +296,7 @@ def _read_sweep(
     """Return the sweep that the arguments of :func:`sweep` describe."""
     from trishul_ray.experiment.loading import field_names, full_name
     from trishul_ray.methods.base import method_names
-    from trishul_ray.sweeps.sweep import load_sweep
+    from trishul_ray.sweeps.cells import load_sweep
 
     if (file is None) == (axes is None):
         raise InputError("sweep: give either a file, or its content, or axes={field: values}")

@@ -6,8 +6,8 @@ import pytest
 from ray.tune.experiment import Trial
 
 from trishul_ray.sweeps import monitor
+from trishul_ray.sweeps.cells import TuneOptions
 from trishul_ray.sweeps.monitor import WAITING_NOTICE_SECONDS, Monitor
-from trishul_ray.sweeps.search import TuneOptions
 
 
 @pytest.fixture

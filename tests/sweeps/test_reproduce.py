@@ -22,9 +22,8 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.sweep_tables import build_tables
 from trishul_ray.runs.results import read_metrics
 from trishul_ray.sweeps import tuner
+from trishul_ray.sweeps.cells import TuneOptions, load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
-from trishul_ray.sweeps.search import TuneOptions
-from trishul_ray.sweeps.sweep import load_sweep
 from trishul_ray.tracking.sweep_progress import SweepProgress
 
 pytestmark = [

@@ -12,8 +12,8 @@ from trishul_ray.report.paper import (
     paper_records,
     paper_value,
 )
+from trishul_ray.sweeps.cells import distinct, find_sweeps
 from trishul_ray.sweeps.reproduce import cell_name
-from trishul_ray.sweeps.sweep import distinct, find_sweeps
 
 #: Cells, and distinct runs, of each profile. The paper's protocol, with three seeds: 360 runs for
 #: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), as many for language, 105 for

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
-from trishul_ray.sweeps import sweep as sweep_module
-from trishul_ray.sweeps.cells import vary
-from trishul_ray.sweeps.samples import with_random_samples, with_samples
-from trishul_ray.sweeps.search import Choice, EarlyStopping, Interval, Search
-from trishul_ray.sweeps.sweep import distinct, find_sweeps, load_sweep, sweep_from_axes
+from trishul_ray.sweeps import sweep_file
+from trishul_ray.sweeps.cells import (
+    distinct,
+    find_sweeps,
+    load_sweep,
+    sweep_from_axes,
+    vary,
+    with_random_samples,
+    with_samples,
+)
+from trishul_ray.sweeps.sweep_file import Choice, EarlyStopping, Interval, Search
 
 FILE = """\
 # What it does.
@@ -207,7 +213,7 @@ MISTAKES = [
     ('axes:\n  seed: ["1\\n"]\n', 2, ["axis 'seed' must be a name or a number, not '1\\n'"]),
     ("base: {seed: 2020-13-45}\n", 1, ["put it in quotes"]),
     ("name: a/b\n", 1, ["name 'a/b' must be letters, digits"]),
-    ("profile: big\n", 1, ["profile=big: must be one of paper, small, smoke, custom"]),
+    ("profile: big\n", 1, ["profile=big: input should be 'paper', 'small', 'smoke' or 'custom'"]),
     ("\nextends: nowhere.yaml\n", 2, ["nowhere.yaml does not exist; give its path"]),
     ("\nextends: s.yaml\n", 2, ["s.yaml extends this file, too; remove one"]),
     ("title: [a]\n", 1, ["title must be a name or a number, not a list"]),
@@ -269,7 +275,7 @@ MISTAKES = [
         3,
         ["where: unknown axis 'sede'", "did you mean 'seed'?"],
     ),
-    ("axes: {seed: [0]}\nadjust:\n  - {where: {seed: 0}}\n", 3, ["fields is missing"]),
+    ("axes: {seed: [0]}\nadjust:\n  - {where: {seed: 0}}\n", 3, ["adjust needs `fields`"]),
     (
         "axes: {seed: [0]}\nadjust:\n  - where: {seed: 0}\n    fields:\n      budgt: 8\n",
         5,
@@ -283,12 +289,12 @@ MISTAKES = [
     ),
     (
         "axes: {seed: [0]}\nadjust: [{where: {}, fields: {optimizer.lr: 1}}]\n"
-        "search: {kind: random, space: {optimizer.lr: [1, 2]}}\n",
+        "search: {kind: random, space: {optimizer.lr: {uniform: [1, 2]}}}\n",
         3,
         ["search: an axis or `adjust` sets optimizer.lr, too"],
     ),
     # Tables and figures.
-    ("axes: {seed: [0]}\ntables:\n  - {rows: [seed]}\n", 3, ["a table needs a name"]),
+    ("axes: {seed: [0]}\ntables:\n  - {rows: [seed]}\n", 3, ["a table needs `name`"]),
     ("tables:\n  - {name: a, rwos: []}\n", 2, ["unknown key 'rwos'", "did you mean 'rows'?"]),
     ("tables:\n  - {name: a, rows: [seed]}\n", 2, ["table a: rows: unknown axis 'seed'", "none"]),
     ("axes: {seed: [0]}\ntables:\n  - name: a\n    columns: [seed, seed]\n", 4, ["appears twice"]),
@@ -322,9 +328,9 @@ MISTAKES = [
     (
         "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    average: true\n",
         5,
-        ["average must be true or false, and needs columns"],
+        ["table a: average needs columns"],
     ),
-    ("figures:\n  - {name: a}\n", 2, ["figure a needs a kind"]),
+    ("figures:\n  - {name: a}\n", 2, ["figure a needs `kind`"]),
     ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
     ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of convergence"]),
     (
@@ -333,12 +339,24 @@ MISTAKES = [
         ["option series='x' must be null, an axis or a list of axes: seed"],
     ),
     # Search and early stopping.
-    ("search: {kind: rando}\n", 1, ["kind=rando: must be grid or random or optuna"]),
+    (
+        "search: {kind: rando}\n",
+        1,
+        ["search: kind=rando: input should be 'grid', 'random' or 'optuna'"],
+    ),
     ("search: {kind: grid, samples: 3}\n", 1, ["a grid is made by `axes`"]),
     ("search: {kind: random}\n", 1, ["random needs a space"]),
-    ("search:\n  samples: 0\n  kind: random\n  space: {seed: {int: [1, 2]}}\n", 2, ["samples='0'"]),
+    (
+        "search:\n  samples: 0\n  kind: random\n  space: {seed: {int: [1, 2]}}\n",
+        2,
+        ["search: samples=0: input should be greater than or equal to 1"],
+    ),
     ("search:\n  space:\n    optimizer.rl: {log: [1, 2]}\n", 3, ["did you mean 'optimizer.lr'?"]),
-    ("search:\n  space:\n    seed: {int: [1, 2], log: [1, 2]}\n", 3, ["seed needs one of choice"]),
+    (
+        "search:\n  space:\n    seed: {int: [1, 2], log: [1, 2]}\n",
+        3,
+        ["search: seed: needs one of choice"],
+    ),
     ("search:\n  space:\n    seed: {int: [1.5, 2]}\n", 3, ["int needs whole numbers"]),
     (
         "search:\n  space:\n    optimizer.lr: {log: [0, 1]}\n",
@@ -359,7 +377,11 @@ MISTAKES = [
         ["an axis or `adjust` sets seed, too; remove one of the two"],
     ),
     ("early_stopping: {kind: asha, grase: 2}\n", 1, ["did you mean 'grace'?"]),
-    ("early_stopping: {reduction: 1}\n", 1, ["reduction='1': must be a whole number from 2"]),
+    (
+        "early_stopping: {reduction: 1}\n",
+        1,
+        ["early_stopping: reduction=1: input should be greater than or equal to 2"],
+    ),
     (
         "axes: {seed: [0]}\ntables: [{name: a, rows: [seed], paper: tab:glue}]\n"
         "early_stopping: {kind: asha, on: test}\n",
@@ -383,7 +405,11 @@ MISTAKES = [
         3,
         ["it compares by the search; write `on` there"],
     ),
-    ("search: {kind: random, on: train, space: {seed: {int: [1, 2]}}}\n", 1, ["on=train: must be"]),
+    (
+        "search: {kind: random, on: train, space: {seed: {int: [1, 2]}}}\n",
+        1,
+        ["search: on=train: input should be 'test' or 'validation'"],
+    ),
 ]
 
 
@@ -485,10 +511,12 @@ def test_search_and_early_stopping(write):
         "adapter.init": Choice(("gram_schmidt", "random_normal")),
         "partition.alpha": Interval(0.1, 1.0, "uniform"),
     }
-    assert sweep.search == Search("optuna", 7, "accuracy", "max", 3, space)
-    assert sweep.early_stopping == EarlyStopping("asha", 2, 3)
+    assert sweep.search == Search(
+        kind="optuna", samples=7, metric="accuracy", mode="max", seed=3, space=space
+    )
+    assert sweep.early_stopping == EarlyStopping(grace=2)
     assert sweep.search.compared == "validation_accuracy"
-    assert sweep.search.place.endswith(":4")
+    assert sweep.search_place.endswith(":4")
 
 
 SPACE = "space: {optimizer.lr: {log: [1e-4, 1e-1]}}"
@@ -547,7 +575,7 @@ def test_a_varied_cell_has_the_rate_of_its_new_fields():
 
 def test_sweeps_are_found_by_name(write, monkeypatch, tmp_path):
     installed = tmp_path / "prefix" / "share" / "trishul-ray" / "sweeps"
-    monkeypatch.setattr(sweep_module.sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(sweep_file.sys, "prefix", str(tmp_path / "prefix"))
     write("extends: _b.yaml\ntitle: mine\n", "sweeps/smoke/vision.yaml")
     write("base: {seed: 4}\n", "sweeps/smoke/_b.yaml")
     write("title: installed\n", f"{installed}/custom/extra.yaml")

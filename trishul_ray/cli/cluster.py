@@ -247,8 +247,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 
 def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experiment]":
     """Return the cells of a command by id, with their results at ``runs``."""
-    from trishul_ray.sweeps.samples import is_adaptive
-    from trishul_ray.sweeps.sweep import distinct, sweep_from_axes
+    from trishul_ray.sweeps.cells import distinct, sweep_from_axes
 
     parameters = _parse(words)
     arguments: list[str] = list(parameters.get("arguments") or ())
@@ -262,7 +261,7 @@ def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experimen
         sweeps = [sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
     else:
         sweeps = load_sweeps(arguments, parameters.get("profile") or "paper", None)
-    return distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+    return distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
 
 
 def _show(job: "Job") -> None:

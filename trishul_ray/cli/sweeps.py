@@ -23,8 +23,8 @@ from trishul_ray.errors import InputError, RunError, at_loss
 
 if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
+    from trishul_ray.sweeps.cells import Sweep
     from trishul_ray.sweeps.reproduce import Reproduced
-    from trishul_ray.sweeps.sweep import Sweep
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -76,7 +76,7 @@ def table(
     Repeat the command to continue: finished cells are never run again. The command `plan` shows
     what would run.
     """
-    from trishul_ray.sweeps.sweep import find_sweeps
+    from trishul_ray.sweeps.cells import find_sweeps
 
     names, overrides = split_arguments(arguments)
     if not names:
@@ -111,7 +111,7 @@ def sweep(
 
     Repeat the command to continue: finished cells are never run again.
     """
-    from trishul_ray.sweeps.sweep import load_sweep, sweep_from_axes
+    from trishul_ray.sweeps.cells import load_sweep, sweep_from_axes
 
     file, overrides = _split_file(arguments or [])
     if bool(file) == bool(axis):
@@ -149,8 +149,8 @@ def rates(
     Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
     rates` shows what it costs.
     """
+    from trishul_ray.sweeps.cells import RATES, find_sweeps, load_sweep
     from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table, write_rates
-    from trishul_ray.sweeps.sweep import RATES, find_sweeps, load_sweep
 
     file, overrides = _split_file(arguments or [])
     if file:
@@ -203,14 +203,13 @@ def plan(
     A run that several sweeps need is counted once, in the first of them. Hours are those of
     finished runs of the same kind where there are any, and else from a cost model.
     """
+    from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
-    from trishul_ray.sweeps.samples import is_adaptive
     from trishul_ray.sweeps.state import examine, other_results
-    from trishul_ray.sweeps.sweep import distinct
     from trishul_ray.tracking.progress import RunProgress
 
     sweeps = load_sweeps(arguments, profile, runs)
-    experiments = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+    experiments = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
     with RunProgress(1, err) as progress:
         report = progress.task_progress("reading results")
         states = examine(experiments, report)
@@ -249,13 +248,12 @@ def report(
     Runs nothing: what is missing is missing on the page, and what failed has its reason there.
     """
     from trishul_ray.report.page import write_report
-    from trishul_ray.sweeps.samples import is_adaptive
+    from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.state import collect, examine
-    from trishul_ray.sweeps.sweep import distinct
     from trishul_ray.tracking.progress import RunProgress
 
     sweeps = load_sweeps(arguments, profile, runs)
-    searched = [sweep.name for sweep in sweeps if is_adaptive(sweep)]
+    searched = [sweep.name for sweep in sweeps if sweep.is_adaptive]
     if searched:
         raise InputError(
             f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
@@ -276,8 +274,7 @@ def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "li
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
-    from trishul_ray.sweeps.samples import with_random_samples
-    from trishul_ray.sweeps.sweep import find_sweeps, load_sweep
+    from trishul_ray.sweeps.cells import find_sweeps, load_sweep, with_random_samples
 
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []
@@ -331,8 +328,8 @@ def run_sweeps(
 def _reproduce(
     sweeps: "Sequence[Sweep]", retries: int, stall_minutes: float, concurrency: int | None
 ) -> "Reproduced":
+    from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.reproduce import reproduce
-    from trishul_ray.sweeps.search import TuneOptions
     from trishul_ray.tracking.sweep_progress import SweepProgress
 
     options = TuneOptions(retries, stall_minutes, concurrency)

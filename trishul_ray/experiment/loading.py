@@ -68,14 +68,14 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
     # The names of methods depend on the plug-ins, further fields on the method's name.
     for text, key, value in read:
         if key == "plugins":
-            _set_field(user, key, value, text)
+            set_field(user, key, value, text)
     _load_plugins(user)
     for text, key, value in read:
         if SHORT_FIELDS.get(key, key) == "method.name":
-            _set_field(user, "method.name", value, text)
+            set_field(user, "method.name", value, text)
     known = list(field_names(_method_of(user)))
     for text, key, value in read:
-        _set_field(user, SHORT_FIELDS.get(key) or full_name(key, known), value, text)
+        set_field(user, SHORT_FIELDS.get(key) or full_name(key, known), value, text)
     return resolve_experiment(user)
 
 
@@ -102,14 +102,14 @@ def experiment_of_arguments(
     _expand_short_fields(user)
     for key in ("dataset", "model", "method"):  # further fields of the method depend on its name
         if isinstance(arguments.get(key), str):
-            _set_field(user, SHORT_FIELDS[key], arguments[key], key)
+            set_field(user, SHORT_FIELDS[key], arguments[key], key)
     known = list(field_names(_method_of(user)))
     for key, value in arguments.items():
         if isinstance(value, Mapping) and key in Experiment.model_fields:
             for inner, content in value.items():
-                _set_field(user, f"{key}.{inner}", content, key)
+                set_field(user, f"{key}.{inner}", content, key)
         elif key not in SHORT_FIELDS or not isinstance(value, str):
-            _set_field(user, full_name(key, known), _as_field(value), key)
+            set_field(user, full_name(key, known), _as_field(value), key)
     return resolve_experiment(user)
 
 
@@ -229,7 +229,7 @@ def _preset(dataset: str) -> dict[str, Any]:
 
 def _expand_short_fields(fields: dict[str, Any]) -> None:
     if "dataset" in fields:
-        _set_field(fields, "data.name", fields.pop("dataset"), "dataset")
+        set_field(fields, "data.name", fields.pop("dataset"), "dataset")
     for key in ("model", "method"):
         if isinstance(fields.get(key), str):
             fields[key] = {"name": fields[key]}
@@ -248,17 +248,23 @@ def split_override(text: str) -> tuple[str, Any]:
         raise InputError(f"override {text!r}: value is not YAML: {in_one_line(error)}") from error
 
 
-def _set_field(fields: dict[str, Any], dotted: str, value: Any, override: str) -> None:
+def set_field(fields: dict[str, Any], dotted: str, value: Any, override: str = "") -> None:
+    """Set a field of nested ones by its dotted name; ``override`` is named in errors.
+
+    Raises:
+        InputError: a section has to be a value, or the other way round.
+    """
+    where = f"override {override!r}: " if override else ""
     *parents, last = dotted.split(".")
     for parent in parents:
         inner = fields.setdefault(parent, {})
         if isinstance(inner, str) and parent in ("model", "method"):
             inner = fields[parent] = {"name": inner}
         if not isinstance(inner, dict):
-            raise InputError(f"override {override!r}: {parent} is not a section")
+            raise InputError(f"{where}{parent} is not a section")
         fields = inner
     if last in fields and isinstance(fields[last], dict) and not isinstance(value, dict):
-        raise InputError(f"override {override!r}: {dotted} is a section; name one of its fields")
+        raise InputError(f"{where}{dotted} is a section; name one of its fields")
     fields[last] = value
 
 

@@ -1,4 +1,4 @@
-"""The axes of a sweep, and the cells that they form.
+"""Sweeps: a base experiment, axes, and the tables and figures that the cells form.
 
 A cell is one combination of axis labels. Its fields are those of the dataset's preset, then the
 sweep's base, the overrides of the command line, the values of the axes, and the adjustments of
@@ -8,31 +8,53 @@ chosen cells; later ones win. An override that would reach only some cells is re
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 from trishul_ray.data.dataset import RowSet
 from trishul_ray.data.prepare import find_source
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.loading import (
-    SHORT_FIELDS,
-    describe_unknown_field,
-    field_names,
-    resolve_experiment,
-    split_override,
+from trishul_ray.experiment.loading import resolve_experiment, set_field
+from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.paper import figure_numbers, paper_keys
+from trishul_ray.sweeps.sweep_file import (
+    MAX_CELLS,
+    Choice,
+    EarlyStopping,
+    Fields,
+    Figure,
+    Items,
+    Labels,
+    Pairs,
+    Profile,
+    Scalar,
+    Search,
+    SweepFile,
+    Table,
+    Value,
+    fail,
+    field_of,
+    folders,
+    hint,
+    parse,
+    plain,
+    read_axis,
+    read_file,
+    read_overrides,
+    unknown_field,
 )
-from trishul_ray.methods.base import method_names
-from trishul_ray.sweeps.located_yaml import Node, parse_located
 
-#: More cells than this are refused: a range such as 0..1000000 is a mistake.
-MAX_CELLS = 20_000
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-
-#: Values by dotted field name.
-Fields = dict[str, Node]
+#: The sweep of a profile that chooses learning rates, and the axis that it chooses from.
+RATES, RATE = "rates", "optimizer.lr"
+#: The axis whose labels are the values that a search has sampled.
+SAMPLE = "sample"
+#: How a table says that its runs were chosen by the scores that it shows.
+CHOSEN_ON_TEST = "chosen on the test rows"
+_PROFILES: tuple[Profile, ...] = ("paper", "small", "smoke")
 
 
 @dataclass(frozen=True)
@@ -55,48 +77,172 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class AxisValue:
-    """One label of an axis, and what it sets."""
-
-    label: str
-    place: str
-    fields: Fields
-    metric: str | None = None
-    shown: str | None = None
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What varies: labels, each with its fields."""
-
-    name: str
-    place: str
-    values: tuple[AxisValue, ...]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The labels, in order."""
-        return tuple(value.label for value in self.values)
-
-    @property
-    def shown(self) -> dict[str, str]:
-        """How labels are displayed, where that differs from the label."""
-        return {value.label: value.shown for value in self.values if value.shown}
-
-
-@dataclass(frozen=True)
-class Adjustment:
-    """Fields of chosen cells.
+class Sweep:
+    """A sweep, read and validated.
 
     Attributes:
-        place: Where it stands, for errors.
-        labels: The chosen labels by axis; all of an axis that is not named.
-        fields: What it sets; wins over the axes and over earlier adjustments.
+        name: Identifies the sweep, also as a file name; by default that of its file.
+        title: One line.
+        profile: By default the name of the file's folder if it is a profile, else ``custom``.
+        file: Where it was read from; None if it was given on the command line.
+        description: The comment at the head of the file.
+        axes: Labels of each axis, in order.
+        shown: How labels are displayed, by axis and label, where that differs from the label.
+        cells: Every combination of labels that is not left out.
+        tables: Tables that the cells form.
+        figures: Figures that the cells form.
+        search: How values are found that no axis sets; None is the grid of the axes.
+        early_stopping: How runs that lag behind are stopped; None is never.
+        overrides: The fields that the command line sets and that can change a number, as
+            ``field=value``.
+        search_place: Where the search stands, for errors.
     """
 
-    place: str
-    labels: Mapping[str, tuple[str, ...]]
-    fields: Fields
+    name: str
+    title: str
+    profile: Profile
+    file: Path | None
+    description: str
+    axes: Mapping[str, tuple[str, ...]]
+    shown: Mapping[str, Mapping[str, str]]
+    cells: tuple[Cell, ...]
+    tables: tuple[TableLayout, ...] = ()
+    figures: tuple[FigureLayout, ...] = ()
+    search: Search | None = None
+    early_stopping: EarlyStopping | None = None
+    overrides: tuple[str, ...] = ()
+    search_place: str = field(default="search", compare=False)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether its cells are only known once others have finished."""
+        return self.search is not None and self.search.kind == "optuna"
+
+    @property
+    def compared(self) -> Search | None:
+        """How its runs are compared with each other while they run; None if they are not."""
+        if self.search is None and self.early_stopping is not None:
+            return Search(on=self.early_stopping.on)
+        return self.search
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How cells are run.
+
+    Attributes:
+        retries: How often a cell that failed is tried again.
+        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
+        concurrency: Number of cells at a time; None is what the cluster holds, with the nodes that
+            its autoscaler may add. Cells beyond that wait.
+    """
+
+    retries: int = 2
+    stall_minutes: float = 30.0
+    concurrency: int | None = None
+
+
+def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file and validate every cell.
+
+    Args:
+        path: the file.
+        overrides: ``key=value`` strings for every cell; they win over ``base``. One that an axis or
+            ``adjust`` sets, too, is refused, but a range or list of seeds, ``seed=0..4``, takes the
+            place of the axis ``seed``.
+
+    Raises:
+        InputError: one line that names file, line, fault and remedy.
+    """
+    file = read_file(path)
+    name = file.name
+    if name is None:  # that of the file must be one, too
+        name = SweepFile.of(Pairs(str(path), {"name": Scalar(path.stem, str(path), "")})).name
+    folder = path.resolve().parent.name
+    profile: Profile = next((each for each in _PROFILES if each == folder), "custom")
+    return _build(file, name or "", file.profile or profile, path, read_overrides(overrides))
+
+
+def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
+    """Make a sweep of ``field=value,value`` axes, as given on the command line.
+
+    Args:
+        axes: such as ``method.lam=0,0.01`` or ``seed=0..4``.
+        overrides: ``key=value`` strings for all cells.
+
+    Raises:
+        InputError: as :func:`load_sweep`.
+    """
+    read = Pairs("--axis")
+    for text in axes:
+        name, equals, raw = text.partition("=")
+        name, place = name.strip(), f"--axis {text!r}"
+        if not equals or not name:
+            raise InputError(f"{place}: must be of the form field=value,value or field=0..4")
+        if name in read:
+            raise InputError(f"{place}: axis {name!r} is given twice; remove one")
+        if wrong := unknown_field(name):
+            raise InputError(f"{place}: {wrong}")
+        read[name] = parse(f"[{raw}]", place, place)
+    content = Pairs("--axis", {"axes": read})
+    title = "Sweep over " + ", ".join(read) if read else "One run"
+    content["title"] = Scalar(title, "--axis", title)
+    return _build(SweepFile.of(content), "sweep", "custom", None, read_overrides(overrides))
+
+
+def find_sweeps(
+    names: Sequence[str], profile: str, overrides: Sequence[str] = ()
+) -> tuple[Sweep, ...]:
+    """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
+
+    Args:
+        names: their names; ``all`` stands for every sweep of the profile, in the paper's order, but
+            ``rates``, which has no table of the paper.
+        profile: ``paper``, ``small`` or ``smoke``.
+        overrides: ``key=value`` strings for all of them.
+
+    Raises:
+        InputError: there is no such sweep, or as :func:`load_sweep`.
+    """
+    files: dict[str, Path] = {}
+    for folder in reversed(folders()):
+        found = sorted((folder / profile).glob("*.yaml"))
+        files |= {file.stem: file for file in found if not file.stem.startswith("_")}
+    if not files:
+        raise InputError(
+            f"profile {profile!r} has no sweeps in {' or '.join(map(str, folders()))}; "
+            f"known profiles: {', '.join(_PROFILES)}"
+        )
+    wanted: dict[str, None] = {}
+    for name in names:
+        if name != "all" and name not in files:
+            near = hint(name, sorted(files))
+            raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
+        every = sorted(files.keys() - {RATES})
+        wanted |= dict.fromkeys(every if name == "all" else [name])
+    sweeps = [load_sweep(files[name], overrides) for name in wanted]
+    return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
+
+
+def _position(sweep: Sweep) -> int:
+    """Return the position of a sweep's first table in the paper."""
+    keys = paper_keys()
+    return min(
+        (keys.index(table.paper) for table in sweep.tables if table.paper), default=len(keys)
+    )
+
+
+def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
+    """Return the experiments of all cells by id, in order, each once.
+
+    One that several cells share is scored after every round that one of them asks for.
+    """
+    found: dict[str, Experiment] = {}
+    for sweep in sweeps:
+        for cell in sweep.cells:
+            id = cell.experiment.id
+            found[id] = found[id].scored_as(cell.experiment) if id in found else cell.experiment
+    return found
 
 
 def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
@@ -111,88 +257,150 @@ def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
     Raises:
         InputError: the experiment is not valid.
     """
-    fields = {**cell.fields, **{_full_name(name): value for name, value in values.items()}}
+    fields = {**cell.fields, **{field_of(name): value for name, value in values.items()}}
     labels = {**cell.labels, **{name: str(value) for name, value in values.items()}}
-    return replace(cell, experiment=resolve_experiment(_nest(fields)), labels=labels, fields=fields)
+    return replace(cell, experiment=_resolve(fields), labels=labels, fields=fields)
 
 
-def read_fields(fields: Mapping[str, Node], prefix: str = "") -> Fields:
-    """Return the values of nested fields by dotted name.
+def with_random_samples(sweep: Sweep) -> Sweep:
+    """Return a sweep with the samples of its random search as cells; another one as it is."""
+    search = sweep.search
+    if search is None or search.kind != "random":
+        return sweep
+    import numpy as np
+    from ray.tune.search.variant_generator import generate_variants
+
+    rng = np.random.RandomState(search.seed)
+    space = sampling_space(search)
+    samples = [
+        spec
+        for _ in range(search.samples)
+        for _, spec in generate_variants(space, random_state=rng)
+    ]
+    return with_samples(sweep, [(cell, values) for cell in sweep.cells for values in samples])
+
+
+def with_samples(sweep: Sweep, samples: Sequence[tuple[Cell, Mapping[str, Any]]]) -> Sweep:
+    """Return a sweep with samples of its cells (:func:`sampled`), and a table that lists them.
+
+    Numbers are displayed with four digits, unless another sample would look the same.
+    """
+    search = sweep.search
+    assert search is not None
+    short = {_label(values): _label(values, digits=4) for _, values in samples}
+    times = Counter(short.values())
+    chosen = CHOSEN_ON_TEST if search.on == "test" else "by their validation rows"
+    table = TableLayout(
+        name=f"{sweep.name}-samples",
+        title=f"{sweep.title}: samples, {chosen}",
+        rows=(*(axis for axis in sweep.axes if axis != "seed"), SAMPLE),
+        columns=(),
+    )
+    return replace(
+        sweep,
+        axes={**sweep.axes, SAMPLE: tuple(short)},
+        shown={**sweep.shown, SAMPLE: {k: s for k, s in short.items() if times[s] == 1}},
+        cells=tuple(sampled(cell, values, search) for cell, values in samples),
+        tables=(table,),
+    )
+
+
+def sampled(cell: Cell, values: Mapping[str, Any], search: Search) -> Cell:
+    """Return a cell with sampled values of some fields, read by the metric of the search.
 
     Raises:
-        InputError: a field is set twice, such as by its short name and by its full one.
+        InputError: The values make no valid experiment.
     """
-    flat: Fields = {}
-    for key, node in fields.items():
-        if isinstance(node.value, dict):
-            inner = read_fields(node.value, f"{prefix}{key}.")
+    labels = {**cell.labels, SAMPLE: _label(values)}
+    metric = search.metric or cell.metric
+    return replace(vary(cell, values), labels=labels, metric=metric, rows=search.on)
+
+
+def sampling_space(search: Search) -> dict[str, Any]:
+    """Return the space of a search as Ray Tune takes it."""
+    from ray import tune
+
+    space: dict[str, Any] = {}
+    for name, domain in search.space.items():
+        if isinstance(domain, Choice):
+            space[name] = tune.choice(list(domain.values))
+        elif domain.scale == "int":
+            space[name] = tune.randint(int(domain.low), int(domain.high) + 1)
         else:
-            inner = {prefix + key if prefix else _full_name(key): node}
-        for name in flat.keys() & inner.keys():
-            inner[name].fail(f"{name} is set twice (first at {flat[name].place}); remove one")
-        flat |= inner
-    return flat
+            sample = tune.loguniform if domain.scale == "log" else tune.uniform
+            space[name] = sample(domain.low, domain.high)
+    return space
 
 
-def read_overrides(overrides: Sequence[str]) -> Fields:
-    """Return the values of ``key=value`` overrides by dotted field name."""
-    flat: Fields = {}
-    for text in overrides:
-        key, _ = split_override(text)
-        raw = text.partition("=")[2]
-        value = parse_located(raw, "override", f"override {text!r}")
-        # An empty text parses as an empty mapping; it means nothing, as in YAML.
-        flat |= read_fields({key: value if raw.strip() else Node(None, value.place)})
-    return flat
+def _label(values: Mapping[str, Any], digits: int | None = None) -> str:
+    """Return names and values in one line, floats with all digits unless limited."""
+    return ", ".join(
+        f"{name}={value:.{digits}g}" if digits and isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
+    )
 
 
-def read_axis(name: str, node: Node) -> Axis:
-    """Read the labels of an axis: a list or range of values, or a mapping from label to fields.
-
-    Raises:
-        InputError: it is empty, repeats a label, or lists values although ``name`` is no field.
-    """
-    if isinstance(node.value, dict):
-        values = [_axis_value(name, label, value) for label, value in node.value.items()]
-    else:
-        items = [node] if node.is_scalar else node.items(f"axis {name!r}")
-        scalars = itertools.chain.from_iterable(_range(name, item) for item in items)
-        values = [_axis_value(name, item.scalar(f"axis {name!r}"), item) for item in scalars]
-    if not values:
-        node.fail(f"axis {name!r} is empty; give it at least one label, or remove it")
-    seen: dict[str, AxisValue] = {}
-    for value in values:
-        if value.label in seen:
-            raise InputError(
-                f"{value.place}: axis {name!r}: two cells with one name, {value.label!r}; "
-                "rename or remove one"
+def _build(
+    file: SweepFile, name: str, profile: Profile, path: Path | None, overrides: Fields
+) -> Sweep:
+    seeds = overrides.get("seed")
+    if seeds is not None and "seed" in file.axes and (isinstance(seeds, Items) or ".." in seeds):
+        # It says how often a sweep over seeds repeats its cells.
+        file = file.with_axis(read_axis("seed", seeds))
+        overrides = {field: value for field, value in overrides.items() if field != "seed"}
+    cells = _expand(file, overrides)
+    title = file.title or name
+    search = file.search
+    if search is not None:
+        _check_search(file, search, cells)
+        for field in overrides.keys() & search.space.keys():
+            fail(
+                overrides[field],
+                f"`search` samples {field}, so it reaches no run; leave it out",
             )
-        seen[value.label] = value
-    return Axis(name, node.place, tuple(values))
+    search = None if search is not None and search.kind == "grid" else search
+    varies_rate = RATE in file.axes or (search is not None and RATE in search.space)
+    if varies_rate and any(cell.fields.get("optimizer.rates") for cell in cells):
+        file.fail(
+            f"optimizer.rates replaces the learning rates that {RATE} varies; remove one of them",
+            "axes",
+        )
+    tables, figures = _layouts(file, name, title, cells)
+    stopping = file.early_stopping and _checked_stopping(file, search, cells)
+    if stopping is not None and stopping.on == "test":
+        tables = tuple(replace(t, title=f"{t.title}, {CHOSEN_ON_TEST}") for t in tables)
+    return Sweep(
+        name=name,
+        title=title,
+        profile=profile,
+        file=path,
+        description=file.description,
+        axes=file.labels,
+        shown={
+            name: {value.label: value.shown for value in axis.values if value.shown}
+            for name, axis in file.axes.items()
+        },
+        cells=cells,
+        tables=tables,
+        figures=figures,
+        search=search,
+        early_stopping=stopping,
+        overrides=tuple(
+            f"{field}={plain(value)}"
+            for field, value in overrides.items()
+            if any(_in_id(field, cell.experiment) for cell in cells)
+        ),
+        search_place=file.place("search", "kind"),
+    )
 
 
-def expand(
-    base: Fields,
-    overrides: Fields,
-    axes: Sequence[Axis],
-    excluded: Sequence[Mapping[str, tuple[str, ...]]],
-    adjustments: Sequence[Adjustment],
-    place: str,
-) -> tuple[Cell, ...]:
-    """Return the cells of all combinations but the excluded ones; the last axis varies fastest.
-
-    Args:
-        base: fields of all cells.
-        overrides: fields of all cells that win over ``base``; each must reach every cell.
-        axes: what varies; their values win over both.
-        excluded: combinations to leave out: labels by axis.
-        adjustments: fields of chosen cells; later ones win, and all win over the axes.
-        place: where the axes stand, for errors.
-
-    Raises:
-        InputError: a combination is no valid experiment, there is none, an adjustment chooses
-            none, or an axis or adjustment sets what an override sets, to another value.
-    """
+def _expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
+    """Return the cells of all combinations but the excluded ones; the last axis varies fastest."""
+    place, axes = file.place("axes"), tuple(file.axes.values())
+    for number, excluded in enumerate(file.excluded):
+        file.check_labels(excluded, "except", "except", number)
+    for number, adjustment in enumerate(file.adjust):
+        file.check_labels(adjustment.where, "where", "adjust", number, "where")
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_CELLS:
         sizes = " x ".join(f"{len(axis.values)} {axis.name}" for axis in axes)
@@ -200,146 +408,90 @@ def expand(
             f"{place}: {sizes} are {count:,} cells, and a sweep may have {MAX_CELLS:,}; "
             "shorten an axis or divide the sweep"
         )
-    common = {**base, **overrides}
-    hindered: dict[str, list[Node]] = {}
-    unused = list(adjustments)
+    common = {**file.base, **overrides}
+    hindered: dict[str, list[Value]] = {}
+    used: set[int] = set()
     cells = []
-    for values in itertools.product(*(axis.values for axis in axes)):
-        labels = {axis.name: value.label for axis, value in zip(axes, values, strict=True)}
-        if any(_chosen(labels, each) for each in excluded):
+    for labels, fields, metric in _combinations(file):
+        if any(_chosen(labels, each) for each in file.excluded):
             continue
-        own, metric = _combine(axes, values, labels)
-        for each in adjustments:
-            if _chosen(labels, each.labels):
-                own |= each.fields
-                unused = [other for other in unused if other is not each]
-        for name in overrides.keys() & own.keys():
-            if own[name].plain() != overrides[name].plain():
-                hindered.setdefault(name, []).append(own[name])
-        cells.append(_make_cell({**common, **own}, labels, metric, place))
+        for number, adjustment in enumerate(file.adjust):
+            if _chosen(labels, adjustment.where):
+                fields |= adjustment.fields
+                used.add(number)
+        for name in overrides.keys() & fields.keys():
+            if plain(fields[name]) != plain(overrides[name]):
+                hindered.setdefault(name, []).append(fields[name])
+        cells.append(_make_cell({**common, **fields}, labels, metric, place))
     if not cells:
         raise InputError(f"{place}: no cell is left; shorten `except`")
-    if unused:
-        raise InputError(
-            f"{unused[0].place}: adjust: no cell has these labels; change or remove them"
-        )
-    for name, nodes in sorted(hindered.items()):
-        overrides[name].fail(
-            f"it does not reach {len(nodes):,} of {len(cells):,} cells, for which an axis or "
-            f"`adjust` sets {name} (first at {nodes[0].place}: {nodes[0].plain()!r}); set it "
-            "there, in a file of your own that extends this one"
+    for number in range(len(file.adjust)):
+        if number not in used:
+            file.fail("adjust: no cell has these labels; change or remove them", "adjust", number)
+    for name, values in sorted(hindered.items()):
+        fail(
+            overrides[name],
+            f"it does not reach {len(values):,} of {len(cells):,} cells, for which an axis or "
+            f"`adjust` sets {name} (first at {values[0].place}: {plain(values[0])!r}); set it "
+            "there, in a file of your own that extends this one",
         )
     return tuple(cells)
 
 
-def unknown_field(name: str) -> str | None:
-    """Return what is wrong with a name that is no field; None if it is one."""
-    known = _known_fields()
-    return None if _full_name(name) in known else describe_unknown_field(name, sorted(known))
-
-
-@cache
-def _known_fields() -> frozenset[str]:
-    """Return the dotted names of all fields, of every method, and the short names."""
-    names = itertools.chain.from_iterable(field_names(method) for method in method_names())
-    return frozenset(names) | SHORT_FIELDS.keys()
-
-
-def _chosen(labels: Mapping[str, str], choice: Mapping[str, tuple[str, ...]]) -> bool:
-    return all(labels[axis] in some for axis, some in choice.items())
-
-
-def _axis_value(axis: str, label: str, node: Node) -> AxisValue:
-    if not isinstance(node.value, dict):
-        if hint := unknown_field(axis):
-            node.fail(
-                f"axis {axis!r}: label {label!r} needs fields, as in `{label}: {{field: value}}`; "
-                f"only an axis that is named after a field can have plain values ({hint})"
-            )
-        return AxisValue(label, node.place, read_fields({axis: node}))
-    fields = dict(node.value)
-    metric, shown = (
-        fields.pop(key).scalar(f"{key} of {label!r}") if key in fields else None
-        for key in ("metric", "shown")
-    )
-    return AxisValue(label, node.place, read_fields(fields), metric, shown)
-
-
-def _range(axis: str, node: Node) -> Iterator[Node]:
-    """Yield the numbers of a range such as ``0..4``, or ``node`` itself if it is none."""
-    match = _RANGE.fullmatch(node.text)
-    if not match:
-        yield node
-        return
-    first, last = map(int, match.groups())
-    if not 0 <= last - first < MAX_CELLS:
-        node.fail(f"axis {axis!r}: range {node.text} must go up, by at most {MAX_CELLS:,}")
-    for number in range(first, last + 1):
-        yield Node(number, node.place, str(number))
-
-
-def _combine(
-    axes: Sequence[Axis], values: Sequence[AxisValue], labels: Mapping[str, str]
-) -> tuple[Fields, str | None]:
-    """Return the fields and the metric that the values of all axes set together."""
-    fields: Fields = {}
-    metric: str | None = None
-    for axis, value in zip(axes, values, strict=True):
-        for name, node in value.fields.items():
-            if name in fields and fields[name].plain() != node.plain():
-                node.fail(
-                    f"axis {axis.name!r} sets {name}={node.plain()!r}, but another axis sets "
-                    f"{fields[name].plain()!r} at {fields[name].place} (cell {_name(labels)}); "
-                    "set it on one axis, or leave the combination out under `except`"
-                )
-            fields[name] = node
-        if value.metric is not None:
-            if metric not in (None, value.metric):
+def _combinations(file: SweepFile) -> Iterator[tuple[dict[str, str], Fields, str | None]]:
+    """Yield the labels of all axes, and the fields and the metric that they set together."""
+    for values in itertools.product(*(axis.values for axis in file.axes.values())):
+        labels = dict(zip(file.axes, (value.label for value in values), strict=True))
+        fields: Fields = {}
+        metric: str | None = None
+        for axis, value in zip(file.axes, values, strict=True):
+            for name, given in value.fields.items():
+                if name in fields and plain(fields[name]) != plain(given):
+                    fail(
+                        given,
+                        f"axis {axis!r} sets {name}={plain(given)!r}, but another axis sets "
+                        f"{plain(fields[name])!r} at {fields[name].place} (cell {_name(labels)}); "
+                        "set it on one axis, or leave the combination out under `except`",
+                    )
+                fields[name] = given
+            if value.metric is not None and metric not in (None, value.metric):
                 raise InputError(
                     f"{value.place}: two axes name a metric, {metric!r} and {value.metric!r} "
                     f"(cell {_name(labels)}); name it on one axis"
                 )
-            metric = value.metric
-    return fields, metric
+            metric = value.metric or metric
+        yield labels, fields, metric
+
+
+def _chosen(labels: Mapping[str, str], choice: Labels) -> bool:
+    return all(labels[axis] in some for axis, some in choice.items())
 
 
 def _make_cell(fields: Fields, labels: Mapping[str, str], metric: str | None, place: str) -> Cell:
-    plain = {name: node.plain() for name, node in fields.items()}
+    values = {name: plain(value) for name, value in fields.items()}
     try:
-        experiment = resolve_experiment(_nest(plain))
+        experiment = _resolve(values)
         find_source(experiment.data)
     except InputError as error:
         cell = f" (cell {_name(labels)})" if labels else ""
         raise InputError(f"{_blame(str(error), fields) or place}: {error}{cell}") from error
-    return Cell(experiment, labels, metric, fields=plain)
+    return Cell(experiment, labels, metric, fields=values)
 
 
-def _nest(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve(fields: Mapping[str, Any]) -> Experiment:
     nested: dict[str, Any] = {}
     for name, value in fields.items():
-        *parents, last = name.split(".")
-        section = nested
-        for depth, parent in enumerate(parents, 1):
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise _not_a_value(".".join(parents[:depth]))
-        if isinstance(section.get(last), dict):
-            raise _not_a_value(name)
-        section[last] = value
-    return nested
-
-
-def _not_a_value(section: str) -> InputError:
-    return InputError(f"{section} is a section; name one of its fields")
+        set_field(nested, name, value)
+    return resolve_experiment(nested)
 
 
 def _blame(message: str, fields: Fields) -> str | None:
     """Return the place of the field that ``message`` is about: the first that it names."""
     found = []
-    for name, node in fields.items():
+    for name, value in fields.items():
         match = re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", message)
         if match:
-            found.append((match.start(), node.place))
+            found.append((match.start(), value.place))
     return min(found)[1] if found else None
 
 
@@ -347,9 +499,147 @@ def _name(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{axis}={label}" for axis, label in labels.items())
 
 
-def _full_name(name: str) -> str:
-    """Return the field that a short name, or the last part of only one field's name, means."""
-    if name in SHORT_FIELDS or name in _known_fields() or name in Experiment.model_fields:
-        return SHORT_FIELDS.get(name, name)
-    meant = [known for known in _known_fields() if known.rpartition(".")[2] == name]
-    return meant[0] if len(meant) == 1 else name
+def _check_search(file: SweepFile, search: Search, cells: Sequence[Cell]) -> None:
+    """Check what a search samples: the ends of every range must be valid in each cell."""
+    varied = {name for axis in file.axes.values() for v in axis.values for name in v.fields}
+    varied |= {name for adjustment in file.adjust for name in adjustment.fields}
+    for name, domain in search.space.items():
+        loc = "search", "space", name
+        if wrong := unknown_field(name):
+            file.fail(f"search: {wrong}", *loc)
+        if name in varied:
+            file.fail(f"search: an axis or `adjust` sets {name}, too; remove one of the two", *loc)
+        for cell, corner in itertools.product(cells, domain.corners):
+            try:
+                vary(cell, {name: corner})
+            except InputError as error:
+                file.fail(f"search: {error}", *loc)
+    if search.kind == "grid":
+        if search.model_fields_set - {"kind"}:
+            file.fail(
+                "search: a grid is made by `axes`; remove the other keys, or set kind to random",
+                "search",
+            )
+        return
+    if not search.space:
+        example = "{optimizer.lr: {log: [1e-4, 1e-1]}}"
+        file.fail(f"search: {search.kind} needs a space: {example}", "search")
+    _check_rows(file, "search", search.on, cells)
+
+
+def _check_rows(file: SweepFile, section: str, on: RowSet, cells: Sequence[Cell]) -> None:
+    """Check that the rows exist that a section chooses on."""
+    if on == "validation" and any(not cell.experiment.data.validation_share for cell in cells):
+        file.fail(
+            f"{section}: without data.validation_share it would choose on the test rows, whose "
+            f"scores then say too much: set data.validation_share, such as 0.1, or `on: test` in "
+            f"`{section}`, which every table then says",
+            section,
+        )
+
+
+def _checked_stopping(
+    file: SweepFile, search: Search | None, cells: Sequence[Cell]
+) -> EarlyStopping | None:
+    """Return how runs are stopped early, which compares by the search if there is one."""
+    stopping = file.early_stopping
+    if stopping is None:
+        return None
+    if not all(cell.experiment.evaluation.every for cell in cells):
+        file.fail(
+            "early_stopping: it compares scores between the first round and the last, and "
+            "evaluation.every=0 makes none; set evaluation.every, such as 1",
+            "early_stopping",
+        )
+    if any(table.paper for table in file.tables or ()):
+        file.fail(
+            "early_stopping: a table with `paper` shows finished runs only; remove one of them",
+            "early_stopping",
+        )
+    if search is None:
+        _check_rows(file, "early_stopping", stopping.on, cells)
+        return stopping
+    if "on" in stopping.model_fields_set:
+        why = "early_stopping: it compares by the search; write `on` there"
+        file.fail(why, "early_stopping", "on")
+    return stopping.model_copy(update={"on": search.on})
+
+
+def _layouts(
+    file: SweepFile, name: str, title: str, cells: Sequence[Cell]
+) -> tuple[tuple[TableLayout, ...], tuple[FigureLayout, ...]]:
+    """Return how the cells form tables and figures; by default, one table of all axes."""
+    from trishul_ray.report.paper_figures import check_figure
+
+    tables, figures = [], []
+    axes = tuple(file.axes)
+    for number, table in enumerate(file.tables or ()):
+        what, loc = f"table {table.name}", ("tables", number)
+        for key, names in (("rows", table.rows), ("columns", table.columns)):
+            for item, axis in enumerate(names):
+                if axis not in axes:
+                    why = f"{what}: {key}: unknown axis {axis!r}; {hint(axis, axes)}"
+                    file.fail(why, *loc, key, item)
+                if axis in names[:item]:
+                    why = f"{what}: {key}: {axis!r} appears twice; remove one"
+                    file.fail(why, *loc, key, item)
+        if both := set(table.rows) & set(table.columns):
+            file.fail(f"{what}: {min(both)!r} is in rows and in columns; remove one", *loc)
+        if not table.rows and not table.columns:
+            example = f"`rows: [{next(iter(axes), '')}]`"
+            file.fail(f"{what} needs rows or columns, such as {example}", *loc)
+        if table.average and not table.columns:
+            file.fail(f"{what}: average needs columns", *loc, "average")
+        _check_shown(file, "table", number, table, paper_keys(), cells)
+        tables.append(TableLayout(**{**table.model_dump(), "title": table.title or table.name}))
+    if file.tables is None and axes:
+        shown = [axis for axis in axes if axis != "seed"] or list(axes)
+        split = len(shown) - (len(shown) > 1)
+        tables = [TableLayout(name, title, tuple(shown[:split]), tuple(shown[split:]))]
+    for number, figure in enumerate(file.figures):
+        _check_shown(file, "figure", number, figure, tuple(figure_numbers()), cells)
+        made = FigureLayout(**{**figure.model_dump(), "title": figure.title or figure.name})
+        try:
+            check_figure(made, axes)
+        except InputError as error:
+            key = "options" if "options" in figure.model_fields_set else "kind"
+            file.fail(str(error), "figures", number, key)
+        figures.append(made)
+    return tuple(tables), tuple(figures)
+
+
+def _check_shown(
+    file: SweepFile,
+    kind: str,
+    number: int,
+    shown: Table | Figure,
+    paper: Sequence[str],
+    cells: Sequence[Cell],
+) -> None:
+    """Check what tables and figures have in common: name, cells, and their key in the paper."""
+    what, loc = f"{kind} {shown.name}", (f"{kind}s", number)
+    others = (file.tables if kind == "table" else file.figures) or ()
+    if any(other.name == shown.name for other in others[:number]):
+        file.fail(f"two {kind}s with one name, {shown.name!r}; rename one", *loc, "name")
+    if shown.paper is not None and shown.paper not in paper:
+        near = hint(shown.paper, paper)
+        file.fail(f"{what}: paper has no {shown.paper!r}; {near}", *loc, "paper")
+    file.check_labels(shown.where, f"{what}: where", *loc, "where")
+    if not any(_chosen(cell.labels, shown.where) for cell in cells):
+        why = f"{what}: where leaves no cell; add labels, or shorten `except`"
+        file.fail(why, *loc, "where")
+
+
+def _in_id(field: str, experiment: Experiment) -> bool:
+    """Return whether a field is part of an experiment's id, with the value that is set."""
+    fields: Any = experiment
+    found: Any = experiment.identity()
+    for name in field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            return False
+        info = type(fields).model_fields.get(name)
+        extra = info.json_schema_extra if info is not None else None
+        if isinstance(extra, dict) and extra.get("identity") == "default":
+            return False
+        found, fields = found[name], getattr(fields, name, None)
+    return True

@@ -12,8 +12,9 @@ from ray.tune.experiment import Trial
 from trishul_ray.federation.on_ray.nodes import launch_failures
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.report.outcomes import Status
-from trishul_ray.sweeps.search import Search, TuneOptions
+from trishul_ray.sweeps.cells import TuneOptions
 from trishul_ray.sweeps.state import record_failure
+from trishul_ray.sweeps.sweep_file import Search
 from trishul_ray.sweeps.trial import (
     FAILURE,
     FINISHED,

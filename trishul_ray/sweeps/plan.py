@@ -20,10 +20,9 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
 from trishul_ray.report.outcomes import Status
 from trishul_ray.runs.results import flatten
+from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.cost import DEVICES, work_of
-from trishul_ray.sweeps.samples import is_adaptive
 from trishul_ray.sweeps.state import CellState
-from trishul_ray.sweeps.sweep import Sweep, distinct
 from trishul_ray.tracking.progress import Pace
 
 #: What a run's status should not be; shown where it is.
@@ -111,12 +110,12 @@ def make_plan(
         raise InputError(f"device {device!r} is unknown; known: {', '.join(DEVICES)}")
     finished = [state.summary for state in states.values() if state.summary is not None]
     clock = _Clock(device, [*finished, *measured])
-    shared = distinct([sweep for sweep in sweeps if not is_adaptive(sweep)])
+    shared = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
     whole = {c.experiment.id for s in sweeps if s.early_stopping is None for c in s.cells}
     seen: set[str] = set()
     plans = []
     for sweep in sweeps:
-        samples = sweep.search.samples if sweep.search and is_adaptive(sweep) else None
+        samples = sweep.search.samples if sweep.search and sweep.is_adaptive else None
         runs = {cell.experiment.id: cell.experiment for cell in sweep.cells}
         runs |= {id: shared[id] for id in runs if id in shared}
         own = {id: experiment for id, experiment in runs.items() if samples or id not in seen}

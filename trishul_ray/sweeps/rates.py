@@ -19,7 +19,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.learning_rates import TunedRate, TunedRates
 from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, is_loss
 from trishul_ray.report.sweep_tables import SEED
-from trishul_ray.sweeps.sweep import RATE, Sweep
+from trishul_ray.sweeps.cells import RATE, Sweep
 
 
 def check_rates(sweep: Sweep) -> None:

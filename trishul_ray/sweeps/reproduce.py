@@ -19,11 +19,16 @@ from trishul_ray.report.outcomes import SweepOutcome, shown_label
 from trishul_ray.runs.results import attempt_of, read_metrics
 from trishul_ray.runs.tracked import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import Cell
-from trishul_ray.sweeps.samples import is_adaptive, sampled, with_random_samples, with_samples
-from trishul_ray.sweeps.search import TuneOptions
+from trishul_ray.sweeps.cells import (
+    Cell,
+    Sweep,
+    TuneOptions,
+    distinct,
+    sampled,
+    with_random_samples,
+    with_samples,
+)
 from trishul_ray.sweeps.state import CellState, collect, examine, read_failure
-from trishul_ray.sweeps.sweep import Sweep, distinct
 from trishul_ray.tracking.mlflow_run import Status, has_finished_in
 from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
 from trishul_ray.tracking.sweep_progress import SweepProgress
@@ -58,11 +63,10 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             are available; no run was started.
         RunError: Ray or Ray Tune failed.
     """
-    for sweep in filter(is_adaptive, sweeps):
+    for sweep in filter(lambda each: each.is_adaptive, sweeps):
         from trishul_ray.sweeps.tuner import check_optuna
 
-        assert sweep.search is not None
-        check_optuna(sweep.search)
+        check_optuna(sweep.search_place)
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
     work.examine()
     missing = work.unfinished()
@@ -73,7 +77,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             progress.note(f"{work.name(id)} is {state.status} and {goes_on}: {state.reason}")
     for note in dict.fromkeys(state.note for state in work.states.values() if state.note):
         progress.note(f"finished results were {note}")
-    searches = [part for part in work.parts if is_adaptive(part.sweep)]
+    searches = [part for part in work.parts if part.sweep.is_adaptive]
     status: Status = "FAILED"
     idle = not (missing or searches) and work.is_logged()
     try:
@@ -110,7 +114,7 @@ def _run(
     left = dict.fromkeys(missing)
     for part in work.parts:
         compared = part.sweep.early_stopping or part.sweep.search
-        if compared is not None and not is_adaptive(part.sweep):
+        if compared is not None and not part.sweep.is_adaptive:
             own = [id for id in part.cells if id in left]
             _run_cells(work, own, options, part.sweep)
             left = {id: None for id in left if id not in own}
@@ -177,7 +181,7 @@ class _Part:
         """Set the sweep; the cells of an adaptive one are only known once it has run."""
         self.sweep = sweep
         self.cells: dict[str, Cell] = {}
-        for cell in () if is_adaptive(sweep) else sweep.cells:
+        for cell in () if sweep.is_adaptive else sweep.cells:
             self.cells.setdefault(cell.experiment.id, cell)
 
     @property

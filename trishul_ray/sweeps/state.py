@@ -30,8 +30,7 @@ from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
 
 if TYPE_CHECKING:
-    from trishul_ray.sweeps.cells import Cell
-    from trishul_ray.sweeps.sweep import Sweep
+    from trishul_ray.sweeps.cells import Cell, Sweep
 
 T = TypeVar("T")
 R = TypeVar("R")

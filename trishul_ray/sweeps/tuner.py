@@ -30,11 +30,11 @@ from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.storage import Store
+from trishul_ray.sweeps.cells import TuneOptions, sampling_space
 from trishul_ray.sweeps.grouping import Group, group_cells, inputs_of
 from trishul_ray.sweeps.monitor import Monitor
-from trishul_ray.sweeps.samples import sampling_space
-from trishul_ray.sweeps.search import EarlyStopping, Search, TuneOptions
 from trishul_ray.sweeps.state import record_failure
+from trishul_ray.sweeps.sweep_file import EarlyStopping, Search
 from trishul_ray.sweeps.trial import ROUND, CellRun, CellTrial, FindRun
 from trishul_ray.sweeps.watchdog import Watchdog
 from trishul_ray.tracking.sweep_progress import SweepProgress
@@ -210,8 +210,7 @@ def _prepare(
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
         if search is not None and search.metric not in (None, *task.metrics.names):
             return InputError(
-                f"{search.place}: search.metric={search.metric}: the task has "
-                f"{', '.join(task.metrics.names)}"
+                f"search.metric={search.metric}: the task has {', '.join(task.metrics.names)}"
             )
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:
@@ -297,8 +296,8 @@ def _scheduler(
     )
 
 
-def check_optuna(search: Search) -> None:
-    """Check that Optuna is installed.
+def check_optuna(place: str) -> None:
+    """Check that Optuna is installed, for a search at a place.
 
     Raises:
         InputError: It is not.
@@ -307,7 +306,7 @@ def check_optuna(search: Search) -> None:
         import optuna  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # an extra
     except ImportError as error:
         raise InputError(
-            f"{search.place}: search: kind optuna needs the package optuna: "
+            f"{place}: search: kind optuna needs the package optuna: "
             "pip install '.[search]' in a clone of the repository, or pip install 'optuna>=5,<6'"
         ) from error
 
