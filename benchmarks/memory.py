@@ -43,7 +43,7 @@ class Holder:
         import torch
 
         from trishul_ray.federation import prepare as world
-        from trishul_ray.federation.on_ray import actors as client
+        from trishul_ray.federation.on_ray import client_actor as client
 
         self.imported = (client, world)
         self.model: Any = None

@@ -192,7 +192,7 @@ def test_what_methods_share_imports_no_method():
 
 def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported():
     script = (
-        "import sys, trishul_ray.federation.on_ray.actors\n"
+        "import sys, trishul_ray.federation.on_ray.coordinator\n"
         "print(*sorted({'torch', 'transformers', 'pydantic', 'pyarrow.parquet'} & {*sys.modules}))"
     )
     done = subprocess.run(

@@ -21,8 +21,8 @@ from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
-from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
+from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.results import NUMBERS, attempt_of, damaged_files, flat_metrics

@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.actors import WorkerEnvironment
 from trishul_ray.federation.on_ray.nodes import possible_nodes, working_nodes
 from trishul_ray.federation.on_ray.pool import cause_of
+from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone

@@ -10,7 +10,7 @@ inside a Ray Tune trial, the trial's bundles capture them.
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray._private.state import state
@@ -29,10 +29,8 @@ from trishul_ray.federation.messages import (
     changed_sources,
 )
 from trishul_ray.federation.on_ray.nodes import draining_nodes
+from trishul_ray.federation.on_ray.process import Assignment, Process
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum
-
-if TYPE_CHECKING:
-    from trishul_ray.federation.on_ray.actors import Assignment, Process
 
 
 def cause_of(error: Exception) -> str:
@@ -74,7 +72,7 @@ class ActorPool:
         RunError: No actor started.
     """
 
-    def __init__(self, started: Sequence[Any], run: "Assignment") -> None:
+    def __init__(self, started: Sequence[Any], run: Assignment) -> None:
         self._run = run
         self.restarts = 0
         self.losses = 0  # actors that died, restarted or not
@@ -192,7 +190,7 @@ class ActorPool:
             idle.append(actor)
         return [results[index] for index in range(count)]
 
-    def _note_restart(self, actor: Any, process: "Process") -> None:
+    def _note_restart(self, actor: Any, process: Process) -> None:
         before = self._processes.setdefault(actor, process)
         if before != process:
             self.restarts += 1

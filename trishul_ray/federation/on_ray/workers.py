@@ -7,7 +7,8 @@ import ray
 from ray.exceptions import RayError
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.actors import Coordinator, WorkerEnvironment
+from trishul_ray.federation.on_ray.coordinator import Coordinator
+from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.session import driver_node_affinity
 from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.federation.residents import Residents

@@ -1,19 +1,19 @@
-"""The two kinds of Ray actors of a run: the coordinator and its client actors.
+"""The actor that runs the rounds of clients.
 
-Both may outlive a run and work for the next one (see workers.py), so every call carries the
-:class:`Assignment` of the run that it is for. Torch, transformers and pydantic are imported inside
-the methods: a coordinator can request its clients before it imports anything heavy, so that all of
-them start at the same time.
+It may outlive a run and work for the next one (see workers.py), so every call carries the
+:class:`~trishul_ray.federation.on_ray.process.Assignment` of the run that it is for. Torch,
+transformers and pydantic are imported inside the methods: a coordinator can request its clients
+before it imports anything heavy, so that all of them start at the same time.
 """
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from trishul_ray.federation.determinism import deterministic, set_environment
+from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
 
 if TYPE_CHECKING:
@@ -27,74 +27,11 @@ if TYPE_CHECKING:
         TrainReport,
         Upload,
     )
-    from trishul_ray.federation.on_ray.pool import ActorPool
     from trishul_ray.federation.reduce import Partial, Reducer
     from trishul_ray.federation.residents import Residents
-    from trishul_ray.federation.server import RoundReport, RunResult, Server
     from trishul_ray.federation.workbench import Workbench
 
 set_environment()
-
-
-@dataclass(frozen=True)
-class WorkerEnvironment:
-    """The driver's working directory and settings, applied in actors that start elsewhere."""
-
-    directory: str
-    variables: dict[str, str]
-
-    @classmethod
-    def of_this_process(cls) -> "WorkerEnvironment":
-        """Capture the working directory and the ``TRISHUL_*`` and ``HF_*`` variables."""
-        variables = {k: v for k, v in os.environ.items() if k.startswith(("TRISHUL_", "HF_"))}
-        return cls(os.getcwd(), variables)
-
-    def apply(self) -> None:
-        """Set the variables, and change to the directory if this machine has it."""
-        os.environ.update(self.variables)
-        if os.path.isdir(self.directory):
-            os.chdir(self.directory)
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The run that an actor works for.
-
-    Every call carries it, because a crashed actor is restarted with the arguments of its
-    constructor, which are older than the run: the repeated call says what to rebuild.
-
-    Attributes:
-        token: Unique for every run of every process.
-        experiment: The fields of the experiment.
-        attempt: Name of the run in the tracking server.
-        prepared: The object store reference of a
-            :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors;
-            in a list, so that an actor receives the reference and not the content.
-    """
-
-    token: str
-    experiment: dict[str, Any]
-    attempt: str
-    prepared: list[Any]
-
-    def load(self) -> dict[str, Any]:
-        """Return the fields of the experiment, once this process has loaded its plug-ins.
-
-        Raises:
-            InputError: A plug-in cannot be loaded here.
-        """
-        from trishul_ray.plugins import Plugin, find_plugin
-
-        for plugin in self.experiment.get("plugins", ()):
-            find_plugin(Plugin(**plugin))
-        return self.experiment
-
-
-class Process(NamedTuple):
-    """The process of an actor."""
-
-    pid: int
-    node: str  # id of its node
 
 
 @ray.remote
@@ -212,61 +149,3 @@ def start_clients(limit: int, slices: Slices, environment: WorkerEnvironment) ->
         num_cpus=slices.cpus, num_gpus=slices.gpus, max_restarts=limit, max_task_retries=limit
     )
     return [remote.remote(slices.gpus, environment) for _ in range(slices.actors)]
-
-
-@ray.remote
-class Coordinator:
-    """Runs the server of a run: samples, broadcasts through the object store, reduces, saves.
-
-    It does not read the data. The first call of another run opens the server of that run, on the
-    same client actors unless one of them died.
-    """
-
-    def __init__(self, slices: Slices, environment: WorkerEnvironment) -> None:
-        environment.apply()
-        self.slices, self.environment = slices, environment
-        self.clients: list[Any] = []
-        self.pool: ActorPool | None = None
-        self._token = ""  # of the run that the server is for
-        self._server: Server | None = None
-
-    def _open_server(self, run: Assignment) -> "Server":
-        """Return the server; the first call starts the run or continues its newest checkpoint."""
-        if self._server is None or self._token != run.token:
-            if self.pool is not None and self.pool.losses:
-                # Every run has all its actors, and all their restarts.
-                for actor in self.clients:
-                    ray.kill(actor)
-                self.clients = []
-            if not self.clients:  # before the imports: the actors start in the meantime
-                limit = run.experiment["resources"]["max_restarts"]
-                self.clients = start_clients(limit, self.slices, self.environment)
-            from trishul_ray.experiment import Experiment
-            from trishul_ray.federation.checkpoint import open_checkpoints
-            from trishul_ray.federation.on_ray.pool import ActorPool
-            from trishul_ray.federation.server import Server
-
-            experiment = Experiment.model_validate(run.load())
-            self.pool = ActorPool(self.clients, run)
-            self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
-            self._token = run.token
-        return self._server
-
-    @ray.method(max_task_retries=-1)
-    def begin(self, run: Assignment) -> "RoundReport":
-        """Return the records of the checkpoint, if any; Ray repeats the call after a restart."""
-        return self._open_server(run).progress()
-
-    def step(self, run: Assignment) -> "RoundReport":
-        """Run one round, or none if the run is finished."""
-        server = self._open_server(run)
-        return server.progress() if server.finished else server.step()
-
-    @ray.method(max_task_retries=-1)
-    def final(self, run: Assignment) -> "RunResult":
-        """Return the result of a finished run."""
-        return self._open_server(run).result()
-
-    def processes(self) -> list[int]:
-        """Return the process ids of this actor and its client actors."""
-        return [os.getpid(), *(self.pool.processes() if self.pool else [])]

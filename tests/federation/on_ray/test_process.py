@@ -1,8 +1,8 @@
-"""What client actors and the coordinator take over from the driver."""
+"""What actors take over from the driver."""
 
 import os
 
-from trishul_ray.federation.on_ray.actors import WorkerEnvironment
+from trishul_ray.federation.on_ray.process import WorkerEnvironment
 
 
 def test_an_actor_applies_the_environment_of_the_driver(monkeypatch, tmp_path):

@@ -1,0 +1,72 @@
+"""The actor that serves a run: it owns the client actors, and outlives a run like them."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from trishul_ray.federation.on_ray.client_actor import start_clients
+from trishul_ray.federation.on_ray.process import Assignment, WorkerEnvironment
+from trishul_ray.federation.on_ray.slices import Slices
+
+if TYPE_CHECKING:
+    from trishul_ray.federation.on_ray.pool import ActorPool
+    from trishul_ray.federation.server import RoundReport, RunResult, Server
+
+
+@ray.remote
+class Coordinator:
+    """Runs the server of a run: samples, broadcasts through the object store, reduces, saves.
+
+    It does not read the data. The first call of another run opens the server of that run, on the
+    same client actors unless one of them died.
+    """
+
+    def __init__(self, slices: Slices, environment: WorkerEnvironment) -> None:
+        environment.apply()
+        self.slices, self.environment = slices, environment
+        self.clients: list[Any] = []
+        self.pool: ActorPool | None = None
+        self._token = ""  # of the run that the server is for
+        self._server: Server | None = None
+
+    def _open_server(self, run: Assignment) -> "Server":
+        """Return the server; the first call starts the run or continues its newest checkpoint."""
+        if self._server is None or self._token != run.token:
+            if self.pool is not None and self.pool.losses:
+                # Every run has all its actors, and all their restarts.
+                for actor in self.clients:
+                    ray.kill(actor)
+                self.clients = []
+            if not self.clients:  # before the imports: the actors start in the meantime
+                limit = run.experiment["resources"]["max_restarts"]
+                self.clients = start_clients(limit, self.slices, self.environment)
+            from trishul_ray.experiment import Experiment
+            from trishul_ray.federation.checkpoint import open_checkpoints
+            from trishul_ray.federation.on_ray.pool import ActorPool
+            from trishul_ray.federation.server import Server
+
+            experiment = Experiment.model_validate(run.load())
+            self.pool = ActorPool(self.clients, run)
+            self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
+            self._token = run.token
+        return self._server
+
+    @ray.method(max_task_retries=-1)
+    def begin(self, run: Assignment) -> "RoundReport":
+        """Return the records of the checkpoint, if any; Ray repeats the call after a restart."""
+        return self._open_server(run).progress()
+
+    def step(self, run: Assignment) -> "RoundReport":
+        """Run one round, or none if the run is finished."""
+        server = self._open_server(run)
+        return server.progress() if server.finished else server.step()
+
+    @ray.method(max_task_retries=-1)
+    def final(self, run: Assignment) -> "RunResult":
+        """Return the result of a finished run."""
+        return self._open_server(run).result()
+
+    def processes(self) -> list[int]:
+        """Return the process ids of this actor and its client actors."""
+        return [os.getpid(), *(self.pool.processes() if self.pool else [])]

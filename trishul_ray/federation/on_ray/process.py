@@ -1,0 +1,69 @@
+"""What a driver gives its actors with it on the way, and what they say of themselves.
+
+Imports nothing heavy: a coordinator can request its clients before it imports torch.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """The driver's working directory and settings, applied in actors that start elsewhere."""
+
+    directory: str
+    variables: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> "WorkerEnvironment":
+        """Capture the working directory and the ``TRISHUL_*`` and ``HF_*`` variables."""
+        variables = {k: v for k, v in os.environ.items() if k.startswith(("TRISHUL_", "HF_"))}
+        return cls(os.getcwd(), variables)
+
+    def apply(self) -> None:
+        """Set the variables, and change to the directory if this machine has it."""
+        os.environ.update(self.variables)
+        if os.path.isdir(self.directory):
+            os.chdir(self.directory)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The run that an actor works for.
+
+    Every call carries it, because a crashed actor is restarted with the arguments of its
+    constructor, which are older than the run: the repeated call says what to rebuild.
+
+    Attributes:
+        token: Unique for every run of every process.
+        experiment: The fields of the experiment.
+        attempt: Name of the run in the tracking server.
+        prepared: The object store reference of a
+            :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors;
+            in a list, so that an actor receives the reference and not the content.
+    """
+
+    token: str
+    experiment: dict[str, Any]
+    attempt: str
+    prepared: list[Any]
+
+    def load(self) -> dict[str, Any]:
+        """Return the fields of the experiment, once this process has loaded its plug-ins.
+
+        Raises:
+            InputError: A plug-in cannot be loaded here.
+        """
+        from trishul_ray.plugins import Plugin, find_plugin
+
+        for plugin in self.experiment.get("plugins", ()):
+            find_plugin(Plugin(**plugin))
+        return self.experiment
+
+
+class Process(NamedTuple):
+    """The process of an actor."""
+
+    pid: int
+    node: str  # id of its node
