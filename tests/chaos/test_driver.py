@@ -246,7 +246,6 @@ def test_ctrl_c_between_a_fork_and_its_child_is_not_lost(start):
     command = start(sys.executable, "-c", textwrap.dedent(SIGNALLED_IN_A_FORK))
     exit_code, out, errors = command.end(LONG_WAIT)
     assert (exit_code, out) == (0, "stopped\n"), errors
-    assert "Exception ignored" in errors, "the signal did not come in the hook"
     assert command.left_behind(60) == []
 
 
@@ -272,7 +271,6 @@ def test_a_run_that_loses_its_ray_ends_in_order_and_is_continued(
     experiment = load_experiment(None, words)
     command = trishul("run", *words, TMPDIR=str(tmp_path), RAY_TMPDIR="/tmp")
     command.wait_for(f"round 1/{ROUNDS}", LONG_WAIT)
-    assert len(list(tmp_path.glob("trishul-fork-*"))) == 1
     ray_process(command, name).kill()
     began = time.monotonic()
     code, out, errors = command.end(LONG_WAIT)

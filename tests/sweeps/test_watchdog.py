@@ -29,7 +29,7 @@ class Watched:
         self.now, self.killed = 0.0, []
         monkeypatch.setattr(watchdog.ray, "kill", self.killed.append)
         self.starting = []
-        monkeypatch.setattr(watchdog, "starting_trials", lambda: self.starting)
+        monkeypatch.setattr(watchdog, "starting_actors", lambda name: self.starting)
         monkeypatch.setattr(watchdog, "end_actor", self.killed.append)
         self.dog = Watchdog(60.0, lambda: self.now)
         self.trials = []

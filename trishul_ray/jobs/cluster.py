@@ -23,7 +23,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.federation.on_ray.session import send_token
+from trishul_ray.federation.on_ray.ray_internals import nodes_since_start, send_token
 from trishul_ray.redaction import redact
 
 #: What is never shipped, in the syntax of .gitignore, besides what .gitignore itself names.
@@ -225,9 +225,7 @@ class Cluster:
     def nodes(self) -> list[Node]:
         """Return all machines since the cluster started."""
         with self._errors():
-            reply = self._client._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
-            reply.raise_for_status()
-            found = reply.json()["data"]["result"]["result"]
+            found = nodes_since_start(self._client)
         return [_node(each, time.time()) for each in found]
 
     @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 from ray import cloudpickle, tune
 from ray.tune.experiment import Trial
 
-from trishul_ray.federation.on_ray.nodes import launch_failures
 from trishul_ray.federation.on_ray.pool import cause_of
+from trishul_ray.federation.on_ray.ray_internals import launch_failures
 from trishul_ray.report.outcomes import Status
 from trishul_ray.sweeps.cells import TuneOptions
 from trishul_ray.sweeps.state import record_failure

@@ -8,10 +8,9 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray._private import worker
-from ray._private.state import state
 from ray.tune.experiment import Trial
 
+from trishul_ray.federation.on_ray.ray_internals import end_actor, starting_actors
 from trishul_ray.sweeps.trial import BUSY, ROUND
 from trishul_ray.tracking.progress import format_duration
 
@@ -95,7 +94,9 @@ class Watchdog(tune.Callback):
             self._end_stalled_starts(now)
 
     def _end_stalled_starts(self, now: float) -> None:
-        self._starting = {actor: self._starting.get(actor, now) for actor in starting_trials()}
+        self._starting = {
+            actor: self._starting.get(actor, now) for actor in starting_actors(TRAINABLE)
+        }
         for actor, since in self._starting.items():
             if now - since > self._start_limit:
                 self.reasons[actor] = f"not started, {_reason(now - since)}"
@@ -109,23 +110,6 @@ class Watchdog(tune.Callback):
             limit = max(limit, *own)
         again = watch.ended is None or now - watch.ended > AGAIN_SECONDS
         return now - watch.reported > limit and again
-
-
-def starting_trials() -> list[str]:
-    """Return the ids of this job's trial actors whose constructor has not returned."""
-    job = worker.global_worker.current_job_id
-    return [
-        id
-        for phase in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
-        for id, actor in state.actor_table(None, job, phase).items()
-        if actor["ActorClassName"].rpartition(".")[2] == TRAINABLE
-    ]
-
-
-def end_actor(id: str) -> None:
-    """End an actor of this process by its id."""
-    core: Any = worker.global_worker.core_worker  # type: ignore[attr-defined]  # set by Ray
-    core.kill_actor(ray.ActorID.from_hex(id), True)
 
 
 def _reason(seconds: float) -> str:

@@ -37,7 +37,7 @@ def worker(tmp_path):
     def start(server, *arguments):
         ended = subprocess.run(
             [*shlex.split(server.py_executable), str(script), *arguments],
-            env={"GIVEN": "ä"},
+            env={"GIVEN": "ä", "RAY_RAYLET_PID": str(os.getpid())},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -71,50 +71,31 @@ def test_without_an_answer_a_worker_starts_without_the_server(worker):
     assert not psutil.pid_exists(server.pid)
 
 
-@pytest.mark.parametrize("kill", ["parent", "fork_worker"])
-def test_a_worker_ends_with_the_process_that_asked_for_it(fork_server, tmp_path, kill):
-    script = tmp_path / "waits.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
-    words = shlex.join([*shlex.split(fork_server.py_executable), str(script)])
-    raylet = subprocess.Popen(["bash", "-c", f"{words} & echo $!; wait"], stdout=subprocess.PIPE)
-    shim, worker = (psutil.Process(int(raylet.stdout.readline())) for _ in range(2))
-    assert worker.ppid() == fork_server.pid
-    (raylet if kill == "parent" else shim).kill()
-    _, alive = psutil.wait_procs([shim, worker], timeout=20)
-    assert not alive
-    raylet.kill()
-    raylet.communicate()
+def test_another_user_is_given_no_worker(fork_server, worker, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        with module.socket.socket(module.socket.AF_UNIX) as connection:
+            connection.connect(f"\0{shlex.split(fork_server.py_executable)[-1]}")
+            assert not module._same_user(connection)
 
 
-def test_a_worker_without_a_server_ends_with_its_raylet(tmp_path):
-    """The raylet is not the parent of the process that it starts."""
+@pytest.mark.parametrize("before", [True, False], ids=["ended before", "ends"])
+def test_a_worker_ends_with_its_raylet(fork_server, tmp_path, before):
     script = tmp_path / "waits.py"
     script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
-    with ForkServer() as server:
-        words = [*shlex.split(server.py_executable), str(script)]
     raylet = subprocess.Popen(["sleep", "120"])
-    environment = os.environ | {"RAY_RAYLET_PID": str(raylet.pid)}
-    started = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE)
-    worker = psutil.Process(int(started.stdout.readline()))
-    assert worker.ppid() == started.pid
-    raylet.kill()
-    raylet.wait()
-    _, alive = psutil.wait_procs([worker], timeout=20)
-    assert not alive
-    started.communicate(timeout=20)
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_worker_whose_raylet_ended_before_ends_too(fork_server, tmp_path, answers):
-    script = tmp_path / "waits.py"
-    script.write_text("import time; time.sleep(120)")
-    gone = subprocess.Popen(["true"])
-    gone.wait()
+    if before:
+        raylet.kill()
+        raylet.wait()
     words = [*shlex.split(fork_server.py_executable), str(script)]
-    if not answers:
-        words[words.index("-S") + 2] += "-gone"  # the socket
-    environment = os.environ | {"RAY_RAYLET_PID": str(gone.pid)}
-    subprocess.run(words, env=environment, timeout=20, check=True)
+    environment = os.environ | {"RAY_RAYLET_PID": str(raylet.pid)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as started:
+        if not before:
+            worker = psutil.Process(int(started.stdout.readline()))
+            assert worker.ppid() == fork_server.pid
+            raylet.kill()
+            raylet.wait()
+        started.stdout.read()  # until the worker has closed it
 
 
 @pytest.mark.parametrize("forked", [True, False])
@@ -134,7 +115,7 @@ def test_the_server_ends_with_the_process_that_started_it(forked):
 
 def test_a_server_is_forked_early_only_where_that_is_safe(monkeypatch):
     forks = []
-    monkeypatch.setattr(module, "ForkServer", lambda **options: forks.append(options) or Closed())
+    monkeypatch.setattr(module, "ForkServer", lambda **options: forks.append(options) or "server")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     fork_early()
     assert "ray" in sys.modules and forks == []
@@ -150,12 +131,7 @@ def test_a_server_is_forked_early_only_where_that_is_safe(monkeypatch):
     fork_early()
     fork_early()
     assert forks == [{"forked": True}]
-    assert isinstance(take_early(), Closed) and take_early() is None
-
-
-class Closed:
-    def close(self):
-        pass
+    assert take_early() == "server" and take_early() is None
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from ray.exceptions import RayError, RayTaskError
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.on_ray.pool import cause_of, is_gone
+from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import Assignment
+from trishul_ray.federation.on_ray.ray_internals import is_gone
 from trishul_ray.federation.on_ray.session import fits_now, slices_for_run
 from trishul_ray.federation.on_ray.slices import Slices, oversubscription_warning, usable_cores
 from trishul_ray.federation.on_ray.workers import Workers

@@ -1,14 +1,15 @@
 """Fork the workers of a local Ray from a process that has already imported PyTorch.
 
-Importing torch and transformers takes an actor about seven CPU seconds and some hundred megabytes.
-A local cluster starts many actors on few cores, so one process, the fork server, has imported them
-once, has run nothing, and every worker is a fork of it: it starts in about a second and shares the
-memory of the libraries. Ray starts its workers with the command of ``runtime_env.py_executable``,
-here ``fork_worker.py``, which asks the fork server for the fork and starts the worker itself, as
-Ray would, if there is no answer.
+Importing torch and transformers takes an actor about six CPU seconds and 330 MiB. A local cluster
+starts many actors on few cores, so one process, the fork server, has imported them once, has run
+nothing, and every worker is a fork of it that shares the memory of the libraries. Ray's own
+preloading starts workers earlier, but each of them imports by itself (see
+benchmarks/starting.py). Ray starts its workers with the command of ``runtime_env.py_executable``,
+here this file as a script, which asks the fork server for a fork and ends, or becomes the worker
+itself if there is no answer.
 
-    driver -- starts --> fork server            raylet -- starts --> fork_worker.py
-                              |  <-- arguments, environment, descriptors --  |
+    driver -- starts --> fork server             raylet -- starts --> this file as a script
+                              |  <-- arguments, environment, streams --  |
                               +-- fork --> worker (registers with the raylet by its own process id)
 
 The fork server imports neither Ray, which reads its environment when it is imported, nor anything
@@ -16,13 +17,12 @@ that initializes a GPU. A command that has to import torch itself forks the serv
 :func:`fork_early`; otherwise it is a new process. It ends with the process that started it.
 """
 
-import atexit
-import fcntl
 import gc
 import json
 import os
 import random
 import runpy
+import secrets
 import select
 import shlex
 import signal
@@ -33,13 +33,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import ExitStack, suppress
 from importlib import import_module
-from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
-
-from trishul_ray.files import scratch_folder
 
 #: What a coordinator and a client import when their first run begins.
 PRELOADED = (
@@ -47,8 +42,8 @@ PRELOADED = (
     "trishul_ray.federation.local",
     "transformers.modeling_utils",
 )
-#: Seconds in which a fork server must end when it is closed.
-END_SECONDS = 10.0
+#: Seconds between two looks of a worker at its raylet.
+LOOK_SECONDS = 1.0
 
 
 class ForkServer:
@@ -64,45 +59,32 @@ class ForkServer:
     """
 
     def __init__(self, *, forked: bool = False) -> None:
-        # The folder is private: whoever can connect to the socket can run code.
-        self._folder = ExitStack()
-        path = f"{self._folder.enter_context(scratch_folder('fork'))}/socket"
-        script = Path(__file__).with_name("fork_worker.py")
+        name = f"trishul-{secrets.token_hex(8)}"
         # -I -S: it imports nothing but the standard library.
-        words = [sys.executable, "-I", "-S", str(script), path, sys.executable]
-        self.py_executable = shlex.join(words)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(path)
-        listener.listen(128)
-        # By the end of this pipe the server ends with this process.
-        reader, self._pipe = os.pipe()
-        self.pid = _fork(listener, reader, self._pipe) if forked else _spawn(listener, reader)
-        os.close(reader)
-        listener.close()
+        self.py_executable = shlex.join([sys.executable, "-I", "-S", __file__, name])
+        # In Linux's abstract namespace: no file is left behind.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{name}")
+            listener.listen(128)
+            # By the end of this pipe the server ends with this process.
+            reader, self._pipe = os.pipe()
+            start = _fork if forked else _spawn
+            self.pid = start(listener, reader, self._pipe)
+            os.close(reader)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End the fork server; its workers go on."""
-        if self._pipe < 0:
-            return
-        os.close(self._pipe)
-        self._pipe = -1
-        end = time.monotonic() + END_SECONDS
-        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > end:
-                os.kill(self.pid, signal.SIGKILL)
-            time.sleep(0.01)
-        self._folder.close()
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
 _early: ForkServer | None = None
@@ -122,11 +104,10 @@ def fork_early() -> None:
 
     if _early is None and threading.active_count() == 1 and torch.cuda.device_count() == 0:
         _early = ForkServer(forked=True)
-        atexit.register(_early.close)
 
 
 def take_early() -> ForkServer | None:
-    """Return the server of :func:`fork_early`, once; the caller closes it."""
+    """Return the server of :func:`fork_early`, once."""
     global _early
     server, _early = _early, None
     return server
@@ -137,7 +118,7 @@ def _preload() -> None:
         import_module(name)
 
 
-def _spawn(listener: socket.socket, reader: int) -> int:
+def _spawn(listener: socket.socket, reader: int, _: int) -> int:
     search = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, str(listener.fileno()), str(reader)],
@@ -158,88 +139,101 @@ def _fork(listener: socket.socket, reader: int, writer: int) -> int:
     try:
         os.setsid()
         os.close(writer)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for signum in (signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
-        with open(os.devnull, "r+b") as nothing:
-            for descriptor in (0, 1, 2):
-                os.dup2(nothing.fileno(), descriptor)
-        _end_with(reader)
-        _serve(listener)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        _serve(listener, reader)
     finally:
         os._exit(1)  # never back into the caller's stack
 
 
-def _end_with(pipe: int) -> None:
-    """Let the kernel end this process when the other end of a pipe is closed, whatever it does."""
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([pipe], [], [], 0)[0]:  # it was closed before
-        os._exit(1)
-
-
-def _serve(listener: socket.socket) -> NoReturn:
-    """Fork a worker for every request."""
+def _serve(listener: socket.socket, pipe: int) -> NoReturn:
+    """Fork a worker for every request, until the other end of a pipe is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end are no zombies
     gc.freeze()  # a collection in a worker would write to, and so copy, every shared page
-    while True:
+    while pipe not in select.select([listener.fileno(), pipe], [], [])[0]:
         connection, _ = listener.accept()
-        # A request that was cut off is started by Ray's own means, or not at all.
-        with suppress(OSError, ValueError, struct.error):
-            _answer(connection, listener)
-        connection.close()
-
-
-def _answer(connection: socket.socket, listener: socket.socket) -> None:
-    header, descriptors, _, _ = socket.recv_fds(connection, 4, 4)
-    with connection.makefile("rb") as content:
-        request = json.loads(content.read(*struct.unpack("!I", header)))
-    if os.fork() == 0:
-        code = 1
-        try:
-            listener.close()
-            code = _work(connection, descriptors, **request)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
-    for descriptor in descriptors:
-        os.close(descriptor)
+        with connection:
+            if not _same_user(connection):
+                continue
+            _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+            request = connection.makefile().read()
+            if os.fork() == 0:
+                listener.close()
+                _work(connection, streams, **json.loads(request))
+            for stream in streams:
+                os.close(stream)
+    os._exit(0)
 
 
 def _work(
     connection: socket.socket,
-    descriptors: list[int],
+    streams: list[int],
     arguments: list[str],
     environment: dict[str, str],
     directory: str,
-) -> int:
-    """Run a worker's script in this fork, and return its exit code."""
-    os.setsid()  # Ray ends the process group of a worker together with the worker
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *streams, pipe = descriptors
-    _end_with(pipe)  # with fork_worker.py, and so with the raylet
-    for target, stream in enumerate(streams):
-        os.dup2(stream, target)
-        os.close(stream)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(directory)
-    random.seed()
-    connection.send(b"1")  # and is open until this process ends: fork_worker.py ends with it
-    sys.argv = arguments
+) -> NoReturn:
+    """Run a worker's script in this fork."""
     try:
+        os.setsid()  # Ray ends the process group of a worker together with the worker
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
+            os.close(stream)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        random.seed()
+        raylet = int(environment["RAY_RAYLET_PID"])
+        threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
+        connection.sendall(b"1")
+        connection.close()
+        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _end_with(raylet: int) -> None:
+    """End this process soon after its raylet: Ray may notice only after half a minute."""
+    while os.path.exists(f"/proc/{raylet}"):
+        time.sleep(LOOK_SECONDS)
+    os._exit(1)
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end of a connection is this user's."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def _ask(name: str, arguments: list[str]) -> bool:
+    """Return whether the server forks a worker with the environment and streams of this process."""
+    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{name}")
+            if not _same_user(connection):
+                return False
+            socket.send_fds(connection, [b"0"], [0, 1, 2])
+            connection.sendall(json.dumps(request).encode())
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1) == b"1"
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":
-    _end_with(int(sys.argv[2]))
-    _preload()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1].isdigit():  # the server, as a new process
+        _preload()
+        _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    elif not _ask(sys.argv[1], sys.argv[2:]):
+        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

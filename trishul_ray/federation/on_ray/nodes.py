@@ -6,10 +6,9 @@ from typing import Any
 
 import ray
 import yaml
-from ray._private import worker
-from ray._private.state import state
 
 from trishul_ray.errors import RunError, first_line
+from trishul_ray.federation.on_ray.ray_internals import draining_nodes, started_here
 
 #: Where `ray up` puts a cluster's configuration on its head node, and cluster/kuberay.yaml, too.
 CLUSTER_FILE = "~/ray_bootstrap_config.yaml"
@@ -17,11 +16,6 @@ CLUSTER_FILE = "~/ray_bootstrap_config.yaml"
 HEAD = "node:__internal_head__"
 #: Seconds in which the head node must answer.
 HEAD_SECONDS = 120.0
-
-
-def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that are being drained: they take no new work and will end."""
-    return set(state.get_draining_nodes())
 
 
 def draining_nodes_of_trial() -> set[str]:
@@ -61,8 +55,7 @@ def possible_nodes() -> list[Mapping[str, float]]:
 
 def _cluster_file() -> str | None:
     """Return the text of :data:`CLUSTER_FILE`, from whichever node; None if there is none."""
-    node: Any = worker._global_node
-    if node and node.is_head():  # a Ray that this process has started, which has no autoscaler
+    if started_here():  # without an autoscaler
         return None
     try:
         text: str | None = ray.get(_read_cluster_file.remote(), timeout=HEAD_SECONDS)
@@ -79,18 +72,6 @@ def _read_cluster_file() -> str | None:
         return Path(CLUSTER_FILE).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-
-
-def launch_failures() -> list[str]:
-    """Return one line for each kind of node that the autoscaler could not start, with the reason.
-
-    Such as a lack of spot capacity, about which Ray is silent.
-    """
-    from ray.autoscaler.v2.sdk import get_cluster_status
-
-    failed = get_cluster_status(ray.get_runtime_context().gcs_address).failed_launches
-    reasons = {launch.ray_node_type_name: launch.details for launch in failed}
-    return [f"cannot start {name}: {' '.join(str(why).split())}" for name, why in reasons.items()]
 
 
 def _largest_cluster(cluster: Mapping[str, Any]) -> list[Mapping[str, float]]:

@@ -20,13 +20,6 @@ MARK = "started_by_trishul"
 QUIET_SECONDS = 3600.0
 
 
-def temporary_folder() -> Path:
-    """Return the folder in which Ray keeps the files of its sessions on this machine."""
-    from ray._common.utils import get_default_ray_temp_dir
-
-    return Path(get_default_ray_temp_dir())
-
-
 def mark_session(session: Path) -> None:
     """Mark the folder of a session as one that may be removed when it is over."""
     with suppress(OSError):

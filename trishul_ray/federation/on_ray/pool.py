@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray._private.state import state
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from trishul_ray.errors import InputError, RunError
@@ -28,8 +27,8 @@ from trishul_ray.federation.messages import (
     Upload,
     changed_sources,
 )
-from trishul_ray.federation.on_ray.nodes import draining_nodes
 from trishul_ray.federation.on_ray.process import Assignment, Process
+from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum
 
 
@@ -49,15 +48,6 @@ def cause_of(error: Exception) -> str:
         if match:
             return match.group(1).strip().rstrip(".")
     return text.strip().splitlines()[0]
-
-
-def is_gone(actor: Any) -> bool:
-    """Return whether Ray will not restart an actor.
-
-    The error of a call does not tell: it is ``ActorDiedError`` also for an actor whose node is lost
-    and that starts again elsewhere.
-    """
-    return str(state.actor_table(actor._actor_id.hex()).get("State", "DEAD")) == "DEAD"
 
 
 class ActorPool:

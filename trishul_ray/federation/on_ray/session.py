@@ -8,18 +8,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import ray
-from ray._private import ray_constants, utils, worker
-from ray._private.accelerators import get_all_accelerator_managers
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError, first_line, last_words
@@ -27,17 +23,24 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
 from trishul_ray.federation.on_ray.old_sessions import mark_session, remove_old_sessions
+from trishul_ray.federation.on_ray.ray_internals import (
+    has_gpu,
+    listening_on_localhost,
+    own_processes,
+    send_token,
+    session_folder,
+    temporary_folder,
+    without_messages,
+    without_sigterm_handler,
+)
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 from trishul_ray.files import remove_abandoned
-
-_raylet: Any = ray._raylet  # a compiled module without types
 
 #: Where Ray looks for a token, besides ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 #: Seconds in which a cluster must accept a connection.
 CONNECT_TIMEOUT = 10.0
-
 
 #: Seconds between two looks at Ray's own processes, and at a cluster that was joined.
 WATCH_SECONDS, JOINED_WATCH_SECONDS = 1.0, 5.0
@@ -54,19 +57,12 @@ class _Watch:
 
     Args:
         joined: Whether Ray was there before this process.
-        cleanup: Called last.
     """
 
-    def __init__(self, *, joined: bool, cleanup: Callable[[], None]) -> None:
-        node: Any = worker._global_node
-        self._cleanup, self._answered = cleanup, time.monotonic()
-        self._gcs = node.gcs_address if joined else None
-        # Ray's processes that this one started, and cannot be without.
-        self._own: list[Any] = [
-            info.process
-            for kind in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
-            for info in node.all_processes.get(kind, ())
-        ]
+    def __init__(self, *, joined: bool) -> None:
+        self._answered = time.monotonic()
+        self._gcs = ray.get_runtime_context().gcs_address if joined else None
+        self._own = [] if joined else own_processes()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch Ray", daemon=True)
         self._thread.start()
@@ -101,8 +97,6 @@ class _Watch:
         for action in list(last_words):
             with suppress(Exception):
                 action(why)
-        with suppress(Exception):
-            self._cleanup()
         os._exit(1)
 
 
@@ -135,95 +129,59 @@ def ray_session(
     joins = address not in (None, "", "local")
     # By default Ray hides all GPUs from an actor that holds none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    before = {name: os.environ.get(name) for name in _TOKEN_SETTINGS}
-    stack = ExitStack()
-    try:
-        # Ray logs to its session directory; the run itself reports what matters to the user.
-        worker._worker_logs_enabled = False
+    with ExitStack() as stack:
+        stack.callback(_restore, {name: os.environ.get(name) for name in _TOKEN_SETTINGS})
+        stack.enter_context(without_messages())
+        if not joins and fork_server is None and sys.platform == "linux" and not has_gpu():
+            fork_server = stack.enter_context(take_early() or ForkServer())
+        stack.callback(ray.shutdown)  # also after an interrupted start
         try:
-            with _own_signal_handlers():
+            with _held_signals():
                 if joins:
                     _join(str(address))
                 else:
-                    forks = fork_server
-                    if forks is None and sys.platform == "linux" and not _has_gpu():
-                        forks = stack.enter_context(take_early() or ForkServer())
-                    _start(cpus, forks)
+                    _start(cpus, fork_server)
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
             raise RunError(f"cannot {action}: {first_line(error).rstrip('.')}") from error
-        watch = _Watch(joined=joins, cleanup=stack.close)
-        try:
-            yield ray.available_resources()
-        finally:
-            watch.close()
-    finally:
-        # Also after an interrupted start.
-        ray.shutdown()
-        stack.close()
-        worker._worker_logs_enabled = True
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        watch = _Watch(joined=joins)
+        stack.callback(watch.close)
+        yield ray.available_resources()
+
+
+def _restore(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Keep this process's signal handlers while Ray starts, and run none while Ray connects.
+def _held_signals() -> Iterator[None]:
+    """Deliver signals that arrive in the block, in which Ray starts, at its end.
 
-    Ray installs two handlers of SIGTERM: one in Python, which exits at once, and one in C++, which
-    prints a stack trace and aborts the process after three seconds. And an exception raised inside
-    the constructor of Ray's core worker leaves a connection that nothing can shut down. A signal
-    that arrives during that constructor is therefore delivered at the end of the block.
-
-    Ray's processes are started by forks, and an exception raised in one of Python's hooks around a
-    fork is only printed. What a handler raised is therefore raised again at the end of the block.
+    An exception of a handler in there would leave a connection that nothing can shut down, or would
+    be lost in a hook around a fork. Ray's own handlers of SIGTERM are undone: one in Python, which
+    exits at once, and one in C++, which prints a stack trace and aborts after three seconds.
     """
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    own = {s: handler for s in signals if callable(handler := signal.getsignal(s))}
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    own = {s: handler for s in signals if callable(handler := signal.getsignal(s))}
     held: list[int] = []
-    raised: list[BaseException] = []
-    set_sigterm_handler, core_worker = utils.set_sigterm_handler, _raylet.CoreWorker
-
-    def connect(*args: Any, **kwargs: Any) -> Any:
-        for signum in own:
-            signal.signal(signum, lambda signum, _frame: held.append(signum))
-        return core_worker(*args, **kwargs)
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        try:
-            own[signal.Signals(signum)](signum, frame)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
     for signum in own:
-        signal.signal(signum, handle)
-    if signal.SIGTERM in own:
-        utils.set_sigterm_handler = lambda handler: None
-    _raylet.CoreWorker = connect
+        signal.signal(signum, lambda signum, _: held.append(signum))
     try:
-        yield
+        with without_sigterm_handler() if signal.SIGTERM in own else nullcontext():
+            yield
     finally:
-        utils.set_sigterm_handler, _raylet.CoreWorker = set_sigterm_handler, core_worker
         for signum, handler in own.items():
             signal.signal(signum, handler)
         if held:
-            signal.alarm(0)  # by which the C++ handler would abort
+            signal.alarm(0)  # by which the handler in C++ would abort
             signal.raise_signal(held[0])
-    if raised:
-        raise raised[0]
-
-
-def _has_gpu() -> bool:
-    """Return whether there is an accelerator, which a process that imports torch may initialize."""
-    managers = get_all_accelerator_managers()
-    return any(manager.get_current_node_num_accelerators() > 0 for manager in managers)
 
 
 def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
@@ -232,22 +190,15 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
         os.environ["RAY_AUTH_TOKEN"] = _process_token()
     # Ray starts workers at niceness 15: any other process on this machine would starve the clients.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Ray's default on macOS and Windows: its servers listen on the loopback address only. (Ray
-    # replaces an `_node_ip_address` of 127.0.0.1 by the address that other machines see.)
-    default, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
+    with listening_on_localhost():
         _init_twice(
             address="local", num_cpus=cpus, include_dashboard=False,
             logging_level=logging.ERROR, log_to_driver=False,
             runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
         )  # fmt: skip
-        node: Any = worker._global_node
-        session = Path(node.get_session_dir_path())
-        mark_session(session)
-        remove_old_sessions(session.parent)
-        remove_abandoned()
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = default
+    mark_session(session_folder())
+    remove_old_sessions(temporary_folder())
+    remove_abandoned()
 
 
 def _init_twice(**options: Any) -> None:
@@ -270,17 +221,6 @@ def _join(address: str) -> None:
     _check_answers(address)
     send_token()
     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-
-
-def send_token() -> None:
-    """Let this process send the token of this machine to clusters, unless a mode is set.
-
-    As `ray start` does if there is a token. With an explicit address Ray sends none.
-    """
-    has_token = _raylet.AuthenticationTokenLoader.instance().has_token
-    if not os.environ.get("RAY_AUTH_MODE") and has_token(ignore_auth_mode=True):
-        os.environ["RAY_AUTH_MODE"] = "token"
-        _raylet.Config.initialize("")  # the mode was read when Ray was imported
 
 
 def _check_answers(address: str) -> None:

@@ -1,0 +1,112 @@
+"""Every private name of Ray that is used does what it is used for, in the version that is named."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import ray
+from ray.job_submission import JobSubmissionClient
+
+from trishul_ray.federation.on_ray import ray_internals
+
+
+@pytest.fixture(params=[f"ray-{ray.__version__}"], autouse=True)
+def version():
+    """Names the version in every test."""
+
+
+@pytest.fixture
+def actor(local_ray):
+    """``actor(seconds)`` -> an actor, by the time of its constructor."""
+
+    class Waiting:
+        def __init__(self, seconds):
+            time.sleep(seconds)
+
+        def pid(self):
+            return os.getpid()
+
+    started = []
+
+    def start(seconds=0.0):
+        started.append(ray.remote(num_cpus=0)(Waiting).remote(seconds))
+        return started[-1]
+
+    yield start
+    for each in started:
+        ray.kill(each)
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed_is_gone(actor):
+    lives, killed = actor(), actor()
+    ray.get([lives.pid.remote(), killed.pid.remote()])
+    ray.kill(killed)
+    until(lambda: ray_internals.is_gone(killed))
+    assert not ray_internals.is_gone(lives)
+
+
+@pytest.mark.slow
+def test_an_actor_in_its_constructor_is_found_and_ended_by_its_id(actor):
+    slow = actor(1000)
+    until(lambda: ray_internals.starting_actors("Waiting"))
+    (id,) = ray_internals.starting_actors("Waiting")
+    assert ray_internals.starting_actors("Other") == []
+    ray_internals.end_actor(id)
+    until(lambda: ray_internals.is_gone(slow))
+
+
+@pytest.mark.slow
+def test_nodes_and_processes_of_a_ray_of_ones_own(local_ray):
+    assert ray_internals.draining_nodes() == set()
+    assert ray_internals.launch_failures() == []
+    assert ray_internals.started_here()
+    processes = ray_internals.own_processes()
+    assert len(processes) == 2 and all(each.poll() is None for each in processes)
+    session = ray_internals.session_folder()
+    assert (session / "logs").is_dir()
+    assert session.parent == ray_internals.temporary_folder()
+
+
+def test_there_is_no_gpu_where_torch_finds_none():
+    import torch
+
+    assert ray_internals.has_gpu() == (torch.cuda.device_count() > 0)
+
+
+def test_what_is_replaced_while_ray_starts_is_there_and_put_back():
+    from ray._private import ray_constants, utils, worker
+
+    before = ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled
+    handler = signal.getsignal(signal.SIGTERM)
+    install = utils.set_sigterm_handler
+    with (
+        ray_internals.listening_on_localhost(),
+        ray_internals.without_messages(),
+        ray_internals.without_sigterm_handler(),
+    ):
+        assert (ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled) == (False, False)
+        utils.set_sigterm_handler(sys.exit)
+        assert signal.getsignal(signal.SIGTERM) == handler
+    assert before == (ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled)
+    assert utils.set_sigterm_handler is install
+
+
+def test_a_token_is_sent_unless_a_mode_is_set(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ray_internals.send_token()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_a_client_of_jobs_can_ask_for_all_nodes():
+    """What it answers is tested by ``trishul status`` on a real cluster."""
+    assert callable(JobSubmissionClient._do_request)

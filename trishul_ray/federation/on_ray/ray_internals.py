@@ -1,0 +1,162 @@
+"""All that is used of Ray beyond its public interface, each with its reason.
+
+tests/federation/on_ray/test_ray_internals.py calls every function on a real Ray and fails, with its
+version, where a name is gone.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._common.utils import get_default_ray_temp_dir
+from ray._private import ray_constants, utils, worker
+from ray._private.accelerators import get_all_accelerator_managers
+from ray._private.state import state
+
+_raylet: Any = ray._raylet  # a compiled module without types
+
+
+# Actors and nodes. The public lists of them (ray.util.state) need a dashboard, which a local Ray
+# has not.
+
+
+def is_gone(actor: Any) -> bool:
+    """Return whether Ray will not restart an actor.
+
+    The error of a call does not tell: it is ``ActorDiedError`` also for an actor whose node is lost
+    and that starts again elsewhere.
+    """
+    return str(state.actor_table(actor._actor_id.hex()).get("State", "DEAD")) == "DEAD"
+
+
+def starting_actors(class_name: str) -> list[str]:
+    """Return the ids of this job's actors of a class whose constructor has not returned."""
+    job = worker.global_worker.current_job_id
+    return [
+        id
+        for phase in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
+        for id, actor in state.actor_table(None, job, phase).items()
+        if actor["ActorClassName"].rpartition(".")[2] == class_name
+    ]
+
+
+def end_actor(id: str) -> None:
+    """End an actor of this process by its id: there is no handle of one that somebody else made."""
+    core: Any = worker.global_worker.core_worker  # type: ignore[attr-defined]  # set by Ray
+    core.kill_actor(ray.ActorID.from_hex(id), True)
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that are being drained: they take no new work and will end."""
+    return set(state.get_draining_nodes())
+
+
+def launch_failures() -> list[str]:
+    """Return one line for each kind of node that the autoscaler could not start, with the reason.
+
+    Such as a lack of spot capacity, about which Ray is silent.
+    """
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    failed = get_cluster_status(ray.get_runtime_context().gcs_address).failed_launches
+    reasons = {launch.ray_node_type_name: launch.details for launch in failed}
+    return [f"cannot start {name}: {' '.join(str(why).split())}" for name, why in reasons.items()]
+
+
+def nodes_since_start(client: Any) -> list[dict[str, Any]]:
+    """Return what the dashboard of a ``JobSubmissionClient`` knows of all nodes, gone ones too.
+
+    ``ray.util.state.list_nodes`` takes no address of a dashboard together with its token.
+    """
+    reply = client._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
+    reply.raise_for_status()
+    nodes: list[dict[str, Any]] = reply.json()["data"]["result"]["result"]
+    return nodes
+
+
+# The Ray that this process has started.
+
+
+def started_here() -> bool:
+    """Return whether this process has started the Ray that it uses."""
+    node: Any = worker._global_node
+    return bool(node and node.is_head())
+
+
+def own_processes() -> list[Any]:
+    """Return the processes of Ray that this one has started and cannot be without."""
+    node: Any = worker._global_node
+    kinds = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    return [info.process for kind in kinds for info in node.all_processes.get(kind, ())]
+
+
+def session_folder() -> Path:
+    """Return the folder of the session's logs and sockets."""
+    node: Any = worker._global_node
+    return Path(node.get_session_dir_path())
+
+
+def temporary_folder() -> Path:
+    """Return the folder in which Ray keeps the files of its sessions on this machine."""
+    return Path(get_default_ray_temp_dir())
+
+
+def has_gpu() -> bool:
+    """Return whether there is an accelerator, which a process that imports torch may initialize.
+
+    Torch, which would tell, is not yet imported.
+    """
+    managers = get_all_accelerator_managers()
+    return any(manager.get_current_node_num_accelerators() > 0 for manager in managers)
+
+
+# How Ray starts.
+
+
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """Keep Ray from printing messages on standard output: it logs to its session's folder."""
+    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
+
+
+@contextmanager
+def listening_on_localhost() -> Iterator[None]:
+    """Let the servers of a Ray that starts in the block listen on the loopback address only.
+
+    Ray's default on macOS and Windows. (It replaces an ``_node_ip_address`` of 127.0.0.1 by the
+    address that other machines see.)
+    """
+    default, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = default
+
+
+@contextmanager
+def without_sigterm_handler() -> Iterator[None]:
+    """Keep Ray, if it starts in the block, from replacing the handler of SIGTERM."""
+    install: Callable[..., None] = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = install
+
+
+def send_token() -> None:
+    """Let this process send the token of this machine to clusters, unless a mode is set.
+
+    As `ray start` does if there is a token. With an explicit address Ray sends none.
+    """
+    has_token = _raylet.AuthenticationTokenLoader.instance().has_token
+    if not os.environ.get("RAY_AUTH_MODE") and has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        _raylet.Config.initialize("")  # the mode was read when Ray was imported
