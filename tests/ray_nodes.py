@@ -1,6 +1,7 @@
 """Several real Ray nodes on this machine, each with its own address, home and processes."""
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -104,10 +105,12 @@ class RayNodes:
         self._wait_for(node)
         if watched:
             node.metadata = FakeMetadata(address, f"i-{self._count:017x}").__enter__()
+            (id,) = [n.node_id.hex() for n in self._alive() if n.node_manager_address == address]
             node.watcher = self._start(
-                sys.executable, "-m", "trishul_ray.cluster.spot_watcher",
+                sys.executable, Path(__file__).parents[1] / "cluster" / "spot_watcher.py",
                 "--address", f"127.0.0.2:{self.port}", "--metadata", node.metadata.url,
-                "--interval", "0.5", cwd=home, HOME=str(home), RAY_AUTH_MODE="disabled",
+                "--node-id", id, "--interval", "0.5", cwd=home, HOME=str(home),
+                RAY_AUTH_MODE="disabled", PATH=f"{RAY.parent}:{os.environ['PATH']}",
             )  # fmt: skip
         self.nodes.append(node)
         return node

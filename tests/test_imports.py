@@ -32,8 +32,6 @@ MAY_IMPORT = {
     "tasks": {"config", "data", "models"},
     "pretrain": {"config", "data", "models", "tasks"},
     "tracking": {"config"},
-    # Runs on machines that know nothing but Ray.
-    "cluster": set(),
 }
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}
@@ -48,7 +46,7 @@ MAY_NOT_IMPORT = {
 }
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {
-    "ray": ("federation.on_ray.", "sweeps.", "pretrain.", "cli.", "jobs.", "cluster."),
+    "ray": ("federation.on_ray.", "sweeps.", "pretrain.", "cli.", "jobs."),
     "mlflow": ("tracking.",),
     "datasets": ("data.",),
 }

@@ -124,7 +124,9 @@ def test_the_dashboard_listens_on_localhost(name):
 
 def test_spot_workers_watch_for_their_end():
     start = load("aws.yaml")["worker_start_ray_commands"]
-    assert any("python -m trishul_ray.cluster.spot_watcher" in command for command in start)
+    assert any(
+        "python ~/trishul-ray/cluster/spot_watcher.py --address" in command for command in start
+    )
 
 
 def test_every_shell_of_a_node_has_the_token_mode_and_the_versions():

@@ -1,41 +1,17 @@
 """The spot watcher: what EC2 announces is passed on to Ray once, whatever fails in between."""
 
-import logging
+import importlib.util
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from fake_metadata import INTERRUPTION, FakeMetadata
+from fake_metadata import FakeMetadata
+from ray_nodes import RayNodes
 
-from trishul_ray.cluster.spot_watcher import InstanceMetadata, Notice, read_notice, watch
-
+SCRIPT = Path(__file__).parents[2] / "cluster" / "spot_watcher.py"
 NODE = "ab" * 28
-
-
-class FakeCluster:
-    """A cluster whose node appears, fails and ends as scripted."""
-
-    def __init__(self, metadata, script, there):
-        self.metadata, self.script, self.there = metadata, list(script), there
-        self.alive, self.drained = True, []
-        self.refuses = None
-
-    def pause(self, _):
-        """Go on with the script at each look; the node ends after the last line."""
-        if self.script:
-            self.script.pop(0)(self)
-        else:
-            self.alive = False
-
-    def find_node(self, metadata):
-        return NODE if self.there else None
-
-    def is_alive(self, node):
-        return self.alive
-
-    def drain(self, node, notice):
-        if self.refuses is not None:
-            raise self.refuses
-        self.drained.append((node, notice))
 
 
 @pytest.fixture
@@ -45,94 +21,94 @@ def served():
 
 
 @pytest.fixture
-def run(served):
-    """``run(*script)`` -> the cluster, after a watch; each line of the script changes something."""
+def watch(served, start, tmp_path):
+    """``watch(...)`` -> the watcher under way; ``ray`` fails once for each line of ``failures``."""
+    ray = tmp_path / "ray"
+    ray.write_text(
+        "#!/bin/bash\n"
+        f"cd {tmp_path}\n"
+        "if [ -s failures ]; then head -1 failures >&2; sed -i 1d failures; exit 1; fi\n"
+        'printf "%s\\n" "$@" >>called\n'
+    )
+    ray.chmod(0o755)
 
-    def begin(*script, url=served.url, there=True, **options):
-        cluster = FakeCluster(served, script, there)
-        watch(InstanceMetadata(url), cluster, pause=cluster.pause, **options)
-        return cluster
+    def begin(*words, url=served.url, failures=()):
+        (tmp_path / "failures").write_text("".join(f"{line}\n" for line in failures))
+        return start(
+            sys.executable, SCRIPT, "--address=10.0.0.1:6379", f"--node-id={NODE}",
+            f"--metadata={url}", "--interval=0.1", *words,
+            PATH=f"{tmp_path}:/usr/bin:/bin", http_proxy="http://127.0.0.1:9",
+            options={"stderr": subprocess.STDOUT},
+        )  # fmt: skip
 
     return begin
 
 
-def interrupt(cluster):
-    cluster.when = cluster.metadata.interrupt()
+def called(tmp_path):
+    """The words of all calls of ``ray``."""
+    file = tmp_path / "called"
+    return file.read_text().splitlines() if file.exists() else []
 
 
-def recommend(cluster):
-    cluster.metadata.recommend_rebalance()
+def looked(served, times=3):
+    """Wait until the watcher has looked so many times more."""
+    end, before = time.monotonic() + 60, served.tokens
+    while served.tokens < before + times:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
-def nothing(cluster):
-    pass
+def test_a_notice_drains_the_node_once_and_ends_the_watcher(served, watch, tmp_path):
+    watcher = watch()
+    looked(served)
+    assert called(tmp_path) == []
+    served.interrupt()
+    code, out, _ = watcher.end()
+    assert code == 0 and f"EC2 will interrupt this spot instance: draining node {NODE}" in out
+    assert called(tmp_path) == [
+        "drain-node",
+        "--address=10.0.0.1:6379",
+        f"--node-id={NODE}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=EC2 will interrupt this spot instance",
+    ]
 
 
-def test_without_a_notice_nothing_is_drained(run):
-    assert run(nothing, nothing).drained == []
+def test_a_recommendation_drains_unless_it_is_ignored(served, watch, tmp_path):
+    served.recommend_rebalance()
+    careful = watch("--ignore-rebalance")
+    looked(served)
+    assert called(tmp_path) == [] and careful.process.poll() is None
+    code, out, _ = watch().end()
+    assert code == 0 and "recommends to rebalance" in out
 
 
-def test_a_notice_drains_the_node_once_with_its_time(run):
-    cluster = run(nothing, interrupt, nothing, nothing)
-    notice = Notice("EC2 will terminate this spot instance", cluster.when)
-    assert cluster.drained == [(NODE, notice)]
+def test_what_fails_is_tried_again_and_reported_once(served, watch, tmp_path):
+    served.interrupt()
+    watcher = watch(failures=["the control service does not answer"] * 3)
+    code, out, _ = watcher.end()
+    first, last = out.splitlines()
+    assert "ray: the control service does not answer; trying again every 0.1 s" in first
+    assert code == 0 and "draining node" in last
 
 
-def test_a_recommendation_drains_without_a_time_and_the_notice_follows(run):
-    cluster = run(recommend, nothing, interrupt, nothing)
-    assert [notice.when for _, notice in cluster.drained] == [None, cluster.when]
-    assert "rebalance" in cluster.drained[0][1].message
+def test_metadata_that_cannot_be_reached_are_tried_again(watch):
+    watcher = watch(url="http://127.0.0.1:9")
+    assert "trying again every 0.1 s" in watcher.process.stdout.readline()
+    time.sleep(0.5)
+    assert watcher.process.poll() is None
 
 
-def test_a_recommendation_may_be_ignored(run):
-    assert run(recommend, nothing, rebalance=False).drained == []
-
-
-def test_a_notice_that_cannot_be_read_is_a_notice_of_two_minutes(run):
-    def garble(cluster):
-        cluster.metadata.pages[INTERRUPTION] = "{"
-
-    ((_, notice),) = run(garble, nothing).drained
-    assert 100 < notice.when - time.time() <= 120
-
-
-def test_a_node_that_starts_later_is_found(run):
-    def appear(cluster):
-        assert cluster.drained == []
-        cluster.there = True
-
-    cluster = run(interrupt, appear, nothing, nothing, there=False)
-    assert len(cluster.drained) == 1
-
-
-def test_what_fails_is_tried_again_and_reported_once(run, caplog):
-    def refuse(cluster):
-        interrupt(cluster)
-        cluster.refuses = RuntimeError("the control service does not answer\nin time")
-
-    def accept(cluster):
-        cluster.refuses = None
-
-    with caplog.at_level(logging.WARNING):
-        cluster = run(refuse, nothing, nothing, accept, nothing)
-    assert len(cluster.drained) == 1
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "the control service does not answer; trying again every 5 s"
-    assert len(said) == 2 and "draining node" in said[1]
-
-
-def test_metadata_that_cannot_be_reached_are_tried_again(run, served, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert run(nothing, nothing, url="http://127.0.0.1:9").drained == []
-    (record,) = caplog.records
-    assert record.getMessage().startswith("the instance metadata cannot be reached: ")
-
-
-def test_a_token_that_has_expired_is_renewed(served, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # never used for metadata
-    metadata = InstanceMetadata(served.url)
-    assert read_notice(metadata) is None and served.tokens == 1
-    served.token = "second"
-    when = served.interrupt()
-    assert read_notice(metadata).when == when and served.tokens == 2
-    assert metadata.get("/latest/meta-data/local-ipv4") == "10.0.0.7" and served.tokens == 2
+@pytest.mark.slow
+def test_the_node_of_this_machine_is_found(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    spec = importlib.util.spec_from_file_location("spot_watcher", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    nodes = RayNodes(start, tmp_path)
+    try:
+        nodes.add()
+        (node,) = nodes._alive()
+        assert script.this_node(f"127.0.0.2:{nodes.port}") == node.node_id.hex()
+    finally:
+        nodes.close()

@@ -1,1 +1,0 @@
-"""What runs beside Ray on the machines of a cluster."""
