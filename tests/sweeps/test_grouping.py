@@ -3,7 +3,7 @@
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.sweeps.grouping import group_cells
+from trishul_ray.sweeps.tuner import group_cells
 
 TWO_CORES = [{"CPU": 2.0}]
 

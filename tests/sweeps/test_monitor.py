@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from ray.tune.experiment import Trial
 
-from trishul_ray.sweeps import monitor
+from trishul_ray.sweeps import tuner
 from trishul_ray.sweeps.cells import TuneOptions
-from trishul_ray.sweeps.monitor import WAITING_NOTICE_SECONDS, Monitor
+from trishul_ray.sweeps.tuner import WAITING_NOTICE_SECONDS, Monitor
 
 
 @pytest.fixture
@@ -19,12 +19,12 @@ def notes_after(monkeypatch):
         progress = SimpleNamespace(note=notes.append)
         watched = Monitor(lambda config: None, TuneOptions(), progress, None)
         for seconds, statuses in moments:
-            monkeypatch.setattr(monitor.time, "monotonic", lambda seconds=seconds: seconds)
+            monkeypatch.setattr(tuner.time, "monotonic", lambda seconds=seconds: seconds)
             watched.on_step_end(0, [SimpleNamespace(status=status) for status in statuses])
         return notes
 
     reasons = ["cannot start gpu: InsufficientInstanceCapacity"]
-    monkeypatch.setattr(monitor, "launch_failures", lambda: reasons)
+    monkeypatch.setattr(tuner, "launch_failures", lambda: reasons)
     return look
 
 

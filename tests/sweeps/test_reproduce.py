@@ -1,6 +1,5 @@
 """Sweeps under Ray Tune: the bytes of single runs, failures, retries, one MLflow run per cell."""
 
-import functools
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 
 import psutil
 import pytest
@@ -283,58 +282,41 @@ def test_a_command_with_nothing_to_do_imports_nothing_heavy_and_writes_nothing(
 
 
 @pytest.mark.chaos
-def test_a_trial_that_is_stopped_is_ended_by_the_watchdog_and_finishes(
-    sweep_file, inline_result, monkeypatch
-):
-    jumps = [0.0]
-
-    def clock():
-        return time.monotonic() + sum(jumps)
-
-    monkeypatch.setattr(tuner, "Watchdog", functools.partial(tuner.Watchdog, clock=clock))
-
-    def strike():
-        trials()[-1].suspend()
-        jumps.append(3600.0)  # the limit passes at once, for the other trial, too
-
-    sweep = sweep_file("axes: {method: [trishul, fedit]}", "tracking.mlflow=false")
-    progress = Followed(strike)
-    result = reproduce([sweep], TuneOptions(), progress)
-    assert result.failures == {}, progress.text.getvalue()
-    whys = [why for _, why in progress.retries]
-    assert whys and all(re.fullmatch(r"no progress for 1 h 0\d min: .*watchdog", w) for w in whys)
-    for cell in sweep.cells:
-        assert_as_inline(cell.experiment, inline_result)
-    assert not [process for process in trials() if process.status() == psutil.STATUS_STOPPED]
-
-
-@pytest.mark.chaos
-def test_a_trial_that_hangs_in_its_constructor_is_ended_and_finishes(
+def test_a_trial_that_hangs_ends_itself_and_finishes(
     sweep_file, inline_result, monkeypatch, tmp_path
 ):
-    jumps = [0.0]
-    hanging = tmp_path / "hanging"
+    """One hangs in a round, the other in its constructor; the first limit is that of the user."""
+    rounds, constructors = tmp_path / "rounds", tmp_path / "constructors"
+
+    def hang_once(marker):
+        with suppress(FileExistsError):
+            marker.touch(exist_ok=False)
+            time.sleep(1000)
 
     class CellTrial(tuner.CellTrial):
-        def setup(self, config, find, environment):
-            if not hanging.exists():
-                hanging.touch()
-                time.sleep(1000)
-            super().setup(config, find, environment)
+        loading_seconds = 60.0
 
-    def clock():
-        return time.monotonic() + sum(jumps)
+        def setup(self, config, *arguments, **named):
+            if rounds.exists():
+                hang_once(constructors)
+            super().setup(config, *arguments, **named)
 
-    monkeypatch.setattr(tuner, "Watchdog", functools.partial(tuner.Watchdog, clock=clock))
+        def _advance(self):
+            if self._round_seconds:
+                hang_once(rounds)
+            super()._advance()
+
     monkeypatch.setattr(tuner, "CellTrial", CellTrial)
     sweep = sweep_file("axes: {method: [trishul, fedit]}", "tracking.mlflow=false")
-    progress = Followed(lambda: jumps.append(3600.0))  # at a round of the other trial
-    result = reproduce([sweep], TuneOptions(), progress)
+    progress = Followed()
+    result = reproduce([sweep], TuneOptions(stall_minutes=0.1), progress)
     assert result.failures == {}, progress.text.getvalue()
+    assert rounds.exists() and constructors.exists()
     whys = [why for _, why in progress.retries]
-    assert [why for why in whys if why.startswith("not started, no progress for 1 h")], whys
+    assert any(re.fullmatch(r"no progress for [\d.]+ s: it ended itself", w) for w in whys), whys
     for cell in sweep.cells:
         assert_as_inline(cell.experiment, inline_result)
+    assert trials() == []
 
 
 def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file, tmp_path):

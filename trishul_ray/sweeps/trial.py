@@ -3,14 +3,19 @@
 The trial's process drives the run. The coordinator and the client actors are started from it and
 live in the bundles of its placement group. A trial that failed is run again by Tune and continues
 from the checkpoint of the last round; nothing is saved by Tune.
+
+A trial that makes no progress ends itself, by a timer that is set again for each round.
 """
 
+import faulthandler
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any, get_args
 
 from ray import tune
@@ -34,6 +39,8 @@ from trishul_ray.tracking.progress import RunProgress
 #: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`.
 ROUND, NOTES, FAILURE, FINISHED, STOPPED = "round", "notes", "failure", "finished", "stopped"
 BUSY = "busy"
+#: A trial may be silent for this many times its median round, and its longest one.
+MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0
 #: The metric that :data:`HEADLINE` is, by its own name.
 HEADLINE_NAME = "headline_name"
 
@@ -106,15 +113,37 @@ class CellTrial(tune.Trainable):
     without a round, says that the run has been loaded; before it, ``busy`` says that the run waits
     for another process. The last one has ``finished``, ``failure`` if the same input would fail
     again, or ``stopped`` if early stopping ended the run before.
+
+    Attributes:
+        loading_seconds: Time in which a trial starts, and in which a run loads data and backbone.
     """
 
+    loading_seconds = 1800.0
     _waits: bool
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Start, or end this process; Tune fetches what it passes to :meth:`setup`."""
+        faulthandler.dump_traceback_later(self.loading_seconds, exit=True)
+        super().__init__(*arguments, **named)
+        faulthandler.cancel_dump_traceback_later()
+
     def setup(  # type: ignore[override]  # tune.with_parameters adds the others
-        self, config: dict[str, Any], find: FindRun, environment: WorkerEnvironment
+        self,
+        config: dict[str, Any],
+        find: FindRun,
+        environment: WorkerEnvironment,
+        stall_seconds: float,
     ) -> None:
-        """Open the first run, which starts with the first step."""
+        """Open the first run, which starts with the first step.
+
+        Args:
+            config: The first run, for ``find``.
+            find: Returns what to run.
+            environment: That of the command.
+            stall_seconds: Seconds without a round after which this process ends.
+        """
         environment.apply()
+        self._stall_seconds = stall_seconds
         os.environ.pop("MLFLOW_RUN_ID", None)  # would replace the parent of the runs logged here
         self._find = find
         self._workers = Workers()
@@ -143,7 +172,7 @@ class CellTrial(tune.Trainable):
             raise NodeDrainsError("its node is being drained")
         try:
             while not self._results:
-                self._advance()
+                self._advance_in_time()
         except _StoppedBefore as stop:
             self._add({STOPPED: str(stop), DONE: True})
         except BusyError:
@@ -164,6 +193,8 @@ class CellTrial(tune.Trainable):
     def _open(self, config: Mapping[str, Any]) -> None:
         self._cell = self._find(config)
         self._waits = False
+        self._loaded = False
+        self._round_seconds: list[float] = []
         self._notes = _Notes()
         self._metrics: dict[str, float] = {}
         self._results: deque[dict[str, Any]] = deque()
@@ -193,6 +224,27 @@ class CellTrial(tune.Trainable):
             # Its last checkpoint is lost, too.
             finished = yield from steps(fresh=True)
         return finished
+
+    def _advance_in_time(self) -> None:
+        """Advance the run, or end this process if it takes too long; its log says where it was.
+
+        Tune sees that the actor has died, and runs the trial again from its checkpoint. Long rounds
+        are no stall: a run has its own pace, and loading has its own limit.
+        """
+        limit = self._stall_seconds
+        if not self._loaded:
+            limit = max(limit, self.loading_seconds)
+        elif took := self._round_seconds:
+            limit = max(limit, MEDIAN_ROUNDS * median(took), LONGEST_ROUNDS * max(took))
+        began = time.monotonic()
+        faulthandler.dump_traceback_later(limit, exit=True)
+        try:
+            self._advance()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        if self._loaded:
+            self._round_seconds.append(time.monotonic() - began)
+        self._loaded = True
 
     def _advance(self) -> None:
         try:

@@ -4,18 +4,22 @@ Which cells are run is decided from the results in the store. Nothing that Tune 
 """
 
 import logging
+import math
 import os
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray import tune
-from ray.exceptions import RayError
+from ray import cloudpickle, tune
+from ray.exceptions import RayActorError, RayError
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from ray.tune.search import Searcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -25,20 +29,33 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.nodes import possible_nodes, working_nodes
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
+from trishul_ray.federation.on_ray.ray_internals import launch_failures
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
+from trishul_ray.report.outcomes import Status
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import TuneOptions, sampling_space
-from trishul_ray.sweeps.grouping import Group, group_cells, inputs_of
-from trishul_ray.sweeps.monitor import Monitor
 from trishul_ray.sweeps.state import record_failure
 from trishul_ray.sweeps.sweep_file import EarlyStopping, Search
-from trishul_ray.sweeps.trial import ROUND, CellRun, CellTrial, FindRun
-from trishul_ray.sweeps.watchdog import Watchdog
+from trishul_ray.sweeps.trial import (
+    FAILURE,
+    FINISHED,
+    HEADLINE_NAME,
+    NOTES,
+    ROUND,
+    STOPPED,
+    CellRun,
+    CellTrial,
+    FindRun,
+)
+from trishul_ray.tracking.progress import format_duration
 from trishul_ray.tracking.sweep_progress import SweepProgress
 
+#: Seconds without a running trial before it is reported that trials wait for resources.
+WAITING_NOTICE_SECONDS = 60.0
 #: Seconds in which nodes answer; those that have gone do not.
 CHECK_SECONDS = 60.0
 
@@ -52,6 +69,255 @@ _ENVIRONMENT = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_WARN_THRESHOLD_S": "1000000",
 }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that request the same resources."""
+
+    ids: tuple[str, ...]
+    bundles: tuple[Mapping[str, float], ...]
+    concurrent: int
+
+
+def group_cells(
+    experiments: Mapping[str, Experiment],
+    nodes: Sequence[Mapping[str, float]],
+    concurrency: int | None = None,
+) -> list[Group]:
+    """Group cells by the resources they request, in an order in which neighbors share most.
+
+    Where the number of actors is ``auto``, a cell has one actor if there are more cells than
+    slices of the cluster, and otherwise its share of them.
+
+    Args:
+        experiments: The cells, by id.
+        nodes: Resources of each node, such as ``{"CPU": 4.0}``.
+        concurrency: Number of cells at a time; None is what the nodes hold.
+
+    Raises:
+        InputError: A cell requests more than the nodes hold; the message names the field.
+    """
+    slices = {id: _slices(experiment, nodes, 1) for id, experiment in experiments.items()}
+    grouped: dict[tuple[Slices, bool], list[str]] = {}
+    for id, experiment in experiments.items():
+        one = slices[id]
+        if _divides_cluster(experiment):
+            alike = sum(
+                slices[other] == one and _divides_cluster(experiments[other]) for other in slices
+            )
+            share = _count_slots(one, nodes) // min(alike, concurrency or alike)
+            actors = max(1, min(share, experiment.federation.clients_per_round))
+            one = _slices(experiment, nodes, actors)
+        grouped.setdefault((one, experiment.resources.backend == "inline"), []).append(id)
+    groups = []
+    for (held, inline), ids in grouped.items():
+        # An inline run computes in the trial's own process, the first bundle.
+        bundles = tuple(held.bundles()) if inline else ({}, *held.bundles())
+        at_once = _count_slots(held, nodes) // held.actors
+        groups.append(Group(_by_inputs(ids, experiments), bundles, concurrency or at_once))
+    return groups
+
+
+def _divides_cluster(experiment: Experiment) -> bool:
+    """Return whether the number of actors depends on what the cluster holds."""
+    both = experiment.resources.actors, experiment.federation.clients_per_actor
+    return both == ("auto", "auto") and experiment.resources.backend == "ray"
+
+
+def _slices(experiment: Experiment, nodes: Sequence[Mapping[str, float]], actors: int) -> Slices:
+    """Return what a cell requests, with ``actors`` actors where it leaves the number open."""
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    if experiment.resources.backend == "inline" or _divides_cluster(experiment):
+        resources = experiment.resources.model_copy(update={"actors": actors})
+        federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
+        experiment = experiment.model_copy(
+            update={"resources": resources, "federation": federation}
+        )
+    slices = plan_slices(experiment, total)
+    if _count_slots(slices, nodes) < slices.actors:
+        raise InputError(
+            f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
+            "resources.cpus_per_actor or resources.gpus_per_actor"
+        )
+    return slices
+
+
+def _count_slots(slices: Slices, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Return how many slices of this size the nodes hold together."""
+    count = 0
+    for node in nodes:
+        fits = int(node.get("CPU", 0.0) / slices.cpus + 1e-9)
+        if slices.gpus:
+            fits = min(fits, int(node.get("GPU", 0.0) / slices.gpus + 1e-9))
+        count += fits
+    return count
+
+
+def _by_inputs(ids: Sequence[str], experiments: Mapping[str, Experiment]) -> tuple[str, ...]:
+    """Return ids so that cells with the same backbone and data follow each other."""
+    order: dict[tuple[str, str], int] = {}
+    for id in ids:
+        order.setdefault(inputs_of(experiments[id]), len(order))
+    return tuple(sorted(ids, key=lambda id: order[inputs_of(experiments[id])]))
+
+
+def inputs_of(experiment: Experiment) -> tuple[str, str]:
+    """Return what decides the backbone and the data that a trial keeps loaded."""
+    return experiment.model.model_dump_json(), experiment.data.model_dump_json()
+
+
+class Monitor(tune.Callback):
+    """Follows the trials of one Tuner after the other: progress, failures, samples.
+
+    Args:
+        find: Returns what a trial runs.
+        options: How cells are run.
+        progress: Where to show progress; it knows the cells, except those that a search samples.
+        search: The search that the trials belong to.
+    """
+
+    def __init__(
+        self, find: FindRun, options: TuneOptions, progress: SweepProgress, search: Search | None
+    ) -> None:
+        self.options = options
+        self.failures: dict[str, str] = {}
+        self.samples: list[dict[str, Any]] = []
+        self.staging: Path | None = None  # where Tune keeps its files until it saves them
+        self._find, self._progress = find, progress
+        self._search = search or Search()
+        self._runs: dict[str, CellRun] = {}  # by trial
+        self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
+        self._finished: set[str] = set()  # or stopped early
+        self._attempts: dict[str, int] = {}
+        self._reported: dict[str, float] = {}  # when, by trial
+        self.interruptions = 0  # of cells, failures and moves
+        self._waits_since: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune saves its callbacks, which nobody reads
+
+    def on_trial_start(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Show that a cell is being run."""
+        assert trial.storage is not None
+        self.staging = Path(trial.storage.experiment_driver_staging_path).parents[1]
+        self._progress.start(self._id(trial))
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
+    ) -> None:
+        """Show a round and what was reported in it."""
+        self._results[trial.trial_id] = result
+        self._reported[trial.trial_id] = time.monotonic()
+        for note in result.get(NOTES, ()):
+            self._progress.note(f"{self._run(trial).name}: {note}")
+        if ROUND in result:
+            headline = result.get(HEADLINE_NAME, "accuracy")
+            self._progress.round(self._id(trial), result[ROUND], result, headline)
+
+    def on_trial_recover(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Show why a cell is tried again, or goes on elsewhere."""
+        if self._was_preempted(trial):
+            self._progress.move(self._id(trial), self._reason(trial))
+            return
+        attempt = self._count(trial)
+        self._progress.retry(
+            self._id(trial), self._reason(trial), attempt + 1, self.options.retries + 1
+        )
+
+    def on_trial_error(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Note why a cell failed for good."""
+        if not self._was_preempted(trial) and self._count(trial) > self.options.retries:
+            self._fail(trial, self._reason(trial))
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Note how a cell ended that Tune did not count as failed."""
+        result = self._results.get(trial.trial_id, {})
+        if result.get(FINISHED):
+            self._finished.add(self._id(trial))
+            self._progress.end(self._id(trial))
+        elif FAILURE in result:
+            self._count(trial)
+            self._fail(trial, result[FAILURE])
+        elif STOPPED in result:
+            self._fail(trial, result[STOPPED], "stopped")
+        else:
+            compared, shown = self._search.compared, ""
+            if compared in result:
+                name = f"{self._search.on} {self._search.metric or 'score'}"
+                shown = f", {name} {result[compared]:.4g}"
+            why = f"stopped early after round {result.get(ROUND, 0)}{shown}"
+            self._fail(trial, why, "stopped")
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        """Report once that trials wait for resources; Tune calls this all the time."""
+        now = time.monotonic()
+        if any(trial.status == Trial.RUNNING for trial in trials):
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        elif now - self._waits_since > WAITING_NOTICE_SECONDS:
+            self._waits_since = math.inf
+            why = "; ".join(["waiting for resources on the cluster", *launch_failures()])
+            self._progress.note(f"no cell is running: {why}")
+
+    def unfinished(self, ids: Sequence[str]) -> list[str]:
+        """Return the cells that Tune has given up although they may be tried again."""
+        return [id for id in ids if id not in self._finished and id not in self.failures]
+
+    def _fail(self, trial: Trial, why: str, status: Status = "failed") -> None:
+        id = self._id(trial)
+        record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1), status)
+        if status == "stopped":
+            self._finished.add(id)
+            self._progress.end(id, stopped=why)
+        else:
+            self.failures[id] = why
+            self._progress.end(id, failure=why)
+
+    def _count(self, trial: Trial) -> int:
+        id = self._id(trial)
+        self._attempts[id] = self._attempts.get(id, 0) + 1
+        return self._attempts[id]
+
+    def _run(self, trial: Trial) -> CellRun:
+        if trial.trial_id not in self._runs:
+            run = self._runs[trial.trial_id] = self._find(trial.config)
+            if self._search.kind == "optuna":
+                self.samples.append(dict(trial.config))
+                self._progress.add(run.experiment.id, run.name, run.experiment.federation.rounds)
+        return self._runs[trial.trial_id]
+
+    def _id(self, trial: Trial) -> str:
+        return self._run(trial).experiment.id
+
+    def _reason(self, trial: Trial) -> str:
+        error = self._error(trial)
+        if error is None:
+            return "it failed without a reason"
+        silent = time.monotonic() - self._reported.get(trial.trial_id, math.inf)
+        if isinstance(error, RayActorError) and silent > 60 * self.options.stall_minutes:
+            return f"no progress for {format_duration(silent)}: it ended itself"
+        return cause_of(error)
+
+    def _was_preempted(self, trial: Trial) -> bool:
+        self.interruptions += 1
+        return bool(getattr(self._error(trial), "preempted", False))
+
+    def _error(self, trial: Trial) -> Exception | None:
+        if trial.pickled_error_file is None:
+            return None
+        # Written by this process a moment ago.
+        error: Exception = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+        return error
 
 
 def run_cells(
@@ -243,11 +509,14 @@ def _fit(
         RunError: Ray Tune failed.
     """
     trainable = tune.with_resources(
-        tune.with_parameters(CellTrial, find=find, environment=_worker_environment()),
+        tune.with_parameters(
+            CellTrial,
+            find=find,
+            environment=_worker_environment(),
+            stall_seconds=60 * monitor.options.stall_minutes,
+        ),
         tune.PlacementGroupFactory([dict(bundle) for bundle in group.bundles]),
     )
-    watchdog = Watchdog(60 * monitor.options.stall_minutes)
-    monitor.watchdog = watchdog
     with _quiet_tune(), scratch_folder("tune") as folder:
         try:
             tune.Tuner(
@@ -269,7 +538,7 @@ def _fit(
                     progress_reporter=tune.CLIReporter(),
                     failure_config=tune.FailureConfig(max_failures=monitor.options.retries),
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                    callbacks=[watchdog, monitor],
+                    callbacks=[monitor],
                 ),
             ).fit()
         except (tune.TuneError, RuntimeError, ray.exceptions.RayError) as error:

@@ -19,19 +19,16 @@ def version():
 
 @pytest.fixture
 def actor(local_ray):
-    """``actor(seconds)`` -> an actor, by the time of its constructor."""
+    """``actor()`` -> an actor."""
 
     class Waiting:
-        def __init__(self, seconds):
-            time.sleep(seconds)
-
         def pid(self):
             return os.getpid()
 
     started = []
 
-    def start(seconds=0.0):
-        started.append(ray.remote(num_cpus=0)(Waiting).remote(seconds))
+    def start():
+        started.append(ray.remote(num_cpus=0)(Waiting).remote())
         return started[-1]
 
     yield start
@@ -53,16 +50,6 @@ def test_an_actor_that_is_killed_is_gone(actor):
     ray.kill(killed)
     until(lambda: ray_internals.is_gone(killed))
     assert not ray_internals.is_gone(lives)
-
-
-@pytest.mark.slow
-def test_an_actor_in_its_constructor_is_found_and_ended_by_its_id(actor):
-    slow = actor(1000)
-    until(lambda: ray_internals.starting_actors("Waiting"))
-    (id,) = ray_internals.starting_actors("Waiting")
-    assert ray_internals.starting_actors("Other") == []
-    ray_internals.end_actor(id)
-    until(lambda: ray_internals.is_gone(slow))
 
 
 @pytest.mark.slow

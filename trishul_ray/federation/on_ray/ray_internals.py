@@ -32,23 +32,6 @@ def is_gone(actor: Any) -> bool:
     return str(state.actor_table(actor._actor_id.hex()).get("State", "DEAD")) == "DEAD"
 
 
-def starting_actors(class_name: str) -> list[str]:
-    """Return the ids of this job's actors of a class whose constructor has not returned."""
-    job = worker.global_worker.current_job_id
-    return [
-        id
-        for phase in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
-        for id, actor in state.actor_table(None, job, phase).items()
-        if actor["ActorClassName"].rpartition(".")[2] == class_name
-    ]
-
-
-def end_actor(id: str) -> None:
-    """End an actor of this process by its id: there is no handle of one that somebody else made."""
-    core: Any = worker.global_worker.core_worker  # type: ignore[attr-defined]  # set by Ray
-    core.kill_actor(ray.ActorID.from_hex(id), True)
-
-
 def draining_nodes() -> set[str]:
     """Return the ids of the nodes that are being drained: they take no new work and will end."""
     return set(state.get_draining_nodes())
