@@ -32,7 +32,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_rows
 from trishul_ray.federation.workbench import LEVELS, PROFILES
-from trishul_ray.report.figures import metric_curve
+from trishul_ray.report.figures.curves import draw_curves, metric_of_run
+from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.tracking.progress import format_count
 
 GRID_SEED = 0
@@ -253,12 +254,12 @@ def _section(
     limits = "" if compute == "full" else f" of {compute} compute"
     drawn = options.model == SMALL and options.dataset == "cifar100"
     figure.parent.mkdir(parents=True, exist_ok=True)
-    metric_curve(
+    curve = metric_of_run(
         [number for number, _ in first[0].curve],
         {VARIANTS[name].label: _mean_curve(runs) for name, runs in found.items()},
-        figure,
         references={"untouched, random head" if drawn else "untouched": untouched},
     )
+    save_png(draw_curves, curve, figure)
     parameters = first[0].summary["parameters"]
     spread = "mean ± standard deviation" if len(options.seeds) > 1 else "one seed"
     return Section(

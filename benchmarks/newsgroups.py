@@ -20,7 +20,8 @@ from _runs import PLACES, Run, add_places, run_all, words_of
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.report.figures import metric_curve
+from trishul_ray.report.figures.curves import draw_curves, metric_of_run
+from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.runs.runner import central_twin
 from trishul_ray.tracking.progress import format_count
 
@@ -91,12 +92,12 @@ def section_of(options: argparse.Namespace, runs: dict[str, Run], figure: Path) 
     """Both curves, and a table of what was reached at what cost."""
     figure.parent.mkdir(parents=True, exist_ok=True)
     first = next(iter(runs.values()))
-    metric_curve(
+    curve = metric_of_run(
         [number for number, _ in first.curve],
         {label: [value for _, value in run.curve] for label, run in runs.items()},
-        figure,
         references={"untouched, random head": first.summary["untouched"]["accuracy"]},
     )
+    save_png(draw_curves, curve, figure)
     steps = options.rounds * options.local_steps
     return Section(
         f"20 Newsgroups, {options.model}, {options.clients} clients, Dirichlet({options.alpha:g})",

@@ -23,7 +23,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.pretrain.training import ensure_pretrained
-from trishul_ray.report.figures import metric_curve
+from trishul_ray.report.figures.curves import draw_curves, metric_of_run
+from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.tracking.progress import RunProgress
 
 #: Dataset, model, and what makes the run small: tokens that hold a question's end and its context.
@@ -103,7 +104,7 @@ def section_of(options: argparse.Namespace, runs: dict[str, Run], figure: Path) 
     """Losses over rounds, and what each run scored and cost."""
     figure.parent.mkdir(parents=True, exist_ok=True)
     losses = {label: [m["loss"] for m in run.metrics] for label, run in runs.items()}
-    metric_curve(range(options.rounds + 1), losses, figure, metric="loss")
+    save_png(draw_curves, metric_of_run(range(options.rounds + 1), losses, metric="loss"), figure)
     rows = []
     for label, run in runs.items():
         loss, final = losses[label], run.summary["final"]

@@ -147,9 +147,10 @@ def datasets(
     coverage = coverage_of(experiment, prepared.dataset).sentence
     print_field("data", coverage)
     if picture is not None:
-        from trishul_ray.report.figures import label_distribution
+        from trishul_ray.report.figures.clients import RowsData, draw_rows
+        from trishul_ray.report.figures.drawing import save_png
 
-        label_distribution(held.counts, picture, classes=held.names, what=held.what, note=coverage)
+        save_png(draw_rows, RowsData(held), picture, coverage)
         print_field("picture", picture)
 
 

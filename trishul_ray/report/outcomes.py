@@ -5,7 +5,7 @@ those of the paper's records where a table reproduces one.
 """
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trishul_ray.storage import Store
+
+#: The axis whose labels are repetitions.
+SEED = "seed"
 
 Status = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
 
@@ -106,6 +109,10 @@ class CellOutcome:
         data = self.summary.get("data", {})
         return str(data["sentence"]).partition(";")[0] if data.get("part") else ""
 
+    def labels_of(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels of some axes."""
+        return tuple(self.labels[axis] for axis in axes)
+
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing."""
@@ -152,10 +159,37 @@ class SweepOutcome:
     cells: tuple[CellOutcome, ...]
     overrides: tuple[str, ...] = ()
 
-    @property
-    def comparable(self) -> bool:
-        """Whether all its numbers may be compared with the paper's."""
-        return self.profile == "paper" and not departures(self, self.cells)
+    def within(self, where: Mapping[str, tuple[str, ...]]) -> tuple[CellOutcome, ...]:
+        """Return the cells with one of these labels on each axis."""
+        return tuple(
+            cell
+            for cell in self.cells
+            if all(cell.labels.get(axis) in labels for axis, labels in where.items())
+        )
+
+    def in_order(
+        self, axes: Sequence[str], found: Iterable[tuple[str, ...]]
+    ) -> list[tuple[str, ...]]:
+        """Return combinations of labels of some axes in the order of the axes' labels."""
+        places = [{label: place for place, label in enumerate(self.axes[axis])} for axis in axes]
+        return sorted(
+            set(found),
+            key=lambda labels: [place[label] for place, label in zip(places, labels, strict=True)],
+        )
+
+    def shown_label(self, axis: str, label: str) -> str:
+        """Return how a label is displayed."""
+        return shown_label(self.shown, axis, label)
+
+    def departures(self, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
+        """Return how some cells depart from the profile: overrides, and parts of datasets."""
+        parts = dict.fromkeys(cell.part for cell in cells if cell.part)
+        overridden = f"overridden: {', '.join(self.overrides)}"
+        return (*[overridden] * bool(self.overrides), *parts)
+
+    def is_comparable(self, cells: Iterable[CellOutcome]) -> bool:
+        """Return whether the numbers of some cells may be compared with the paper's."""
+        return self.profile == "paper" and not self.departures(cells)
 
 
 @dataclass(frozen=True)
@@ -166,13 +200,6 @@ class LabelCounts:
     names: tuple[str, ...]  # of the classes
     what: str  # what a class is called: ``class``, ``sub-dataset``
     clients: tuple[str, ...] = ()  # names of the clients, if they have any
-
-
-def departures(sweep: SweepOutcome, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
-    """Return how cells of a sweep depart from its profile: overrides, and parts of datasets."""
-    parts = dict.fromkeys(cell.part for cell in cells if cell.part)
-    overridden = f"overridden: {', '.join(sweep.overrides)}"
-    return (*[overridden] * bool(sweep.overrides), *parts)
 
 
 def is_loss(metric: str) -> bool:

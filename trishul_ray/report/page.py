@@ -26,7 +26,6 @@ from trishul_ray.report.outcomes import (
     FigureLayout,
     Status,
     SweepOutcome,
-    departures,
 )
 from trishul_ray.report.paper import figure_numbers, paper_value, slips
 from trishul_ray.report.statistics import ALPHA, POWER
@@ -208,7 +207,7 @@ def comparable(sweeps: Sequence[SweepOutcome]) -> str:
     """Return what the numbers of sweeps of one profile may be compared with."""
     profile = sweeps[0].profile
     text = COMPARABLE.get(profile, COMPARABLE["custom"])
-    found = dict.fromkeys(reason for s in sweeps for reason in departures(s, s.cells))
+    found = dict.fromkeys(reason for s in sweeps for reason in s.departures(s.cells))
     if not found:
         return text
     if profile == "paper":
@@ -232,14 +231,14 @@ def write_report(
     Args:
         outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
         folder: Where to write; created if needed. Files of the same name are replaced.
-        figures: Draws a figure; by default :func:`trishul_ray.report.paper_figures.draw`.
+        figures: Draws a figure; by default :func:`trishul_ray.report.figures.drawing.draw`.
         paper: Returns the numbers that the paper prints.
     """
     made_from = _made_from(outcomes) if figures is None and paper is paper_value else None
     if made_from is not None and _is_current(folder, made_from):
         return folder / "report.html"
     if figures is None:
-        from trishul_ray.report.paper_figures import draw  # imports matplotlib
+        from trishul_ray.report.figures.drawing import draw  # imports matplotlib
 
         figures = draw
     page = Page(tuple(_parts(outcomes, figures, paper)))

@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 
 from trishul_ray.report.outcomes import (
+    SEED,
     CellOutcome,
     SweepOutcome,
     TableLayout,
-    departures,
     is_loss,
     shown_label,
 )
@@ -36,8 +36,6 @@ from trishul_ray.report.statistics import (
 #: Returns the number that the paper prints at a position of a table, by table key and labels.
 PaperValue = Callable[[str, Mapping[str, str]], float | None]
 
-#: The axis whose labels are repetitions.
-SEED = "seed"
 #: The column of the mean over all others; also the paper's label of it.
 AVERAGE = "average"
 #: How fields are called in the head of a column, where it is not by their names.
@@ -242,7 +240,7 @@ class SweepTable:
     @cached_property
     def departures(self) -> tuple[str, ...]:
         """How its runs depart from the profile: overridden fields, parts of datasets."""
-        return departures(self.sweep, self.cells)
+        return self.sweep.departures(self.cells)
 
     @property
     def comparable(self) -> bool:
@@ -445,18 +443,14 @@ def _oriented(table: SweepTable) -> list[Array]:
 
 
 def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> SweepTable:
-    cells = [
-        cell
-        for cell in sweep.cells
-        if all(cell.labels[axis] in labels for axis, labels in layout.where.items())
-    ]
-    comparable = sweep.profile == "paper" and not departures(sweep, cells)
+    cells = sweep.within(layout.where)
+    comparable = sweep.is_comparable(cells)
     by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
     for cell in cells:
-        place = tuple(tuple(cell.labels[a] for a in axes) for axes in (layout.rows, layout.columns))
-        by_place.setdefault((place[0], place[1]), []).append(cell)
-    rows = _in_order(sweep, layout.rows, [row for row, _ in by_place])
-    columns = _in_order(sweep, layout.columns, [column for _, column in by_place])
+        place = cell.labels_of(layout.rows), cell.labels_of(layout.columns)
+        by_place.setdefault(place, []).append(cell)
+    rows = sweep.in_order(layout.rows, [row for row, _ in by_place])
+    columns = sweep.in_order(layout.columns, [column for _, column in by_place])
 
     def number(row: tuple[str, ...], column: tuple[str, ...]) -> TableCell:
         runs = by_place.get((row, column), [])
@@ -498,17 +492,6 @@ def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
     head = shown_label(sweep.shown, axis, label)
     is_number = head == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
     return f"{SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else head
-
-
-def _in_order(
-    sweep: SweepOutcome, axes: tuple[str, ...], found: Sequence[tuple[str, ...]]
-) -> list[tuple[str, ...]]:
-    """Return the combinations of labels that there are, in the order of the axes' labels."""
-    places = [{label: i for i, label in enumerate(sweep.axes[axis])} for axis in axes]
-    return sorted(
-        set(found),
-        key=lambda labels: [place[label] for place, label in zip(places, labels, strict=True)],
-    )
 
 
 def _cell(runs: Sequence[CellOutcome]) -> TableCell:

@@ -1,6 +1,7 @@
 """The artifacts of a finished run: its figures and its model, both made from its state alone."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,13 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import build_model_bench, class_mix
-from trishul_ray.report.figures import heads_per_layer, label_distribution, metric_curve
+from trishul_ray.report.figures.clients import RowsData, ScoresData, draw_rows, draw_scores
+from trishul_ray.report.figures.curves import diagnostics_of_run, draw_curves, metric_of_run
+from trishul_ray.report.figures.drawing import save_png
+from trishul_ray.report.figures.heads import draw_bars, heads_of_run
+from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run
+from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
 from trishul_ray.report.outcomes import LabelCounts
-from trishul_ray.report.scores import scores_by_name
-from trishul_ray.report.uploads import (
-    PANELS,
-    client_matrices,
-    diagnostics_curves,
-    spectra,
-    uploaded_spectrum,
-)
 from trishul_ray.runs.trained import Export, fits_adapter, trained_by, write_model
 
 
@@ -56,67 +54,57 @@ def write_artifacts(
 def _draw_figures(
     experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, coverage: Coverage
 ) -> None:
-    figures.mkdir()
     note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
-    headline = result.blueprint.metrics.headline
+    method, headline = experiment.method.name, result.blueprint.metrics.headline
     measured = [r for r in result.records if headline in r]
-    metric_curve(
+    curve = metric_of_run(
         [r["round"] for r in measured],
-        {experiment.method.name: [r[headline] for r in measured]},
-        figures / f"{headline}.png",
+        {method: [r[headline] for r in measured]},
         references={"untouched backbone": measured[0][headline]},
         metric=headline,
-        note=note,
         rows=coverage.test.used if headline == "accuracy" else None,
     )
-    metric_curve(
+    save_png(draw_curves, curve, figures / f"{headline}.png", note)
+    losses = metric_of_run(
         [r["round"] for r in result.records],
         {
             "test": _column(result.records, "loss"),
             "training, mean of the cohort": _column(result.records, "train_loss"),
         },
-        figures / "loss.png",
         metric="loss",
-        note=note,
     )
+    save_png(draw_curves, losses, figures / "loss.png", note)
     last = measured[-1]
     if recall := dict(zip(prepared.dataset.info.classes, last.get("recall", ()), strict=False)):
-        path = figures / "recall.png"
-        scores_by_name(recall, path, what="class", metric="recall on the test rows", note=note)
+        scores = ScoresData(recall, "class", "recall on the test rows")
+        save_png(draw_scores, scores, figures / "recall.png", note)
     for name, whose in (("per_client", "the global model"), ("personal", "its own model")):
-        if scores := last.get(name):
+        if by_client := last.get(name):
             metric = f"test {headline} of the client"
             metric += f", {whose}" * ("personal" in last)
-            path = figures / f"{name}.png"
-            scores_by_name(scores, path, what="client", metric=metric, note=note)
-    held = client_labels(prepared, experiment)
-    path = figures / "label_distribution.png"
-    label_distribution(held.counts, path, classes=held.names, what=held.what, note=note)
-    if heads := result.blueprint.heads:
-        path = figures / "heads_per_layer.png"
-        norms = [result.blueprint.block_norms[block] for block in heads]
-        heads_per_layer(list(heads), list(heads.values()), path, norms, note=note)
-    # The figures below show uploaded cores, which some methods do not have.
-    if "uploaded" in result.spectra:
-        uploaded_spectrum(result.spectra["uploaded"], figures / "uploaded_spectrum.png", note=note)
+            scores = ScoresData(by_client, "client", metric)
+            save_png(draw_scores, scores, figures / f"{name}.png", note)
+    rows = RowsData(client_labels(prepared, experiment))
+    save_png(draw_rows, rows, figures / "label_distribution.png", note)
+    if counts := result.blueprint.heads:
+        norms = result.blueprint.block_norms
+        heads = heads_of_run(experiment.model.name, method, counts, norms)
+        save_png(draw_bars, heads, figures / "heads_per_layer.png", note)
     diagnosed = [r for r in result.records if "spectral_entropy" in r]
     if diagnosed:
-        diagnostics_curves(
-            [r["round"] for r in diagnosed],
-            {name: _column(diagnosed, name) for name in PANELS},
-            {name: _column(diagnosed, f"delta_{name}") for name in PANELS},
-            figures / "spectral_diagnostics.png",
-            note=note,
-        )
+        diagnostics = diagnostics_of_run(diagnosed)
+        save_png(draw_curves, diagnostics, figures / "spectral_diagnostics.png", note)
+    # The figures below show uploaded cores, which some methods do not have.
     if "clients" in result.matrices and result.matrices["clients"].shape[1] > 1:
-        clients, cosine = result.matrices["clients"], result.matrices["cosine"]
-        similarity = result.matrices["principal_angle_similarity"]
-        path = figures / "client_matrices.png"
-        client_matrices(clients, cosine, similarity, path, note=note)
-    if "before" in result.spectra:
-        threshold = float(result.spectra["threshold"][0])
-        path = figures / "spectra.png"
-        spectra(result.spectra["before"], result.spectra["after"], threshold, path, note=note)
+        matrices = matrices_of_run(method, result.matrices)
+        save_png(draw_matrices, matrices, figures / "client_matrices.png", note)
+    arrays = {f"spectrum_{name}": values for name, values in result.spectra.items()}
+    spectra = spectra_of_run(method, arrays)
+    if spectra.uploaded:
+        uploaded = replace(spectra, prox=None)
+        save_png(draw_spectra, uploaded, figures / "uploaded_spectrum.png", note)
+    if spectra.prox:
+        save_png(draw_spectra, replace(spectra, uploaded=()), figures / "spectra.png", note)
 
 
 def _column(records: list[dict[str, Any]], name: str) -> list[float]:

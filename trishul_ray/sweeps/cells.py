@@ -19,6 +19,7 @@ from trishul_ray.data.prepare import find_source
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import resolve_experiment, set_field
+from trishul_ray.report.figures import check_figure
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.report.paper import figure_numbers, paper_keys
 from trishul_ray.sweeps.sweep_file import (
@@ -569,8 +570,6 @@ def _layouts(
     file: SweepFile, name: str, title: str, cells: Sequence[Cell]
 ) -> tuple[tuple[TableLayout, ...], tuple[FigureLayout, ...]]:
     """Return how the cells form tables and figures; by default, one table of all axes."""
-    from trishul_ray.report.paper_figures import check_figure
-
     tables, figures = [], []
     axes = tuple(file.axes)
     for number, table in enumerate(file.tables or ()):

@@ -9,23 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.report.outcomes import (
-    CellOutcome,
-    FigureLayout,
-    SweepOutcome,
-    departures,
-    shown_label,
-)
+from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
 from trishul_ray.report.paper import figure_value
 
-#: The axis that runs are averaged over without saying so in each label.
-SEED = "seed"
 #: More names than these are counted instead of listed.
 MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Band:
     """A number measured ``count`` times: its centre and the interval that is drawn."""
 
     centre: float
@@ -38,17 +30,26 @@ class Estimate:
         return {"value": self.centre, "low": self.low, "high": self.high, "n": self.count}
 
     @classmethod
-    def of_runs(cls, values: Sequence[float]) -> "Estimate":
+    def of_runs(cls, values: Sequence[float]) -> "Band":
         """Return the mean of several runs, and one standard deviation to each side of it."""
         mean = float(np.mean(values))
         deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
         return cls(mean, mean - deviation, mean + deviation, len(values))
 
     @classmethod
-    def of_rounds(cls, values: Sequence[float]) -> "Estimate":
+    def of_rounds(cls, values: Sequence[float]) -> "Band":
         """Return the median of many rounds, and their 10 % and 90 % quantiles."""
         low, centre, high = np.quantile(values, [0.1, 0.5, 0.9])
         return cls(float(centre), float(low), float(high), len(values))
+
+    @classmethod
+    def of_share(cls, share: float, rows: int) -> "Band":
+        """Return a share in [0, 1] of ``rows`` rows, and its 95 % interval (Wilson 1927)."""
+        z = 1.959964
+        middle = (share + z**2 / (2 * rows)) / (1 + z**2 / rows)
+        spread = math.sqrt(share * (1 - share) / rows + z**2 / (4 * rows**2))
+        half = z / (1 + z**2 / rows) * spread
+        return cls(share, middle - half, middle + half, rows)
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Selection:
-    """The cells that one figure shows.
-
-    Attributes:
-        figure: The figure.
-        sweep: Its sweep.
-        options: Every option of the figure's kind, with defaults.
-    """
+    """The cells that one figure shows; ``options`` are all of its kind, with defaults."""
 
     figure: FigureLayout
     sweep: SweepOutcome
@@ -76,22 +71,12 @@ class Selection:
     @cached_property
     def cells(self) -> tuple[CellOutcome, ...]:
         """The cells within ``figure.where``, finished or not."""
-        where = self.figure.where.items()
-        return tuple(
-            cell
-            for cell in self.sweep.cells
-            if all(cell.labels.get(axis) in labels for axis, labels in where)
-        )
+        return self.sweep.within(self.figure.where)
 
     @cached_property
     def finished(self) -> tuple[CellOutcome, ...]:
         """The finished ones."""
         return tuple(cell for cell in self.cells if cell.status == "finished")
-
-    @cached_property
-    def comparable(self) -> bool:
-        """Whether the numbers of the cells may be compared with the paper's."""
-        return self.sweep.profile == "paper" and not departures(self.sweep, self.cells)
 
     def axes(self, option: str) -> tuple[str, ...]:
         """Return the axes that an option names: none, one or several."""
@@ -106,21 +91,14 @@ class Selection:
         Groups without a finished cell are listed, too, so that names and colours do not depend on
         what is missing. ``within`` limits the cells to those of another group.
         """
-        order = {axis: {label: i for i, label in enumerate(self.sweep.axes[axis])} for axis in axes}
         members: dict[tuple[str, ...], list[CellOutcome]] = {}
         for cell in self.cells:
-            members.setdefault(tuple(cell.labels[axis] for axis in axes), [])
+            members.setdefault(cell.labels_of(axes), [])
         for cell in self.finished if within is None else within.cells:
-            members[tuple(cell.labels[axis] for axis in axes)].append(cell)
-        keys = sorted(
-            members, key=lambda key: [order[a][label] for a, label in zip(axes, key, strict=True)]
-        )
+            members[cell.labels_of(axes)].append(cell)
         return [
-            Group(
-                ", ".join(self.shown(a, label) for a, label in zip(axes, key, strict=True)),
-                tuple(members[key]),
-            )
-            for key in keys
+            Group(", ".join(map(self.sweep.shown_label, axes, labels)), tuple(members[labels]))
+            for labels in self.sweep.in_order(axes, members)
         ]
 
     def paper(self, metric: str, cells: Sequence[CellOutcome]) -> float:
@@ -129,15 +107,11 @@ class Selection:
         It is not asked where the cells may not be compared with it. Arguments as in
         :func:`~trishul_ray.report.paper.figure_value`.
         """
-        if self.figure.paper is None or not self.comparable or not cells:
+        if self.figure.paper is None or not cells or not self.sweep.is_comparable(self.cells):
             return math.nan
         shared = set.intersection(*(set(cell.labels.items()) for cell in cells))
         value = figure_value(self.figure.paper, metric, dict(shared))
         return math.nan if value is None else value
-
-    def shown(self, axis: str, label: str) -> str:
-        """Return how a label is displayed."""
-        return shown_label(self.sweep.shown, axis, label)
 
     @cached_property
     def varying(self) -> tuple[str, ...]:
@@ -153,13 +127,12 @@ class Selection:
 
         Cells of two series with the same labels of these axes are runs of the same setting.
         """
-        labels: dict[tuple[str, ...], set[str]] = {}
+        found = []
         for axis in self.varying:
-            for cell in self.cells:
-                key = (axis, *(cell.labels[each] for each in series))
-                labels.setdefault(key, set()).add(cell.labels[axis])
-        found = {axis for (axis, *_), several in labels.items() if len(several) > 1}
-        return tuple(axis for axis in self.varying if axis in found and axis not in series)
+            pairs = {(cell.labels_of(series), cell.labels[axis]) for cell in self.cells}
+            if axis not in series and len(pairs) > len({labels for labels, _ in pairs}):
+                found.append(axis)
+        return tuple(found)
 
     def footnote(self, remarks: Iterable[str]) -> list[str]:
         """Return the lines below the figure: profile, data, seeds, remarks, what is missing."""
@@ -168,7 +141,7 @@ class Selection:
         span = f"{min(runs)}" if min(runs) == max(runs) else f"{min(runs)}–{max(runs)}"
         seeds = f"{span} seed" + ("" if span == "1" else "s")
         conditions = [
-            f"{axis} {self.shown(axis, labels[0])}"
+            f"{axis} {self.sweep.shown_label(axis, labels[0])}"
             for axis in self.sweep.axes
             if axis not in (*self.varying, "dataset", SEED)
             and (labels := [cell.labels[axis] for cell in self.cells if axis in cell.labels])
@@ -186,7 +159,7 @@ class Selection:
         for cell in self.finished:
             data = cell.summary["data"]
             label = cell.labels.get("dataset")
-            name = data["dataset"] if label is None else self.shown("dataset", label)
+            name = data["dataset"] if label is None else self.sweep.shown_label("dataset", label)
             used, official = data["test"]["used"], data["test"]["official"]
             rows = f"{used:,}" if used == official else f"{used:,} of {official:,}"
             found[f"{name}: {rows} test rows"] = None
@@ -201,26 +174,21 @@ class Selection:
     def names(self, cells: Sequence[CellOutcome]) -> list[str]:
         """Name cells by the labels in which the figure's cells differ, with their seeds last."""
         wanted = {id(cell) for cell in cells}
-        seeds: dict[str, list[str]] = {}
-        everyone: dict[str, int] = {}
+        everyone: dict[str, list[CellOutcome]] = {}
         for cell in self.cells:
-            name = self._name(cell)
-            everyone[name] = everyone.get(name, 0) + 1
-            if id(cell) in wanted:
-                seeds.setdefault(name, []).append(cell.labels.get(SEED, ""))
-        found = {}
-        for name, missing in seeds.items():
-            some = SEED in self.varying and len(missing) < everyone[name]
-            found[name] = f"seed{'s' * (len(missing) > 1)} {', '.join(missing)}" if some else ""
+            axes = [axis for axis in self.varying if axis != SEED and axis in cell.labels]
+            name = ", ".join(map(self.sweep.shown_label, axes, cell.labels_of(axes)))
+            everyone.setdefault(name, []).append(cell)
+        found: dict[str, str] = {}
+        for name, members in everyone.items():
+            if seeds := [c.labels.get(SEED, "") for c in members if id(c) in wanted]:
+                some = SEED in self.varying and len(seeds) < len(members)
+                found[name] = f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if some else ""
         if found.keys() == everyone.keys() and len({*found.values()}) == 1:
             return [f"{found.popitem()[1]} of all".removeprefix(" of ")]
         parts = [", ".join(part for part in item if part) for item in found.items()]
         more = len(parts) - MOST_NAMES
         return parts if more <= 0 else [*parts[:MOST_NAMES], f"{more} more"]
-
-    def _name(self, cell: CellOutcome) -> str:
-        axes = [axis for axis in self.varying if axis != SEED and axis in cell.labels]
-        return ", ".join(self.shown(axis, cell.labels[axis]) for axis in axes)
 
     def pooled(self, points: Iterable[Sequence[CellOutcome]]) -> list[str]:
         """Return a remark on each axis other than the seed that points are averaged over."""
@@ -232,8 +200,8 @@ class Selection:
                     pooled.setdefault(axis, set()).update(labels)
         return [
             f"averaged over {axis}: "
-            + ", ".join(self.shown(axis, v) for v in self.sweep.axes[axis] if v in labels)
-            for axis, labels in pooled.items()
+            + ", ".join(self.sweep.shown_label(axis, v) for v in self.sweep.axes[axis] if v in own)
+            for axis, own in pooled.items()
         ]
 
 

@@ -1,3 +1,5 @@
+"""Figures of sweeps, from cells that never ran and from real runs."""
+
 import dataclasses
 import io
 import itertools
@@ -28,18 +30,24 @@ from tiny_run import TINY
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.report.figures import KINDS, check_figure
+from trishul_ray.report.figures.curves import log_positions
+from trishul_ray.report.figures.drawing import ARTISTS, TIMED, draw, select
+from trishul_ray.report.figures.selection import Band
+from trishul_ray.report.figures.style import spread_out, styles_of
 from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
-from trishul_ray.report.paper_figures import KINDS, check_figure, data_of, draw
-from trishul_ray.report.paper_figures.lines import log_positions
-from trishul_ray.report.paper_figures.selection import Estimate
-from trishul_ray.report.paper_figures.style import spread_out, styles_of
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
 
+def data_of(figure, sweep):
+    """The numbers that a figure shows."""
+    return ARTISTS[figure.kind].collect(select(figure, sweep))
+
+
 def of_seeds(function, **labels):
-    """The estimate that a figure shows of a formula."""
-    return Estimate.of_runs([function(labels | {"seed": seed}) for seed in SEEDS])
+    """What a figure shows of a formula."""
+    return Band.of_runs([function(labels | {"seed": seed}) for seed in SEEDS])
 
 
 def half(labels):
@@ -54,7 +62,7 @@ def nothing(labels):
 
 
 def test_every_kind_is_tried():
-    assert {*CASES} == {*KINDS}
+    assert {*CASES} == {*KINDS} == {*ARTISTS} and {*TIMED} <= {*KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +169,7 @@ def test_finished_cells_without_diagnostics_are_named(tmp_path):
     assert [line.label for line in first.lines] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
     labels = {"dataset": "cifar100", "method": "RAVAN"}
     assert first.lines[0].y[-1] == of_seeds(similarity, **labels)
-    assert first.expected == pytest.approx(2 / 6)  # top_k of the rank
+    assert first.levels == {"": pytest.approx(2 / 6)}  # top_k of the rank
     figure = figure_of("spectral_alignment", {"dataset": ("cifar100",)}, of=["uploads"])
     assert len(data_of(figure, by_method(tmp_path)).panels) == 2
 
@@ -172,7 +180,7 @@ def test_variance_is_relative_to_the_first_round_of_ravan_with_the_same_seed(tmp
     assert variance.y_label == "relative to RAVAN in round 1"
     assert variance.lines[0].label == "RAVAN"
     # Seeds differ by factors of ten, which no mean over seeds removes.
-    assert variance.lines[0].y[0] == Estimate(*map(pytest.approx, (1.0, 1.0, 1.0)), 3)
+    assert variance.lines[0].y[0] == Band(*map(pytest.approx, (1.0, 1.0, 1.0)), 3)
     assert variance.lines[-1].y[0].high < 1
     one = by_method(
         tmp_path / "c", lambda c: "missing" if c["seed"] != "0" and c["method"] == "RAVAN" else None
@@ -278,13 +286,13 @@ def test_the_axis_of_a_metric_that_is_always_zero_has_no_negative_part(tmp_path)
     for cell in sweep.cells:
         cell.summary["final"]["accuracy"] = 0.0
     data = data_of(figure_of("lambda_accuracy"), sweep)
-    for axes in KINDS["lambda_accuracy"].draw(data, []).axes:
+    for axes in ARTISTS["lambda_accuracy"].draw(data, []).axes:
         assert axes.get_ylim()[0] == 0.0
 
 
 def test_values_of_the_field_are_not_written_over_each_other(tmp_path):
     data = data_of(figure_of("accuracy_inconsistency"), by_alpha(tmp_path))
-    figure = KINDS["accuracy_inconsistency"].draw(data, [])
+    figure = ARTISTS["accuracy_inconsistency"].draw(data, [])
     for axes in figure.axes:
         boxes = [text.get_window_extent() for text in axes.texts]
         assert len(boxes) == 9
@@ -294,7 +302,7 @@ def test_values_of_the_field_are_not_written_over_each_other(tmp_path):
 def test_one_run_does_not_hide_the_points_in_a_corner(tmp_path):
     sweep = by_alpha(tmp_path, lambda labels: "missing" if labels["seed"] != "0" else None)
     data = data_of(figure_of("accuracy_inconsistency"), sweep)
-    axes = KINDS["accuracy_inconsistency"].draw(data, []).axes[0]
+    axes = ARTISTS["accuracy_inconsistency"].draw(data, []).axes[0]
     indices = [point.index.centre for point in data.panels[0][1]]
     assert max(indices) - min(indices) > 0.5 * np.ptp(axes.get_xlim())
 
@@ -307,7 +315,7 @@ def test_labels_of_models_are_not_written_over_each_other(tmp_path):
     }
     sweep = dataclasses.replace(sweep, shown={"dataset": long})
     data = data_of(figure_of("overhead", CASES["overhead"][1]), sweep)
-    figure = KINDS["overhead"].draw(data, [])
+    figure = ARTISTS["overhead"].draw(data, [])
     figure.draw_without_rendering()
     for axes in figure.axes:
         first, second = (label.get_window_extent() for label in axes.get_xticklabels())
@@ -353,17 +361,17 @@ def test_spectra_before_and_after_the_prox(tmp_path):
     kind, where = "svt_spectra", CASES["svt_spectra"][1]
     sweep = by_method(tmp_path)
     data = data_of(figure_of(kind, where), sweep)
-    assert (data.prox, data.threshold) == ("TRISHUL", pytest.approx(0.0005))
+    prox = data.prox
+    assert (prox.series, prox.threshold) == ("TRISHUL", pytest.approx(0.0005))
     cells = [c for c in sweep.cells if c.labels["method"] == "TRISHUL"][: len(SEEDS)]
     after = np.concatenate([cell.arrays["spectrum_after"] for cell in cells])
-    assert data.after.median == pytest.approx(np.median(after, axis=0))
-    assert data.after.cores == 30 and data.zeroed == pytest.approx((after == 0).mean())
+    assert prox.after.median == pytest.approx(np.median(after, axis=0))
+    assert prox.after.cores == 30 and prox.zeroed == pytest.approx((after == 0).mean())
     # The prox subtracts the threshold, or what there is.
-    assert max(data.removed.high) == pytest.approx(1.0) and min(data.removed.low) > 0
-    names = [name for name, _ in data.uploaded]
-    assert names == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
-    assert data.tails[0][1].median[0] == 1.0
-    assert data.tails[2][1].median[-1] < data.tails[0][1].median[-1]
+    assert max(prox.removed.high) == pytest.approx(1.0) and min(prox.removed.low) > 0
+    assert [each.series for each in data.uploaded] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
+    assert data.uploaded[0].tail.median[0] == 1.0
+    assert data.uploaded[2].tail.median[-1] < data.uploaded[0].tail.median[-1]
 
 
 def test_spectra_of_methods_without_a_prox(tmp_path):
@@ -387,12 +395,13 @@ def test_covariance_is_of_one_run_that_both_have(tmp_path):
         tmp_path, lambda c: "missing" if (c["method"], c["seed"]) in unfinished else None
     )
     data = data_of(figure_of(kind, where), sweep)
-    (first, clients, matrix), (second, _, other) = data.matrices
-    assert (first, second) == ("RAVAN", "TRISHUL") and len(clients) == len(matrix) == CLIENTS
+    first, second = data.matrices
+    assert (first.name, second.name) == ("RAVAN", "TRISHUL")
+    assert len(first.clients) == len(first.values) == CLIENTS
     assert "seed 1 alone" in data.remarks
     # What two updates have in common is what the figure shows: a half, and 0.8.
-    for found, expected in ((matrix, 0.5), (other, 0.8)):
-        assert found[~np.eye(CLIENTS, dtype=bool)].mean() == pytest.approx(expected, abs=0.1)
+    assert first.mean_off_diagonal == pytest.approx(0.5, abs=0.1)
+    assert second.mean_off_diagonal == pytest.approx(0.8, abs=0.1)
     words = data.describe()
     assert re.search(r"RAVAN: mean 1 on the diagonal, 0\.[45]\d* off it", words), words
 
@@ -404,8 +413,7 @@ def test_without_a_comparison_of_all_clients_rounds_are_averaged_by_pair(tmp_pat
         cell.arrays.pop("everyone_cosine", None)
     data = data_of(figure_of(kind, where), sweep)
     assert "mean over the rounds that two clients were both in" in data.remarks
-    matrix = data.matrices[0][2]
-    assert np.nanmean(matrix[~np.eye(CLIENTS, dtype=bool)]) == pytest.approx(0.5, abs=0.1)
+    assert data.matrices[0].mean_off_diagonal == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(

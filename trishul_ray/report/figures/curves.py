@@ -1,7 +1,7 @@
 """Figures of lines: metrics over rounds, over λ, and over α."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,31 +10,32 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from trishul_ray.report.figures import GREY
-from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.selection import (
-    Estimate,
-    Group,
-    Selection,
-    number_of,
-    records_of,
-)
-from trishul_ray.report.paper_figures.style import (
+from trishul_ray.errors import InputError
+from trishul_ray.report.figures import SUBJECTS
+from trishul_ray.report.figures.selection import Band, Group, Selection, number_of, records_of
+from trishul_ray.report.figures.style import (
+    GREY,
     Style,
     label_ends,
     new_panels,
     set_labels,
     styles_of,
 )
+from trishul_ray.report.outcomes import CellOutcome, is_loss
 
-#: What diagnostics are computed of (option ``of``): prefix of their metrics, and how it is called.
-SUBJECTS = {
-    "updates": ("delta_", "updates (uploads − broadcast)"),
-    "uploads": ("", "uploaded cores s·H"),
-}
 SIMILARITY = "principal_angle_similarity"
+#: Diagnostics of a run, a panel each.
+_DIAGNOSTICS = {
+    SIMILARITY: "principal-angle similarity",
+    "dominant_similarity": "dominant-vector similarity",
+    "inconsistency_index": "inconsistency index",
+    "spectral_entropy": "spectral entropy",
+    "effective_rank": "effective rank",
+    "aggregation_variance": "aggregation variance (equal for both)",
+}
 #: Kinds of x axes, with their titles: rounds, a strength on a log axis, a skew on a reversed one.
 Scale = Literal["rounds", "strength", "skew"]
+_ROUNDS = "communication round"
 _X_LABELS = {"method.lam": "λ", "partition.alpha": "Dirichlet α (to the right: more skewed)"}
 _BAND = "line and band: mean ± standard deviation over seeds"
 _BARS = "point and bar: mean ± standard deviation over seeds"
@@ -46,34 +47,51 @@ Points = Iterable[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """One series: an estimate at each x, ascending, and what the paper prints there, or NaN."""
+    """One series: a number at each x, ascending, and what the paper prints there, or NaN."""
 
     label: str
     x: tuple[float, ...]
-    y: tuple[Estimate, ...]
+    y: tuple[Band, ...]
     paper: tuple[float, ...]
+
+    @classmethod
+    def of_run(cls, label: str, points: Points, rows: int | None = None) -> "Line":
+        """Return the line of one run, without what is NaN; ``rows`` are those of a share."""
+        known = [(x, y) for x, y in points if math.isfinite(y)]
+        bands = [Band.of_share(y, rows) if rows else Band(y, y, y, 1) for _, y in known]
+        return cls(label, tuple(x for x, _ in known), tuple(bands), (math.nan,) * len(known))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines of one metric. ``expected`` is a level without any effect, NaN if there is none."""
+    """Lines of one metric.
+
+    Attributes:
+        title: Above the panel.
+        y_label: Name of the metric.
+        lines: The lines.
+        percent: Whether the metric is a share.
+        levels: Levels to compare with, by name; one without a name is dotted.
+        from_zero: Whether the axis starts at 0 where a number has no interval.
+    """
 
     title: str
     y_label: str
     lines: tuple[Line, ...]
     percent: bool = False
-    expected: float = math.nan
+    levels: Mapping[str, float] = field(default_factory=dict)
+    from_zero: bool = True
 
 
 @dataclass(frozen=True)
-class LineData:
+class CurveData:
     """The content of a figure of lines; ``names`` also has the series that are missing."""
 
     panels: tuple[Panel, ...]
     x_label: str
     scale: Scale
     names: tuple[str, ...]
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return the means over seeds in words: of each x, or of the last round."""
@@ -96,12 +114,62 @@ class LineData:
         """Return one row for each point."""
         return [
             {"panel": panel.title, "metric": panel.y_label, "series": line.label, "x": x}
-            | estimate.row()
+            | band.row()
             | {"paper": paper}
             for panel in self.panels
             for line in panel.lines
-            for x, estimate, paper in zip(line.x, line.y, line.paper, strict=True)
+            for x, band, paper in zip(line.x, line.y, line.paper, strict=True)
         ]
+
+
+def metric_of_run(
+    rounds: Sequence[int],
+    series: Mapping[str, Sequence[float]],
+    *,
+    references: Mapping[str, float] | None = None,
+    metric: str = "accuracy",
+    rows: int | None = None,
+) -> CurveData:
+    """Return a metric over rounds, one line for each series.
+
+    Args:
+        rounds: Numbers of the rounds.
+        series: Values by label, in [0, 1] unless a loss, NaN if a round was not evaluated.
+        references: Levels to compare with, such as that of the untouched backbone.
+        metric: A loss is shown as it is, anything else in percent.
+        rows: Number of test rows of an accuracy: a band shows its 95 % interval, so that noise is
+            not taken for progress.
+
+    Raises:
+        InputError: ``series`` is empty, or the length of one differs from ``rounds``.
+    """
+    if not series:
+        raise InputError("metric_of_run: series is empty; at least one line is needed")
+    for label, values in series.items():
+        if len(values) != len(rounds):
+            raise InputError(
+                f"metric_of_run: {label!r} has {len(values)} values for {len(rounds)} rounds"
+            )
+    lines = [Line.of_run(label, zip(rounds, series[label], strict=True), rows) for label in series]
+    percent, levels = not is_loss(metric), dict(references or {})
+    name = f"test {metric.replace('_', ' ')}" if percent else metric
+    shown = tuple(line for line in lines if line.x)
+    panel = Panel("", name, shown, percent, levels, from_zero=False)
+    remarks = () if rows is None else (f"band: 95 % interval for {rows:,} test rows",)
+    return CurveData((panel,), _ROUNDS, "rounds", tuple(series), remarks)
+
+
+def diagnostics_of_run(records: Sequence[Mapping[str, Any]]) -> CurveData:
+    """Return the diagnostics of updates and uploads over the rounds that have them."""
+    panels = []
+    for metric, title in _DIAGNOSTICS.items():
+        lines = [
+            Line.of_run(name, [(r["round"], r.get(prefix + metric, math.nan)) for r in records])
+            for prefix, name in SUBJECTS.values()
+        ]
+        panels.append(Panel(title, "", tuple(line for line in lines if line.x)))
+    names = tuple(name for _, name in SUBJECTS.values())
+    return CurveData(tuple(p for p in panels if p.lines), _ROUNDS, "rounds", names)
 
 
 class _Collector:
@@ -128,99 +196,100 @@ class _Collector:
     ) -> None:
         """Add a panel with a line for each series, unless there is no value for any.
 
-        Cells without a value are named below the figure, unless that is ``optional``. ``paper`` is
-        the metric of the paper's numbers, which are of the last round.
+        Cells without a value are named below the figure, unless that is ``optional``. ``expected``
+        is a level without any effect. ``paper`` is the metric of the paper's numbers, which are of
+        the last round.
         """
         lines = []
         for group in self.selection.groups(self.series, within):
-            values: dict[float, list[float]] = {}
-            cells: dict[float, list[CellOutcome]] = {}
+            found: dict[float, list[tuple[float, CellOutcome]]] = {}
             for cell in group.cells:
                 points = [(x, y) for x, y in points_of(cell) if math.isfinite(y)]
                 if not points and not optional:
                     self.empty[id(cell)] = cell
                 for x, y in points:
-                    values.setdefault(x, []).append(y)
-                    cells.setdefault(x, []).append(cell)
+                    found.setdefault(x, []).append((y, cell))
+            if not found:
+                continue
+            cells = {x: [cell for _, cell in runs] for x, runs in found.items()}
             self.points += cells.values()
-            if values:
-                places = tuple(sorted(values))
-                estimates = tuple(Estimate.of_runs(values[x]) for x in places)
-                printed = [
-                    self.selection.paper(paper, cells[x]) / (100.0 if percent else 1.0)
-                    if paper and (self.scale != "rounds" or x == places[-1])
-                    else math.nan
-                    for x in places
-                ]
-                lines.append(Line(group.name, places, estimates, tuple(printed)))
+            places = tuple(sorted(found))
+            bands = tuple(Band.of_runs([y for y, _ in found[x]]) for x in places)
+            printed = [
+                self.selection.paper(paper, cells[x]) / (100.0 if percent else 1.0)
+                if paper and (self.scale != "rounds" or x == places[-1])
+                else math.nan
+                for x in places
+            ]
+            lines.append(Line(group.name, places, bands, tuple(printed)))
         if lines:
-            self.panels.append(Panel(title, y_label, tuple(lines), percent, expected))
+            levels = {"": expected} if math.isfinite(expected) else {}
+            self.panels.append(Panel(title, y_label, tuple(lines), percent, levels))
 
-    def data(self, *remarks: str) -> LineData | None:
+    def add_headline(self, points_of: Callable[[CellOutcome], Points]) -> None:
+        """Add the metric that cells are read by, a panel for each of the option ``panels``."""
+        for panel in self.selection.groups(self.selection.axes("panels")):
+            metric, percent = metric_of(panel.cells)
+            headline = _metric_name(panel.cells)
+            self.add(panel.name, metric, points_of, within=panel, percent=percent, paper=headline)
+
+    def data(self, *remarks: str) -> CurveData | None:
         """Return what was collected; None if there is nothing to draw."""
         if not self.panels:
             return None
-        names = tuple(group.name for group in self.selection.groups(self.series))
-        seeds = [e.count for panel in self.panels for line in panel.lines for e in line.y]
-        notes = [_BAND if self.scale == "rounds" else _BARS] if max(seeds) > 1 else []
-        notes += [_ONE_SEED] if min(seeds) == 1 else []
         lines = [line for panel in self.panels for line in panel.lines]
-        notes += (
-            [_PAPER] if any(math.isfinite(each) for line in lines for each in line.paper) else []
-        )
+        seeds = [band.count for line in lines for band in line.y]
+        printed = any(math.isfinite(value) for line in lines for value in line.paper)
+        notes = [_BAND if self.scale == "rounds" else _BARS] * (max(seeds) > 1)
+        notes += [_ONE_SEED] * (min(seeds) == 1) + [_PAPER] * printed
         notes += [*remarks, *self.selection.pooled(self.points)]
         if self.empty:
             missing = self.selection.names(list(self.empty.values()))
             notes.append(f"without these metrics: {'; '.join(missing)}")
-        return LineData(tuple(self.panels), self.x_label, self.scale, names, tuple(notes))
+        names = tuple(group.name for group in self.selection.groups(self.series))
+        return CurveData(tuple(self.panels), self.x_label, self.scale, names, tuple(notes))
 
 
-def convergence(selection: Selection) -> LineData | None:
+def convergence(selection: Selection) -> CurveData | None:
     """Collect the metric after each round: a panel for each of ``panels``, a line per series."""
-    found = _Collector(selection, "rounds", "communication round")
-    for panel in selection.groups(selection.axes("panels")):
-        metric, percent = metric_of(panel.cells)
-        headline = _metric_name(panel.cells)
-        found.add(
-            panel.name, metric, _headline_by_round, within=panel, percent=percent, paper=headline
-        )
+    found = _Collector(selection, "rounds", _ROUNDS)
+    found.add_headline(
+        lambda cell: [(r["round"], r[cell.metric]) for r in records_of(cell) if cell.metric in r]
+    )
     return found.data()
 
 
-def _headline_by_round(cell: CellOutcome) -> Points:
-    return [(r["round"], r[cell.metric]) for r in records_of(cell) if cell.metric in r]
-
-
-def spectral_alignment(selection: Selection) -> LineData | None:
+def spectral_alignment(selection: Selection) -> CurveData | None:
     """Collect the similarity of the clients' subspaces and dominant directions in each round."""
-    found = _Collector(selection, "rounds", "communication round")
-    subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
+    found = _Collector(selection, "rounds", _ROUNDS)
     chance = _chance(selection)
-    for prefix, title in subjects:
+    for prefix, title in _subjects(selection):
         similarity = _by_round(prefix + SIMILARITY)
         found.add(title, "principal-angle similarity", similarity, expected=chance)
-    for prefix, title in subjects:
+    for prefix, title in _subjects(selection):
         found.add(title, "dominant-vector similarity", _by_round(f"{prefix}dominant_similarity"))
     return found.data(*_chance_remark(chance))
 
 
-def spectral_diagnostics(selection: Selection) -> LineData | None:
+def spectral_diagnostics(selection: Selection) -> CurveData | None:
     """Collect spectral entropy, effective rank and variance between clients in each round.
 
     The variance, which is the same of updates and uploads, is shown twice: divided by that of
     RAVAN in round 1 of the same seed, as in the paper, and by the squared norm of the mean update.
     """
-    found = _Collector(selection, "rounds", "communication round")
-    subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
-    for prefix, title in subjects:
-        found.add(title, "spectral entropy", _by_round(f"{prefix}spectral_entropy"))
-    for prefix, title in subjects:
-        found.add(title, "effective rank", _by_round(f"{prefix}effective_rank"))
+    found = _Collector(selection, "rounds", _ROUNDS)
+    for metric in ("spectral_entropy", "effective_rank"):
+        for prefix, title in _subjects(selection):
+            found.add(title, metric.replace("_", " "), _by_round(prefix + metric))
     variance, unit = _variance_by_round(selection, found.series)
     found.add("variance between clients", unit, variance)
     relative = _by_round("delta_relative_variance")
     found.add("variance between clients", "relative to |mean update|²", relative)
     return found.data()
+
+
+def _subjects(selection: Selection) -> list[tuple[str, str]]:
+    return [SUBJECTS[subject] for subject in selection.options["of"]]
 
 
 def _by_round(metric: str) -> Callable[[CellOutcome], Points]:
@@ -270,50 +339,38 @@ def _chance_remark(chance: float) -> list[str]:
     return [f"dotted: similarity {chance:.2g} of unrelated subspaces of this size"]
 
 
-def accuracy_over_field(selection: Selection) -> LineData | None:
+def accuracy_over_field(selection: Selection) -> CurveData | None:
     """Collect the final metric over the field ``x``, a panel for each of ``panels``."""
     found = _over(selection)
-    for panel in selection.groups(selection.axes("panels")):
-        metric, percent = metric_of(panel.cells)
-        points = _by_field(selection.options["x"], lambda cell: cell.value)
-        headline = _metric_name(panel.cells)
-        found.add(panel.name, metric, points, within=panel, percent=percent, paper=headline)
+    found.add_headline(_by_field(selection.options["x"], lambda cell: cell.value))
     return found.data()
 
 
-def accuracy_and_entropy(selection: Selection) -> LineData | None:
+def accuracy_and_entropy(selection: Selection) -> CurveData | None:
     """Collect the final metric and the late spectral entropy over the field ``x``."""
-    found, last = _over(selection), selection.options["last"]
-    x = selection.options["x"]
+    found, last, x = _over(selection), selection.options["last"], selection.options["x"]
     metric, percent = metric_of(selection.finished)
     accuracy, headline = _by_field(x, lambda c: c.value), _metric_name(selection.finished)
     found.add("after the last round", metric, accuracy, percent=percent, paper=headline)
-    for subject in selection.options["of"]:
-        prefix, title = SUBJECTS[subject]
+    for prefix, title in _subjects(selection):
         entropy = _by_field(x, late(f"{prefix}spectral_entropy", last))
         found.add(title, "spectral entropy", entropy)
     zeroed = _by_field(x, late("svt_zeroed", last))
-    found.add(
-        "set to zero by the last prox of a round",
-        "singular values",
-        zeroed,
-        percent=True,
-        optional=True,
-    )
+    title = "set to zero by the last prox of a round"
+    found.add(title, "singular values", zeroed, percent=True, optional=True)
     return found.data(late_remark(selection))
 
 
-def alignment_and_entropy(selection: Selection) -> LineData | None:
+def alignment_and_entropy(selection: Selection) -> CurveData | None:
     """Collect the late similarity of subspaces and spectral entropy over the field ``x``."""
-    found, last = _over(selection), selection.options["last"]
-    x, chance = selection.options["x"], _chance(selection)
-    subjects = [SUBJECTS[subject] for subject in selection.options["of"]]
-    for prefix, title in subjects:
+    found, last, x = _over(selection), selection.options["last"], selection.options["x"]
+    chance = _chance(selection)
+    for prefix, title in _subjects(selection):
         similarity = _by_field(x, late(prefix + SIMILARITY, last))
         # The paper's are of "client update subspaces".
         printed = SIMILARITY if prefix else None
         found.add(title, "principal-angle similarity", similarity, expected=chance, paper=printed)
-    for prefix, title in subjects:
+    for prefix, title in _subjects(selection):
         found.add(title, "spectral entropy", _by_field(x, late(f"{prefix}spectral_entropy", last)))
     return found.data(late_remark(selection), *_chance_remark(chance))
 
@@ -364,35 +421,33 @@ def _metric_name(cells: Sequence[CellOutcome]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def draw_lines(data: LineData, note: Sequence[str]) -> Figure:
+def draw_curves(data: CurveData, note: Sequence[str]) -> Figure:
     """Draw a figure of lines."""
     figure, panels = new_panels(len(data.panels), note)
     styles = styles_of(data.names)
     ends: dict[Axes, list[tuple[str, float, float, str]]] = {}
     for axes, panel in zip(panels, data.panels, strict=True):
-        place = _x_axis(axes, data, panel)
+        place, last = _x_axis(axes, data, panel), 0 if data.scale == "skew" else -1
         for line in panel.lines:
             x = [place(each) for each in line.x]
             _draw_line(axes, x, line, styles[line.label], banded=data.scale == "rounds")
-        if math.isfinite(panel.expected):
-            axes.axhline(panel.expected, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
+        for level in panel.levels.values():
+            axes.axhline(level, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
         _y_axis(axes, panel)
         set_labels(axes, panel.title, data.x_label, panel.y_label)
-        if len(data.names) > 1:
+        named = {name: level for name, level in panel.levels.items() if name}
+        if len(data.names) > 1 or named:
             ends[axes] = [
-                (line.label, place(line.x[-1]), line.y[-1].centre, styles[line.label].colour)
-                if data.scale != "skew"
-                else (line.label, place(line.x[0]), line.y[0].centre, styles[line.label].colour)
+                (line.label, place(line.x[last]), line.y[last].centre, styles[line.label].colour)
                 for line in panel.lines
             ]
+            ends[axes] += [(name, axes.get_xlim()[1], y, GREY) for name, y in named.items()]
     label_ends(figure, ends)
     return figure
 
 
 def _draw_line(axes: Axes, x: list[float], line: Line, style: Style, *, banded: bool) -> None:
-    centre = [estimate.centre for estimate in line.y]
-    low = [estimate.low for estimate in line.y]
-    high = [estimate.high for estimate in line.y]
+    low, centre, high = zip(*((y.low, y.centre, y.high) for y in line.y), strict=True)
     every = max(1, len(x) // 10)
     axes.plot(
         x, centre, color=style.colour, linestyle=style.dash, linewidth=1.5, marker=style.marker,
@@ -402,9 +457,9 @@ def _draw_line(axes: Axes, x: list[float], line: Line, style: Style, *, banded: 
         x, line.paper, color=style.colour, linestyle="none", marker=style.marker, markersize=8,
         markerfacecolor="none", markeredgewidth=1.3,
     )  # fmt: skip
-    if all(estimate.count == 1 for estimate in line.y):
+    if all(band.count == 1 for band in line.y):
         return
-    if banded:
+    if banded and len(x) > 1:
         axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0)
     else:
         axes.vlines(x, low, high, color=style.colour, linewidth=1.2, alpha=0.8)
@@ -412,13 +467,13 @@ def _draw_line(axes: Axes, x: list[float], line: Line, style: Style, *, banded: 
 
 def _y_axis(axes: Axes, panel: Panel) -> None:
     """Fix the limits: those of all intervals, or from 0 where a point has no interval."""
-    estimates = [estimate for line in panel.lines for estimate in line.y]
-    extra = [panel.expected, *(each for line in panel.lines for each in line.paper)]
-    extra = [each for each in extra if math.isfinite(each)]
-    low = min([*(e.low for e in estimates), *extra])
-    high = max([*(e.high for e in estimates), *extra])
-    positive = min([*(e.centre for e in estimates), *extra]) >= 0
-    if positive and any(e.count == 1 for e in estimates):
+    bands = [band for line in panel.lines for band in line.y]
+    extra = [*panel.levels.values(), *(value for line in panel.lines for value in line.paper)]
+    extra = [value for value in extra if math.isfinite(value)]
+    low = min([*(band.low for band in bands), *extra])
+    high = max([*(band.high for band in bands), *extra])
+    positive = min([*(band.centre for band in bands), *extra]) >= 0
+    if positive and panel.from_zero and any(band.count == 1 for band in bands):
         axes.set_ylim(0, 1.08 * high or 1.0)
     else:
         # Shares and norms are not negative: nor is their axis, however wide their spread.
@@ -428,7 +483,7 @@ def _y_axis(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=None))
 
 
-def _x_axis(axes: Axes, data: LineData, panel: Panel) -> Callable[[float], float]:
+def _x_axis(axes: Axes, data: CurveData, panel: Panel) -> Callable[[float], float]:
     """Prepare the x axis of a panel and return where a value is placed on it."""
     values = sorted({x for line in panel.lines for x in line.x})
     if data.scale == "rounds":

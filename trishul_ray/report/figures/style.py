@@ -1,7 +1,7 @@
-"""The look of the paper's figures, and the SVG text that they become.
+"""The look of all figures, and the SVG text that they become.
 
-Series differ in marker, dash or hatching as well as in colour, and lines carry their names. The
-background is a white card, so that a figure is readable on any page.
+Series differ in marker, dash or hatching as well as in colour, for colour-blind readers, and lines
+carry their names. The background is a white card, so that a figure is readable on any page.
 """
 
 import io
@@ -16,11 +16,12 @@ from xml.sax.saxutils import escape
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trishul_ray.report.figures import COLOURS, GREY, hide_spines, new_figure
-
-INK = "#222222"
+INK, GREY = "#222222", "#555555"
+#: Okabe & Ito (2008), safe for colour-blind readers; without yellow, too faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 #: Sizes of type, in points, at :data:`WIDTH` inches.
 NORMAL, SMALL = 10.5, 9.5
 #: Width of every figure, in inches: that of the page.
@@ -89,13 +90,15 @@ def new_panels(
     columns = min(columns, count)
     rows = -(-count // columns)
     lines = [part for line in note for part in textwrap.wrap(line, int(13 * WIDTH))]
-    figure = new_figure(WIDTH, rows * height + 0.18 * len(lines) + 0.1)
+    size = (WIDTH, rows * height + 0.18 * len(lines) + 0.1)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=GREY)
     panels = []
     for index in range(count):
         axes = figure.add_subplot(rows, columns, index + 1)
-        hide_spines(axes)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, alpha=0.25)
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=SMALL)

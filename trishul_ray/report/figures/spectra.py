@@ -1,7 +1,7 @@
 """The figure of singular values: before and after the prox, and of the uploads by series."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from trishul_ray.report.figures import COLOURS, GREY
-from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.selection import Selection
-from trishul_ray.report.paper_figures.style import (
+from trishul_ray.report.figures.selection import Selection
+from trishul_ray.report.figures.style import (
+    COLOURS,
+    GREY,
     Style,
     label_ends,
     new_panels,
@@ -22,6 +22,10 @@ from trishul_ray.report.paper_figures.style import (
     styles_of,
 )
 
+#: What ``diagnostics.npz`` has, by name.
+Arrays = Mapping[str, Any]
+
+_REMARK = "line and band: median and 10–90 % of the core heads of one client, last round"
 #: Singular values below this share of the largest are rounding of float32 cores: drawn as zero.
 _ROUNDING = 1e-6
 _BEFORE = Style(COLOURS[1], (0, (5, 2)), "s", "")
@@ -45,50 +49,75 @@ class Spectrum:
 
 
 @dataclass(frozen=True)
-class SpectraData:
-    """The content of the figure.
+class Prox:
+    """What the prox of a series does.
 
     Attributes:
-        prox: The series that ``before`` and ``after`` are of, their difference ``removed`` in units
-            of the ``threshold``, and the share ``zeroed``; None if no series has a prox.
-        uploaded: Singular values of the uploaded cores by series.
-        tails: Shares of a core's squared singular values from each index on, by series.
-        names: All series, with those that are missing.
-        remarks: Lines for the note.
+        series: The series.
+        before: Singular values of its cores before the prox.
+        after: Those after it.
+        removed: Their difference, in units of the threshold.
+        threshold: The threshold λη.
+        zeroed: Share of singular values that are zero after the prox.
     """
 
-    prox: str | None
-    before: Spectrum | None
-    after: Spectrum | None
-    removed: Spectrum | None
+    series: str
+    before: Spectrum
+    after: Spectrum
+    removed: Spectrum
     threshold: float
     zeroed: float
-    uploaded: tuple[tuple[str, Spectrum], ...]
-    tails: tuple[tuple[str, Spectrum], ...]
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """The uploaded cores of a series.
+
+    Attributes:
+        series: The series.
+        values: Their singular values.
+        tail: Share of a core's squared singular values from each index on.
+    """
+
+    series: str
+    values: Spectrum
+    tail: Spectrum
+
+
+@dataclass(frozen=True)
+class SpectraData:
+    """The content of the figure; ``names`` also has the series that are missing."""
+
+    prox: Prox | None
+    uploaded: tuple[Uploaded, ...]
     names: tuple[str, ...]
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return the threshold, the share of zeros, and the size of each tail in words."""
         parts = []
         if self.prox is not None:
             parts.append(
-                f"{self.prox}: threshold {self.threshold:.3g}, {self.zeroed:.1%} of singular "
-                "values zero after the prox"
+                f"{self.prox.series}: threshold {self.prox.threshold:.3g}, {self.prox.zeroed:.1%} "
+                "of singular values zero after the prox"
             )
         parts += [
-            f"{name}: median of the largest singular value {s.median[0]:.3g}, of the middle one "
-            f"{s.median[len(s.median) // 2]:.3g}"
-            for name, s in self.uploaded
+            f"{each.series}: median of the largest singular value {median[0]:.3g}, of the middle "
+            f"one {median[len(median) // 2]:.3g}"
+            for each in self.uploaded
+            for median in [each.values.median]
         ]
         return f"{'; '.join(parts)}."
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each singular value of each spectrum."""
-        prox = (("before the prox", self.before), ("after the prox", self.after))
-        drawn = [(what, self.prox, s) for what, s in (*prox, ("removed, in λη", self.removed)) if s]
-        drawn += [("uploaded", name, s) for name, s in self.uploaded]
-        drawn += [("energy in the tail", name, s) for name, s in self.tails]
+        drawn: list[tuple[str, str, Spectrum]] = []
+        if prox := self.prox:
+            spectra = {"before the prox": prox.before, "after the prox": prox.after}
+            spectra |= {"removed, in λη": prox.removed}
+            drawn = [(what, prox.series, spectrum) for what, spectrum in spectra.items()]
+        drawn += [("uploaded", each.series, each.values) for each in self.uploaded]
+        drawn += [("energy in the tail", each.series, each.tail) for each in self.uploaded]
         return [
             {"metric": what, "series": name, "x": index, "value": median, "low": low, "high": high}
             | {"n": spectrum.cores}
@@ -101,68 +130,66 @@ class SpectraData:
 
 def svt_spectra(selection: Selection) -> SpectraData | None:
     """Collect the spectra of the last diagnosed round, of all core heads of one client per run."""
-    series = selection.axes("series")
-    groups = selection.groups(series)
-    uploaded = tuple(
-        (group.name, Spectrum.of(values))
-        for group in groups
-        if (values := _stacked(group.cells, "spectrum_uploaded")) is not None
-    )
-    tails = tuple(
-        (group.name, Spectrum.of(_tails(values)))
-        for group in groups
-        if (values := _stacked(group.cells, "spectrum_uploaded")) is not None
-    )
+    groups = selection.groups(selection.axes("series"))
     wanted = selection.options["prox"]
-    with_prox = [
-        group
-        for group in groups
-        if (wanted is None or group.name == wanted)
-        and _stacked(group.cells, "spectrum_before") is not None
-    ]
-    if not uploaded and not with_prox:
+    arrays = {group.name: [cell.arrays for cell in group.cells] for group in groups}
+    prox = next(
+        (
+            found
+            for name, runs in arrays.items()
+            if wanted in (None, name) and (found := _prox(name, runs)) is not None
+        ),
+        None,
+    )
+    uploaded = [each for name, runs in arrays.items() if (each := _uploaded(name, runs))]
+    if not uploaded and prox is None:
         return None
-    remarks = ["line and band: median and 10–90 % of the core heads of one client, last round"]
-    remarks += selection.pooled([group.cells for group in groups])
+    remarks = [_REMARK, *selection.pooled([group.cells for group in groups])]
     empty = [cell for cell in selection.finished if "spectrum_uploaded" not in cell.arrays]
     if empty:
         remarks.append(f"without cores: {'; '.join(selection.names(empty))}")
-    names = tuple(group.name for group in groups)
-    if not with_prox:
-        return SpectraData(
-            None, None, None, None, math.nan, math.nan, uploaded, tails, names, tuple(remarks)
-        )
-    cells = with_prox[0].cells
-    before, after = _stacked(cells, "spectrum_before"), _stacked(cells, "spectrum_after")
-    assert before is not None and after is not None
-    thresholds = [c.arrays["spectrum_threshold"] for c in cells if "spectrum_threshold" in c.arrays]
-    threshold = float(np.mean(thresholds))
-    return SpectraData(
-        with_prox[0].name,
+    return SpectraData(prox, tuple(uploaded), tuple(arrays), tuple(remarks))
+
+
+def spectra_of_run(name: str, arrays: Arrays) -> SpectraData:
+    """Return the spectra of one run, from arrays as a finished cell has them."""
+    uploaded = _uploaded(name, [arrays])
+    each = () if uploaded is None else (uploaded,)
+    return SpectraData(_prox(name, [arrays]), each, (name,), (_REMARK,))
+
+
+def _prox(name: str, runs: Sequence[Arrays]) -> Prox | None:
+    before, after = (_stacked(runs, f"spectrum_{when}") for when in ("before", "after"))
+    if before is None or after is None:
+        return None
+    found = [arrays["spectrum_threshold"] for arrays in runs if "spectrum_threshold" in arrays]
+    threshold = float(np.mean(found))
+    return Prox(
+        name,
         Spectrum.of(before),
         Spectrum.of(after),
         Spectrum.of((before - after) / threshold),
         threshold,
         float((after[np.isfinite(after)] <= 0).mean()),
-        uploaded,
-        tails,
-        names,
-        tuple(remarks),
     )
 
 
-def _stacked(cells: tuple[CellOutcome, ...], name: str) -> NDArray[np.float64] | None:
-    """Return the spectra [n, r] of several cells, padded with NaN to one rank."""
-    found = [cell.arrays[name] for cell in cells if name in cell.arrays]
+def _uploaded(name: str, runs: Sequence[Arrays]) -> Uploaded | None:
+    values = _stacked(runs, "spectrum_uploaded")
+    if values is None:
+        return None
+    return Uploaded(name, Spectrum.of(values), Spectrum.of(_tails(values)))
+
+
+def _stacked(runs: Sequence[Arrays], name: str) -> NDArray[np.float64] | None:
+    """Return the spectra [n, r] of several runs, padded with NaN to one rank."""
+    found = [arrays[name] for arrays in runs if name in arrays]
     if not found:
         return None
     width = max(values.shape[1] for values in found)
-    return np.concatenate(
-        [
-            np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=np.nan)
-            for values in found
-        ]
-    )
+    pads = [((0, 0), (0, width - values.shape[1])) for values in found]
+    padded = [np.pad(v, pad, constant_values=np.nan) for v, pad in zip(found, pads, strict=True)]
+    return np.concatenate(padded)
 
 
 def _tails(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -176,36 +203,33 @@ def _tails(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def draw_spectra(data: SpectraData, note: Sequence[str]) -> Figure:
     """Draw the spectra on log axes, what the prox removed, and the energy in the tails."""
-    count = (2 if data.prox is not None else 0) + (2 if data.uploaded else 0)
-    figure, panels = new_panels(count, note)
+    figure, panels = new_panels(2 * (data.prox is not None) + 2 * bool(data.uploaded), note)
     ends: dict[Axes, list[tuple[str, float, float, str]]] = {}
-    if data.before and data.after and data.removed:
+    if prox := data.prox:
         left, right, *panels = panels
-        floor = min(_floor([data.before]), data.threshold / 2 or math.inf)
-        drawn = (("before", data.before, _BEFORE), ("after", data.after, _AFTER))
+        floor = min(_floor([prox.before]), prox.threshold / 2 or math.inf)
+        drawn = (("before", prox.before, _BEFORE), ("after", prox.after, _AFTER))
         ends[left] = [_draw(left, s, style, floor, name) for name, s, style in drawn]
-        ends[left].append(("threshold λη", len(data.before.median) + 0.5, data.threshold, GREY))
-        _finish(left, data.before, f"{data.prox}: {data.zeroed:.1%} zero after the prox")
-        _draw(right, data.removed, _AFTER, -math.inf, "")
-        _finish(
-            right,
-            data.removed,
-            "removed by the prox",
-            f"before − after, in λη = {data.threshold:.2g}",
-        )
+        ends[left].append(("threshold λη", len(prox.before.median) + 0.5, prox.threshold, GREY))
+        _finish(left, prox.before, f"{prox.series}: {prox.zeroed:.1%} zero after the prox")
+        _draw(right, prox.removed, _AFTER, -math.inf, "")
+        y_label = f"before − after, in λη = {prox.threshold:.2g}"
+        _finish(right, prox.removed, "removed by the prox", y_label)
         right.set_yscale("linear")
         right.set_ylim(0, 1.15)
-        for axes, level in ((left, data.threshold), (right, 1.0)):
+        for axes, level in ((left, prox.threshold), (right, 1.0)):
             axes.axhline(level, color=GREY, linestyle=":", linewidth=1.3)
     if data.uploaded:
         styles, several = styles_of(data.names), len(data.names) > 1
         left, right = panels
-        for axes, spectra in ((left, data.uploaded), (right, data.tails)):
+        values = [(each.series, each.values) for each in data.uploaded]
+        tails = [(each.series, each.tail) for each in data.uploaded]
+        for axes, spectra in ((left, values), (right, tails)):
             floor = _floor([spectrum for _, spectrum in spectra])
             found = [_draw(axes, s, styles[name], floor, name) for name, s in spectra]
             ends |= {axes: found} if several else {}
-        _finish(left, data.uploaded[0][1], "cores s·H as uploaded")
-        _finish(right, data.tails[0][1], "energy in the tail of a core", "share from here on")
+        _finish(left, values[0][1], "cores s·H as uploaded")
+        _finish(right, tails[0][1], "energy in the tail of a core", "share from here on")
     label_ends(figure, ends)
     return figure
 

@@ -10,16 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 
-from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.lines import (
-    SIMILARITY,
-    SUBJECTS,
-    late,
-    late_remark,
-    metric_of,
-)
-from trishul_ray.report.paper_figures.selection import Estimate, Selection, number_of
-from trishul_ray.report.paper_figures.style import (
+from trishul_ray.report.figures import SUBJECTS
+from trishul_ray.report.figures.curves import SIMILARITY, late, late_remark, metric_of
+from trishul_ray.report.figures.selection import Band, Selection, number_of
+from trishul_ray.report.figures.style import (
     INK,
     SMALL,
     legend_above,
@@ -27,6 +21,7 @@ from trishul_ray.report.paper_figures.style import (
     set_labels,
     styles_of,
 )
+from trishul_ray.report.outcomes import CellOutcome
 
 #: Where the value of the field may be written, in points from its marker: the first free place.
 _OFFSETS = (
@@ -41,8 +36,8 @@ class Point:
 
     series: str
     value: float
-    index: Estimate
-    metric: Estimate
+    index: Band
+    metric: Band
     paper: float
 
 
@@ -74,11 +69,11 @@ class ScatterData:
         """Return two rows for each point: its index, and its metric with the paper's number."""
         return [
             {"panel": title, "series": point.series, "x": point.value, "metric": metric}
-            | estimate.row()
+            | band.row()
             | {"paper": paper}
             for title, points in self.panels
             for point in points
-            for metric, estimate, paper in (
+            for metric, band, paper in (
                 ("inconsistency index", point.index, math.nan),
                 (self.y_label, point.metric, point.paper),
             )
@@ -103,7 +98,7 @@ def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
                     found.setdefault(value, []).append((1.0 - aligned, score, cell))
             for value, runs in sorted(found.items()):
                 indices, scores, cells = zip(*runs, strict=True)
-                index, score_of = Estimate.of_runs(indices), Estimate.of_runs(scores)
+                index, score_of = Band.of_runs(indices), Band.of_runs(scores)
                 printed = selection.paper(cells[0].metric, cells) / (100.0 if percent else 1.0)
                 points.append(Point(group.name, value, index, score_of, printed))
                 pooled.append(cells)

@@ -1,4 +1,4 @@
-"""The two figures of core heads per block, by allocation."""
+"""Figures of core heads per block, by allocation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trishul_ray.report.figures import GREY, strip_common_parts
-from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.selection import Estimate, Selection
-from trishul_ray.report.paper_figures.style import (
+from trishul_ray.report.figures.selection import Band, Selection
+from trishul_ray.report.figures.style import (
+    GREY,
     NORMAL,
     SMALL,
     Style,
@@ -22,23 +21,26 @@ from trishul_ray.report.paper_figures.style import (
     set_labels,
     styles_of,
 )
+from trishul_ray.report.outcomes import CellOutcome
+
+_REMARK = "heads on each adapted matrix of a block"
 
 
 @dataclass(frozen=True)
-class Allocation:
+class Heads:
     """Core heads on each adapted matrix of each block, by series, in one backbone."""
 
     title: str
     blocks: tuple[str, ...]
     norms: tuple[float, ...]
-    heads: tuple[tuple[str, tuple[Estimate, ...]], ...]
+    heads: tuple[tuple[str, tuple[Band, ...]], ...]
 
 
 @dataclass(frozen=True)
-class AllocationData:
+class HeadsData:
     """The content of either figure."""
 
-    panels: tuple[Allocation, ...]
+    panels: tuple[Heads, ...]
     names: tuple[str, ...]
     remarks: tuple[str, ...]
     paper: tuple[tuple[str, float], ...] = ()  # fewest and most heads of a series, as printed
@@ -46,11 +48,10 @@ class AllocationData:
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for the heads of each block and series, and one for its squared norm."""
         heads = [
-            {"panel": panel.title, "block": block, "metric": "heads", "series": name}
-            | estimate.row()
+            {"panel": panel.title, "block": block, "metric": "heads", "series": name} | band.row()
             for panel in self.panels
-            for name, estimates in panel.heads
-            for block, estimate in zip(panel.blocks, estimates, strict=True)
+            for name, bands in panel.heads
+            for block, band in zip(panel.blocks, bands, strict=True)
         ]
         norms = [
             {"panel": panel.title, "block": block, "metric": "squared norm", "value": norm}
@@ -68,56 +69,71 @@ class AllocationData:
         )
 
 
-def allocation(selection: Selection) -> AllocationData | None:
+def heads_by_series(selection: Selection) -> HeadsData | None:
     """Collect the heads and squared norms of each block, a panel for each backbone."""
-    series = selection.axes("series")
-    panels, pooled, without = [], [], []
-    for model, blocks in _backbones(selection.finished):
-        norms: list[list[float]] = []
-        heads = []
-        for group in selection.groups(series):
+    groups = selection.groups(selection.axes("series"))
+    panels, pooled = [], []
+    backbones = dict.fromkeys(_backbone(c) for c in selection.finished if c.summary["heads"])
+    for model, blocks in backbones:
+        norms, heads = [], []
+        for group in groups:
             cells = [cell for cell in group.cells if _backbone(cell) == (model, blocks)]
             if not cells:
                 continue
             counts = [[cell.summary["heads"][block] for block in blocks] for cell in cells]
-            estimates = tuple(Estimate.of_runs(each) for each in zip(*counts, strict=True))
-            heads.append((group.name, estimates))
+            bands = tuple(Band.of_runs(each) for each in zip(*counts, strict=True))
+            heads.append((group.name, bands))
             norms += [[c.summary["block_squared_norms"][b] for b in blocks] for c in cells]
-            if any(estimate.low < estimate.high for estimate in estimates):
+            if any(band.low < band.high for band in bands):
                 pooled.append(cells)
         means = tuple(float(value) for value in np.mean(norms, axis=0))
-        panels.append(Allocation(model, tuple(strip_common_parts(blocks)), means, tuple(heads)))
-    without = [cell for cell in selection.finished if not cell.summary["heads"]]
+        panels.append(Heads(model, tuple(strip_common_parts(blocks)), means, tuple(heads)))
     if not panels:
         return None
-    remarks = ["heads on each adapted matrix of a block"]
+    remarks = [_REMARK]
     if pooled:
         remarks += ["bars: mean ± standard deviation over runs", *selection.pooled(pooled)]
-    if without:
+    if without := [cell for cell in selection.finished if not cell.summary["heads"]]:
         remarks.append(f"without core heads: {'; '.join(selection.names(without))}")
-    groups = selection.groups(series)
-    paper = tuple(
-        (group.name, value)
-        for group in groups
-        for metric in ("fewest_heads", "most_heads")
-        if math.isfinite(value := selection.paper(metric, group.cells))
-    )
-    for name in dict.fromkeys(name for name, _ in paper):
-        span = " to ".join(f"{value:g}" for each, value in paper if each == name)
-        remarks.append(f"dashed: the paper's {span} heads of {name}")
+    paper = []
+    for group in groups:
+        span = [selection.paper(each, group.cells) for each in ("fewest_heads", "most_heads")]
+        if span := [value for value in span if math.isfinite(value)]:
+            paper += [(group.name, value) for value in span]
+            shown = " to ".join(f"{value:g}" for value in span)
+            remarks.append(f"dashed: the paper's {shown} heads of {group.name}")
     names = tuple(group.name for group in groups)
-    return AllocationData(tuple(panels), names, tuple(remarks), paper)
+    return HeadsData(tuple(panels), names, tuple(remarks), tuple(paper))
+
+
+def heads_of_run(
+    model: str, method: str, heads: Mapping[str, int], norms: Mapping[str, float]
+) -> HeadsData:
+    """Return the heads and squared norms of each block in one run."""
+    bands = tuple(Band(count, count, count, 1) for count in heads.values())
+    blocks, squares = tuple(strip_common_parts([*heads])), tuple(norms[block] for block in heads)
+    panel = Heads(model, blocks, squares, ((method, bands),))
+    return HeadsData((panel,), (method,), (_REMARK,))
+
+
+def strip_common_parts(names: Sequence[str]) -> list[str]:
+    """Remove from dotted names the parts that all of them share at either end."""
+    parts = [name.split(".") for name in names]
+    shortest = min(map(len, parts))
+    start = 0
+    while start < shortest - 1 and len({part[start] for part in parts}) == 1:
+        start += 1
+    end = 0
+    while end < shortest - start - 1 and len({part[-1 - end] for part in parts}) == 1:
+        end += 1
+    return [".".join(part[start : len(part) - end]) for part in parts]
 
 
 def _backbone(cell: CellOutcome) -> tuple[str, tuple[str, ...]]:
     return cell.summary["config"]["model"]["name"], tuple(cell.summary["heads"])
 
 
-def _backbones(cells: tuple[CellOutcome, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    return list(dict.fromkeys(_backbone(cell) for cell in cells if cell.summary["heads"]))
-
-
-def draw_bars(data: AllocationData, note: Sequence[str]) -> Figure:
+def draw_bars(data: HeadsData, note: Sequence[str]) -> Figure:
     """Draw bars of heads for each allocation, and the squared norms on a second axis."""
     figure, panels = _panels(data, note)
     styles = styles_of(data.names)
@@ -145,7 +161,7 @@ def draw_bars(data: AllocationData, note: Sequence[str]) -> Figure:
     return figure
 
 
-def draw_layerwise(data: AllocationData, note: Sequence[str]) -> Figure:
+def draw_layerwise(data: HeadsData, note: Sequence[str]) -> Figure:
     """Draw the heads of each block as points, with a line from the mean number of heads."""
     figure, panels = _panels(data, note)
     styles = styles_of(data.names)
@@ -166,13 +182,13 @@ def draw_layerwise(data: AllocationData, note: Sequence[str]) -> Figure:
     return figure
 
 
-def _panels(data: AllocationData, note: Sequence[str]) -> tuple[Figure, list[Axes]]:
+def _panels(data: HeadsData, note: Sequence[str]) -> tuple[Figure, list[Axes]]:
     return new_panels(len(data.panels), note, columns=1)
 
 
 def _finish(
     axes: Axes,
-    panel: Allocation,
+    panel: Heads,
     paper: Sequence[tuple[str, float]],
     styles: Mapping[str, Style],
 ) -> None:

@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from trishul_ray.report.figures import GREY
-from trishul_ray.report.outcomes import CellOutcome
-from trishul_ray.report.paper_figures.selection import Estimate, Selection, records_of
-from trishul_ray.report.paper_figures.style import (
+from trishul_ray.report.figures.selection import Band, Selection, records_of
+from trishul_ray.report.figures.style import (
+    GREY,
     INK,
     SMALL,
     legend_above,
@@ -21,6 +20,7 @@ from trishul_ray.report.paper_figures.style import (
     set_labels,
     styles_of,
 )
+from trishul_ray.report.outcomes import CellOutcome
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Bar:
 
     group: str
     series: str
-    measured: Estimate
+    measured: Band
     paper: float
 
 
@@ -83,36 +83,29 @@ def overhead(selection: Selection) -> OverheadData | None:
     Seconds are the mean over the round's clients, and do not contain evaluation, aggregation or
     diagnostics. The overhead is the paper's: the median of a series over that of the baseline.
     """
-    axes, series = selection.axes("groups"), selection.axes("series")
-    names = tuple(group.name for group in selection.groups(series))
+    series = selection.axes("series")
+    run_axes = selection.run_axes(series)
     groups, baselines = [], []
     seconds: list[Bar] = []
     overheads: list[Bar] = []
-    run_axes = selection.run_axes(series)
-    for group in selection.groups(axes):
+    for group in selection.groups(selection.axes("groups")):
         by_name = {each.name: each.cells for each in selection.groups(series, group)}
         rounds = {name: _by_round(cells, run_axes) for name, cells in by_name.items()}
         rounds = {name: found for name, found in rounds.items() if found}
         baseline = _baseline(by_name)
-        if rounds:
-            groups.append(group.name)
-        if baseline in rounds:
-            baselines.append(baseline)
+        groups += [group.name] * bool(rounds)
+        baselines += [baseline] * (baseline in rounds)
         for name, found in rounds.items():
             printed = selection.paper("seconds_per_round", by_name[name])
-            measured = Estimate.of_rounds(list(found.values()))
-            seconds.append(Bar(group.name, name, measured, printed))
-            common = sorted(found.keys() & rounds.get(baseline or "", {}).keys())
-            if name != baseline and baseline is not None and common:
-                theirs = rounds[baseline]
-                spread = Estimate.of_rounds([found[key] / theirs[key] - 1 for key in common])
-                medians = [
-                    Estimate.of_rounds([each[key] for key in common]).centre
-                    for each in (found, theirs)
-                ]
-                ratio = medians[0] / medians[1] - 1
+            seconds.append(Bar(group.name, name, Band.of_rounds([*found.values()]), printed))
+            theirs = rounds.get(baseline or "", {})
+            common = sorted(found.keys() & theirs.keys())
+            if name != baseline and common:
+                ratios = Band.of_rounds([found[key] / theirs[key] - 1 for key in common])
+                ours, base = (Band.of_rounds([r[k] for k in common]) for r in (found, theirs))
+                ratio = ours.centre / base.centre - 1
                 printed = selection.paper("overhead", by_name[name]) / 100
-                measured = Estimate(ratio, spread.low, spread.high, len(common))
+                measured = Band(ratio, ratios.low, ratios.high, len(common))
                 overheads.append(Bar(group.name, name, measured, printed))
     if not seconds:
         return None
@@ -133,9 +126,14 @@ def overhead(selection: Selection) -> OverheadData | None:
         )
     if any(math.isfinite(bar.paper) for bar in seconds):
         remarks.append("hollow: the paper's training time of a round, on machines it does not name")
-    baseline = baselines[0] if baselines else None
+    names = tuple(each.name for each in selection.groups(series))
     return OverheadData(
-        tuple(groups), names, tuple(seconds), tuple(overheads), baseline, tuple(remarks)
+        groups=tuple(groups),
+        names=names,
+        seconds=tuple(seconds),
+        overheads=tuple(overheads),
+        baseline=baselines[0] if baselines else None,
+        remarks=tuple(remarks),
     )
 
 
@@ -145,10 +143,9 @@ def _by_round(
     """Return seconds by the labels of ``run_axes``, and the round."""
     found = {}
     for cell in cells:
-        labels = tuple(cell.labels[axis] for axis in run_axes)
         timed = [record for record in records_of(cell) if "client_seconds" in record]
         for record in timed[1:] or timed:
-            found[labels, record["round"]] = float(record["client_seconds"])
+            found[cell.labels_of(run_axes), record["round"]] = float(record["client_seconds"])
     return found
 
 
