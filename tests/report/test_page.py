@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from invented_outcomes import (
@@ -23,39 +24,22 @@ from trishul_ray.report.page import write_report
 from trishul_ray.runs.results import metrics_parquet
 from trishul_ray.storage import Store
 
-VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 
-
-class Element:
-    """An element of a page, with what is inside."""
-
-    def __init__(self, tag, attributes, parent=None):
-        self.tag, self.attributes, self.parent = tag, attributes, parent
-        self.inside = []
+class Element(ElementTree.Element):
+    """An element of a page."""
 
     def find(self, tag, **attributes):
         """Elements inside with this tag and these attributes, in order."""
-        found = []
-        for child in self.inside:
-            if isinstance(child, Element):
-                if child.tag == tag and attributes.items() <= child.attributes.items():
-                    found.append(child)
-                found += child.find(tag, **attributes)
-        return found
-
-    def every(self):
-        for child in self.inside:
-            if isinstance(child, Element):
-                yield child
-                yield from child.every()
+        fit = (e for e in self.iter(tag) if attributes.items() <= e.attrib.items())
+        return [element for element in fit if element is not self]
 
     @property
-    def text(self):
-        parts = (c.text if isinstance(c, Element) else c for c in self.inside)
-        return " ".join(" ".join(parts).split())
+    def words(self):
+        return " ".join(" ".join(self.itertext()).split())
 
+    @property
     def classes(self):
-        return self.attributes.get("class", "").split()
+        return self.attrib.get("class", "").split()
 
 
 class Parser(HTMLParser):
@@ -63,33 +47,29 @@ class Parser(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.root = self.here = Element("root", {})
+        self.tree, self.open = ElementTree.TreeBuilder(Element), []
 
     def handle_starttag(self, tag, attrs):
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), (tag, names)
-        element = Element(tag, dict(attrs), self.here)
-        self.here.inside.append(element)
-        if tag not in VOID:
-            self.here = element
-
-    def handle_startendtag(self, tag, attrs):
-        self.here.inside.append(Element(tag, dict(attrs), self.here))
+        assert len(attrs) == len(dict(attrs)), (tag, attrs)
+        self.tree.start(tag, dict(attrs))
+        self.open.append(tag)
+        if tag == "meta":
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag):
-        assert self.here.tag == tag, (self.here.tag, tag, self.here.text[:80])
-        self.here = self.here.parent
+        assert self.open.pop() == tag
+        self.tree.end(tag)
 
     def handle_data(self, data):
-        self.here.inside.append(data)
+        self.tree.data(data)
 
 
 def parse(path):
     parser = Parser()
     parser.feed(path.read_text(encoding="utf-8"))
     parser.close()
-    assert parser.here is parser.root
-    return parser.root
+    assert not parser.open
+    return parser.tree.close()
 
 
 @pytest.fixture
@@ -112,19 +92,19 @@ def full(tmp_path_factory):
 
 def test_the_page_is_self_contained_and_valid(full):
     page, _ = full
-    ids = [e.attributes["id"] for e in page.every() if "id" in e.attributes]
+    ids = [e.attrib["id"] for e in page.iter() if "id" in e.attrib]
     assert len(ids) == len(set(ids))
     assert not page.find("script")
     assert not page.find("link")
-    for element in page.every():
-        source = element.attributes.get("src", "")
+    for element in page.iter():
+        source = element.attrib.get("src", "")
         assert not source or source.startswith("data:")
-        target = element.attributes.get("href", "")
+        target = element.attrib.get("href", "")
         if target.startswith("#"):
             assert target[1:] in ids
         elif target:
             assert re.fullmatch(r"(tables|figures)/[a-z0-9-]+\.(csv|tex|svg|pdf)", target)
-    styles = page.find("style")[0].text
+    styles = page.find("style")[0].words
     assert "url(" not in styles
     assert "@import" not in styles
     for marker in ("prefers-color-scheme: dark", "@media print", "position: sticky"):
@@ -138,41 +118,39 @@ def test_tables_are_accessible(full):
     for table in tables:
         assert len(table.find("caption")) == 1
         assert all(
-            th.attributes["scope"] in ("col", "row", "colgroup", "rowgroup")
-            for th in table.find("th")
+            th.attrib["scope"] in ("col", "row", "colgroup", "rowgroup") for th in table.find("th")
         )
-        box = table.parent
-        assert box.attributes["role"] == "region"
-        assert box.attributes["tabindex"] == "0"
+        (box,) = (e for e in page.iter("div") if table in e)
+        assert box.attrib["role"] == "region"
+        assert box.attrib["tabindex"] == "0"
         width = max(_width(row) for row in table.find("tr"))
         assert all(_width(row) == width for row in table.find("tbody")[0].find("tr"))
-    levels = [e.tag for e in page.every() if re.fullmatch(r"h\d", e.tag)]
+    levels = [e.tag for e in page.iter() if re.fullmatch(r"h\d", e.tag)]
     assert levels[:2] == ["h1", "h2"]
     assert levels.count("h1") == 1
 
 
 def _width(row):
-    cells = [e for e in row.inside if isinstance(e, Element)]
-    return sum(int(cell.attributes.get("colspan", 1)) for cell in cells)
+    return sum(int(cell.attrib.get("colspan", 1)) for cell in row)
 
 
 def test_the_table_shows_what_the_paper_prints(full):
     page, _ = full
     (block,) = page.find("figure", id="paper-vision")
     table = block.find("table")[0]
-    assert [e.text for e in table.find("th", scope="rowgroup")] == [
+    assert [e.words for e in table.find("th", scope="rowgroup")] == [
         "budget: lower",
         "budget: higher",
     ]
     body = [row for row in table.find("tr") if row.find("th", scope="row")]
     assert len(body) == 15
-    ours = next(row for row in body if row.find("th", scope="row")[0].text == "TRISHUL")
+    ours = next(row for row in body if row.find("th", scope="row")[0].words == "TRISHUL")
     first = ours.find("td")[0]
     number = r"\d\d\.\d\d ± \d\.\d\d paper 85\.13 [+−]\d+\.\d\d (within|outside)"
-    assert re.fullmatch(number, first.text)
+    assert re.fullmatch(number, first.words)
     assert sum(bool(cell.find("strong")) for cell in ours.find("td")) >= 4
-    assert ours.find("td")[-1].text == "★ best mean"
-    verdicts = " ".join(row.find("td")[-1].text for row in body)
+    assert ours.find("td")[-1].words == "★ best mean"
+    verdicts = " ".join(row.find("td")[-1].words for row in body)
     for text in (
         "○ reference",
         "seeds needed",
@@ -186,11 +164,11 @@ def test_the_table_shows_what_the_paper_prints(full):
 def test_a_table_names_that_of_the_paper_and_its_slips(full):
     page, folder = full
     (block,) = page.find("figure", id="paper-vision")
-    caption = block.find("figcaption")[0].text
+    caption = block.find("figcaption")[0].words
     assert "Table 2 of the paper (tab:vision)" in caption
     assert "Accuracy on CIFAR-100 and SVHN" not in caption  # the section's title says it
-    assert "SCAFFOLD+LoRA's 87.23 is higher" in block.text
-    assert "Slips" not in page.find("figure", id="paper-lambda")[0].text
+    assert "SCAFFOLD+LoRA's 87.23 is higher" in block.words
+    assert "Slips" not in page.find("figure", id="paper-lambda")[0].words
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert "Slips of the paper in this table:\n\n- SVHN, 50 clients" in text
     assert "Table 10 of the paper (tab:ablation\\_init)" in text
@@ -198,22 +176,22 @@ def test_a_table_names_that_of_the_paper_and_its_slips(full):
 
 def test_numbers_come_before_what_explains_them(full):
     page, _ = full
-    order = [e.attributes["id"] for e in page.every() if e.attributes.get("id")]
+    order = [e.attrib["id"] for e in page.iter() if e.attrib.get("id")]
     assert order.index("paper-vision") < order.index("reading") < order.index("switches")
 
 
 def test_a_page_of_ones_own_sweep_reproduces_nothing(report, tmp_path):
     page = report(vision(seeds=1, profile="custom", paper=None))
     assert not page.find("h2", id="switches")
-    assert "About this sweep" in page.text
-    for text in (page.text, (tmp_path / "out" / "report.md").read_text(encoding="utf-8")):
+    assert "About this sweep" in page.words
+    for text in (page.words, (tmp_path / "out" / "report.md").read_text(encoding="utf-8")):
         assert "What it reproduces" not in text
         assert "Choices that the paper leaves open" not in text
 
 
 def test_a_table_says_what_its_intervals_leave_out(report):
     sweep = initialization()
-    block = report(sweep).find("figure")[0].text
+    block = report(sweep).find("figure")[0].words
     assert "which all score the same test rows: the error of these is not in them." in block
     # 500 rows, of which between 57 and 79 % are right: at most 1.96 sqrt(0.25 / 500).
     counted = [
@@ -222,7 +200,7 @@ def test_a_table_says_what_its_intervals_leave_out(report):
         )
         for cell in sweep.cells
     ]
-    block = report(dataclasses.replace(sweep, cells=tuple(counted))).find("figure")[0].text
+    block = report(dataclasses.replace(sweep, cells=tuple(counted))).find("figure")[0].words
     assert "with other rows, a mean could differ by up to 4.3 points more (95 %)." in block
 
 
@@ -234,18 +212,18 @@ def test_the_profile_is_on_every_table_and_figure(report, profile):
     blocks = page.find("figure")
     assert len(blocks) == 3
     for block in blocks:
-        assert block.attributes["data-profile"] == profile
-        caption = block.find("figcaption")[0].text
+        assert block.attrib["data-profile"] == profile
+        caption = block.find("figcaption")[0].words
         assert caption.startswith(profile)
         assert "not comparable with the paper's" in caption
         for hidden in block.find("caption"):
-            assert f"Profile {profile}." in hidden.text
+            assert f"Profile {profile}." in hidden.words
     for heading in page.find("h2"):
-        if heading.attributes["id"].startswith("sweep-"):
-            assert heading.text.endswith(profile)
-    assert f"Profile {profile}." in page.find("header")[0].text
-    assert profile in page.find("title")[0].text
-    printed = [e for e in page.every() if "printed" in e.classes()]
+        if heading.attrib["id"].startswith("sweep-"):
+            assert heading.words.endswith(profile)
+    assert f"Profile {profile}." in page.find("header")[0].words
+    assert profile in page.find("title")[0].words
+    printed = [e for e in page.iter() if "printed" in e.classes]
     assert len(printed) > 100
     assert not any(element.find("b") for element in printed)
 
@@ -271,13 +249,13 @@ def test_what_departs_from_the_paper_is_never_compared_with_it(report, tmp_path,
     else:
         departed = dataclasses.replace(departed, overrides=(why,))
     page = report(departed, whole)
-    notice = page.find("header")[0].text
+    notice = page.find("header")[0].words
     assert "but not all of it" in notice and why in notice
     for block, said in zip(page.find("figure"), [True, True, False, False], strict=True):
-        assert ("not comparable with the paper's" in block.find("figcaption")[0].text) == said
-        differences = [p.find("b") for p in block.every() if "printed" in p.classes()]
+        assert ("not comparable with the paper's" in block.find("figcaption")[0].words) == said
+        differences = [p.find("b") for p in block.iter() if "printed" in p.classes]
         assert any(differences) == (not said and bool(block.find("table")))
-    assert why in page.find("figure")[0].find("figcaption")[0].text
+    assert why in page.find("figure")[0].find("figcaption")[0].words
     tables = tmp_path / "out" / "tables"
     tex = (tables / "paper-vision.tex").read_text().replace("\\_", "_")
     assert why in tex and "Not comparable with" in tex and r"\emph{paper}" not in tex
@@ -293,38 +271,38 @@ def test_what_departs_from_the_paper_is_never_compared_with_it(report, tmp_path,
 
 def test_gaps_are_visible_with_their_reason(report):
     page = report(vision(status=half_missing))
-    cells = [e for e in page.find("td") if "gap" in e.classes()]
-    assert {e.find("span")[0].text for e in cells} == {"missing", "failed", "stale", "corrupt"}
-    failed = [e for e in cells if "failed" in e.classes()]
-    assert all("out of memory" in e.attributes["title"] for e in failed)
-    (problems,) = [e for e in page.find("div") if "problems" in e.classes()]
-    assert "failed 24 runs: out of memory on round 12" in problems.text
-    assert "the content of the training data has changed" in problems.text
+    cells = [e for e in page.find("td") if "gap" in e.classes]
+    assert {e.find("span")[0].words for e in cells} == {"missing", "failed", "stale", "corrupt"}
+    failed = [e for e in cells if "failed" in e.classes]
+    assert all("out of memory" in e.attrib["title"] for e in failed)
+    (problems,) = [e for e in page.find("div") if "problems" in e.classes]
+    assert "failed 24 runs: out of memory on round 12" in problems.words
+    assert "the content of the training data has changed" in problems.words
     assert len(problems.find("code")) == 24 + 14 + 12
-    assert "164 of 360 runs finished, 146 missing, 24 failed, 14 stale, 12 corrupt" in page.text
-    assert any("of 3 seeds" in e.text for e in page.find("span"))
+    assert "164 of 360 runs finished, 146 missing, 24 failed, 14 stale, 12 corrupt" in page.words
+    assert any("of 3 seeds" in e.words for e in page.find("span"))
 
 
 def test_nothing_is_finished(report):
     page = report(vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), sensitivity())
-    assert "0 of 360 runs finished, 360 missing" in page.text
+    assert "0 of 360 runs finished, 360 missing" in page.words
     page = report(
         vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), figures=lambda *_: None
     )
-    assert "No finished run has what it shows." in page.text
-    assert page.text.count("No run has finished.") == 2
+    assert "No finished run has what it shows." in page.words
+    assert page.words.count("No run has finished.") == 2
 
 
 def test_one_seed_shows_no_spread_and_no_p_value(report):
     page = report(initialization(seeds=1))
-    block = page.find("figure")[0].text
+    block = page.find("figure")[0].words
     assert "±" not in block
     assert "p =" not in block
     assert "This table cannot decide any row, at the level of 5 % for its 6 pairs" in block
 
 
 def test_a_table_says_what_it_can_decide(report):
-    block = report(initialization()).find("figure")[0].text
+    block = report(initialization()).find("figure")[0].words
     assert "The level of 5 % is for the 6 pairs of rows of this table together" in block
     assert re.search(r"it cannot decide a difference below \d\.\d\d points\.", block)
 
@@ -343,7 +321,7 @@ def test_hostile_texts_are_shown_as_they_are(report, tmp_path):
     page = report(sweep, figures=lambda *_: DrawnFigure("<svg></svg>", b"", ""))
     assert not page.find("script")
     shown = " ".join(HOSTILE.split())
-    assert page.text.count(shown) >= 8
+    assert page.words.count(shown) >= 8
     assert page.find("td", title=f"failed: {HOSTILE}; failed: {HOSTILE}")
     files = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
     assert all(re.fullmatch(r"out/[a-z0-9/.-]+", name) for name in files), files
@@ -374,10 +352,11 @@ def test_the_same_outcomes_give_the_same_bytes(tmp_path):
 
 
 def without_time(element):
-    if "data-time" in element.attributes:
+    if "data-time" in element.attrib:
         return None
-    inside = [without_time(c) if isinstance(c, Element) else c for c in element.inside]
-    return (element.tag, sorted(element.attributes.items()), [c for c in inside if c is not None])
+    inside = [without_time(child) for child in element]
+    inside = [child for child in inside if child is not None]
+    return element.tag, sorted(element.attrib.items()), element.text, inside, element.tail
 
 
 def test_what_depends_on_the_clock_is_marked(tmp_path):
@@ -397,7 +376,7 @@ def test_what_depends_on_the_clock_is_marked(tmp_path):
         for seconds in (1.5, 70.25)
     ]
     first, second = (parse(page) for page in pages)
-    assert first.text != second.text
+    assert first.words != second.words
     assert without_time(first) == without_time(second)
     for name in ("report.md", "tables/paper-initialization.csv", "tables/paper-initialization.tex"):
         assert len({(page.parent / name).read_bytes() for page in pages}) == 1
@@ -406,22 +385,22 @@ def test_what_depends_on_the_clock_is_marked(tmp_path):
 def test_figures_are_inline_and_beside_the_page(full):
     page, folder = full
     blocks = [e for e in page.find("figure") if e.find("svg")]
-    assert [e.attributes["id"] for e in blocks] == [
+    assert [e.attrib["id"] for e in blocks] == [
         "figure-paper-vision-curve",
         "figure-paper-vision-other",
     ]
     file = folder / "figures" / "figure-paper-vision-curve.svg"
     assert file.read_text().startswith("<svg")
-    assert "an invented curve" in blocks[0].text
+    assert "an invented curve" in blocks[0].words
     assert file.with_suffix(".csv").read_text() == "x,value\n1,2\n"
     assert file.with_suffix(".pdf").read_bytes() == b"%PDF-"
-    links = {e.attributes["href"] for e in blocks[0].find("a")}
+    links = {e.attrib["href"] for e in blocks[0].find("a")}
     assert {f"figures/{file.stem}{suffix}" for suffix in (".csv", ".svg", ".pdf")} <= links
 
 
 def test_a_figure_has_the_papers_number_and_label(report):
     figure = dataclasses.replace(FIGURE, paper="fig:lambda")
-    caption = report(sensitivity(figures=[figure])).find("figcaption")[-1].text
+    caption = report(sensitivity(figures=[figure])).find("figcaption")[-1].words
     assert "Figure 10 of the paper (fig:lambda)" in caption
 
 
@@ -430,38 +409,38 @@ def test_a_figure_that_cannot_be_drawn_costs_no_page(report):
         raise InputError("metrics.parquet of run 123 is unreadable")
 
     page = report(sensitivity(figures=[FIGURE]), figures=broken)
-    assert "could not be drawn: metrics.parquet of run 123 is unreadable" in page.text
+    assert "could not be drawn: metrics.parquet of run 123 is unreadable" in page.words
 
 
 def test_switches_machines_and_runs(full):
     page, _ = full
-    text = page.text
+    text = page.words
     assert "method.allocation waterfill" in text
     assert "16 CPUs (AVX512), 125.9 GiB, 1 x NVIDIA H100 80GB HBM3: 417 runs" in text
     assert "torch 2.13.0" in text
-    section = page.find("h2", id="runs")[0].parent
+    section = page.find("section", **{"aria-labelledby": "runs"})[0]
     assert len(section.find("tbody")[0].find("tr")) == 360 + 45 + 12
-    seconds = page.find("dl")[-1].text
+    seconds = page.find("dl")[-1].words
     assert f"{417 * 5 * 18} s" in seconds
 
 
 def test_runs_that_sweeps_share_are_counted_once(report):
     page = report(initialization(), initialization())
-    assert "12 of 12 runs finished" in page.find("ul")[0].text.replace(
+    assert "12 of 12 runs finished" in page.find("ul")[0].words.replace(
         "12 of 12 runs", "12 of 12 runs"
     )
-    names = [e.attributes["id"] for e in page.find("figure")]
+    names = [e.attrib["id"] for e in page.find("figure")]
     assert names == ["paper-initialization", "paper-initialization-2"]
 
 
 def test_a_sweep_may_have_no_table_and_a_table_no_column(report):
     sweep = initialization()
     page = report(dataclasses.replace(sweep, tables=()))
-    assert "12 of 12" in page.text
+    assert "12 of 12" in page.words
     bare = TableLayout("bare", "Bare", (), ())
     page = report(dataclasses.replace(sweep, tables=(bare,)))
     (row,) = page.find("table")[0].find("tbody")[0].find("tr")
-    assert row.find("th")[0].text == "Bare"
+    assert row.find("th")[0].words == "Bare"
 
 
 def test_markdown_has_every_table(full):
@@ -500,12 +479,12 @@ def test_a_figure_whose_files_are_back_is_drawn_by_the_next_call(tmp_path):
     invented = sensitivity(figures=[figure])
     sweep = dataclasses.replace(invented, cells=tuple(map(with_files, invented.cells)))
     page = write_report([sweep], tmp_path / "out")
-    assert "could not be drawn" in parse(page).text
+    assert "could not be drawn" in parse(page).words
     for cell in sweep.cells:
         rows = [{"round": number, "accuracy": 0.1 * number} for number in range(3)]
         cell.home.write("metrics.parquet", metrics_parquet(rows))
     write_report([sweep], tmp_path / "out")
-    assert "could not be drawn" not in parse(page).text
+    assert "could not be drawn" not in parse(page).words
     drawn = page.stat().st_mtime_ns
     write_report([sweep], tmp_path / "out")
     assert page.stat().st_mtime_ns == drawn

@@ -3,7 +3,7 @@
 import pytest
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.switches import MOST_VALUES, SWITCHES, read_switches
+from trishul_ray.report.page import MOST_VALUES, SWITCHES, read_switches
 
 
 def summary(**fields):

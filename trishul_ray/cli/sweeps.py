@@ -349,13 +349,13 @@ def _reproduce(
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
     from trishul_ray.report.page import write_report
-    from trishul_ray.report.paper import paper_value
     from trishul_ray.report.sweep_tables import build_tables
     from trishul_ray.report.table_formats import to_rich
 
-    for built in build_tables(outcomes, paper_value):
+    tables = build_tables(outcomes)
+    for built in tables:
         out.print(to_rich(built, out.width))
-    print_field("report", write_report(outcomes, report))
+    print_field("report", write_report(outcomes, report, tables))
 
 
 def _describe_failures(result: "Reproduced") -> str:

@@ -19,7 +19,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.files import digest
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.outcomes import (
     CellOutcome,
     DrawnFigure,
@@ -27,16 +29,14 @@ from trishul_ray.report.outcomes import (
     Status,
     SweepOutcome,
 )
-from trishul_ray.report.paper import figure_numbers, paper_value, slips
+from trishul_ray.report.paper import figure_numbers, slips
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.sweep_tables import (
-    PaperValue,
     SweepTable,
     build_tables,
     labels_text,
     make_slug,
 )
-from trishul_ray.report.switches import Switch, read_switches
 from trishul_ray.report.table_formats import (
     escape_markdown,
     to_csv,
@@ -59,6 +59,69 @@ COMPARABLE = {
     "custom": "A sweep of your own: compare what differs in the axes of a table alone, and no "
     "number with the paper's.",
 }
+#: What is open, by the field that decides it.
+SWITCHES = {
+    "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
+    "optimizer.lr_source": "Where do the learning rates come from? The paper says both: tuned by "
+    "method and budget, and fixed across methods; `trishul rates` tunes them.",
+    "optimizer.schedule": "Does the learning rate decay?",
+    "model.name": "Which checkpoint is the backbone?",
+    "model.dropout": "Does the backbone's dropout act in training?",
+    "model.train_head": "Is the classification head trained and averaged?",
+    "model.precision": "In which precision does the frozen backbone compute?",
+    "federation.weighting": "Do clients weigh the same, or by their rows? The equations disagree.",
+    "partition.variant": "How does a Dirichlet partition draw its proportions?",
+    "partition.min_size": "What is the smallest number of rows of a client?",
+    "federation.compute": "Which shares of the budget can clients train?",
+    "adapter.matching": "Do methods match the budget on each matrix, or use the published ranks?",
+    "adapter.init": "How are the frozen bases drawn?",
+    "adapter.sigma": "Which scale have bases that are not normalized?",
+    "adapter.alpha": "What is LoRA's α? (the update is α/r B A)",
+    "adapter.overflow": "What if more heads are allocated than can be orthogonal? (auto: "
+    "water-filling may exceed that number; gradient and curvature allocations are capped at it, "
+    "since their scores may give one block all heads)",
+    "method.scalars": "Are the scalars of heads trained?",
+    "method.scalar_max": "What bounds the scalars (s_max)?",
+    "method.selection": "Which heads does a limited client train?",
+    "method.head_fraction": "Which share of its heads does a client train?",
+    "method.lam": "How strong is the nuclear norm (λ)?",
+    "method.prox_on": "Does the prox shrink the whole core, or its change of the round?",
+    "method.prox_every": "After how many local steps does the prox follow?",
+    "method.allocation": "What are heads allocated by?",
+    "method.block_scores": "Whose weights score a block?",
+    "method.option": "What is SCAFFOLD's control variate? (auto: the mean raw gradient)",
+    "method.server_lr": "Which step does SCAFFOLD's server take?",
+    "method.unsent": "What becomes of HetLoRA's components that no client of a round sends?",
+    "method.init_clients": "How many clients send Fed-SB's first gradient?",
+    "method.init_batches": "On how many mini-batches is Fed-SB's first gradient?",
+    "method.init_lr": "Which signed step do Fed-SB's bases come from?",
+    "task.kind": "Is text classified by a head, an answer or words? (auto: by the backbone's kind)",
+    "task.template": "Which prompt is a text read in?",
+    "task.verbalizers": "Which words stand for the classes?",
+    "task.target_length": "How many tokens may a generated answer have?",
+    "evaluation.limit": "How many test rows are scored?",
+    "evaluation.top_k": "How many directions has the principal-angle similarity?",
+}
+#: What is open and no field decides: the question, the answer, and the dataset that it concerns.
+FIXED = (
+    ("Which round is reported?", "the last", None),
+    ("What is the mean F1 of MRQA over?", "questions, not its six sub-datasets", "mrqa"),
+)
+#: Where a field decides something: another field of its section, and that one's values.
+_APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "adapter.sigma": ("init", lambda init: init == "rv_random_normal"),
+    "partition.variant": ("kind", lambda kind: kind == "dirichlet"),
+    "partition.min_size": ("kind", lambda kind: kind == "dirichlet"),
+    "task.template": ("template", lambda template: template is not None),
+    "task.verbalizers": ("verbalizers", lambda words: words is not None),
+    "task.target_length": ("template", lambda template: template is not None),
+}
+#: How the absence of a value is displayed, where it is not just "default".
+_ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
+#: More values than these are counted instead of listed.
+MOST_VALUES = 6
+
+
 _STATUSES: tuple[Status, ...] = (
     *("finished", "missing", "stopped"),
     *("failed", "stale", "corrupt"),
@@ -69,6 +132,23 @@ _MADE_FROM = "made-from.json"
 _NOT_DRAWN = "It could not be drawn"
 #: How the overhead figure marks itself: it draws measured seconds.
 _TIMED = 'data-timed="true"'
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A choice, and how often it was made in which way.
+
+    Attributes:
+        field: The field of the experiment; empty if no field decides.
+        question: What is open.
+        values: Values with the number of runs, the most frequent first.
+        others: Number of further values.
+    """
+
+    field: str
+    question: str
+    values: tuple[tuple[str, int], ...]
+    others: int
 
 
 @dataclass(frozen=True)
@@ -219,8 +299,8 @@ def comparable(sweeps: Sequence[SweepOutcome]) -> str:
 def write_report(
     outcomes: Sequence[SweepOutcome],
     folder: Path,
+    tables: Sequence[SweepTable] | None = None,
     figures: DrawFigure | None = None,
-    paper: PaperValue = paper_value,
 ) -> Path:
     """Write the report on sweeps into a folder, and return the path of its HTML page.
 
@@ -231,17 +311,19 @@ def write_report(
     Args:
         outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
         folder: Where to write; created if needed. Files of the same name are replaced.
+        tables: The sweeps' tables, as :func:`~trishul_ray.report.sweep_tables.build_tables` makes
+            them; by default, they are made if the report is not there already.
         figures: Draws a figure; by default :func:`trishul_ray.report.figures.drawing.draw`.
-        paper: Returns the numbers that the paper prints.
     """
-    made_from = _made_from(outcomes) if figures is None and paper is paper_value else None
+    made_from = _made_from(outcomes) if figures is None else None
     if made_from is not None and _is_current(folder, made_from):
         return folder / "report.html"
     if figures is None:
         from trishul_ray.report.figures.drawing import draw  # imports matplotlib
 
         figures = draw
-    page = Page(tuple(_parts(outcomes, figures, paper)))
+    tables = build_tables(outcomes) if tables is None else tables
+    page = Page(tuple(_parts(outcomes, tables, figures)))
     templates = Environment(
         loader=PackageLoader("trishul_ray.report"),
         autoescape=select_autoescape(("html",)),
@@ -311,9 +393,8 @@ def _is_current(folder: Path, made_from: str) -> bool:
 
 
 def _parts(
-    outcomes: Sequence[SweepOutcome], draw: DrawFigure, paper: PaperValue
+    outcomes: Sequence[SweepOutcome], tables: Sequence[SweepTable], draw: DrawFigure
 ) -> Iterator[SweepPart]:
-    tables = iter(build_tables(outcomes, paper))
     taken: set[str] = set()
 
     def unique(slug: str) -> str:
@@ -324,12 +405,12 @@ def _parts(
 
     for sweep in outcomes:
         slug = unique(make_slug("sweep", sweep.profile, sweep.name))
-        own = tuple((unique(t.slug), t) for t in itertools.islice(tables, len(sweep.tables)))
+        named = tuple((unique(table.slug), table) for table in tables if table.sweep is sweep)
         drawings = []
         for layout in sweep.figures:
             name = unique(make_slug("figure", sweep.profile, sweep.name, layout.name))
             drawings.append(_draw(layout, sweep, draw, name))
-        yield SweepPart(sweep, slug, own, tuple(drawings))
+        yield SweepPart(sweep, slug, named, tuple(drawings))
 
 
 def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str) -> Drawing:
@@ -375,3 +456,62 @@ def _write(path: Path, content: str | bytes) -> Path:
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
     return path
+
+
+def read_switches(summaries: Sequence[Mapping[str, Any]]) -> tuple[Switch, ...]:
+    """Return how runs set each of :data:`SWITCHES`.
+
+    Args:
+        summaries: The content of ``result.json`` of each run. Fields that a run's method ignores
+            are not in its ``identity``, and do not count.
+    """
+    found = []
+    for field, question in SWITCHES.items():
+        counts = Counter(v for s in summaries if (v := _value(s, field)) is not None)
+        values = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        if values:
+            others = max(0, len(values) - MOST_VALUES)
+            found.append(Switch(field, question, tuple(values[:MOST_VALUES]), others))
+    for question, answer, dataset in FIXED:
+        runs = sum(dataset in (None, s["identity"]["data"]["name"]) for s in summaries)
+        if runs:
+            found.append(Switch("", question, ((answer, runs),), 0))
+    return tuple(found)
+
+
+def _value(summary: Mapping[str, Any], field: str) -> str | None:
+    """Return how a run set a field, as text; None if it does not apply."""
+    section, _, name = field.partition(".")
+    # The source of a rate cannot change a number: it is not part of the identity.
+    fields = summary["config" if name == "lr_source" else "identity"].get(section, {})
+    other, applies = _APPLIES.get(field, (name, lambda _: True))
+    if name not in fields or not applies(fields.get(other)):
+        return None
+    value = fields[name]
+    if field == "federation.compute":
+        return _shares(value, fields.get("compute_shares"))
+    if value is None and field == "adapter.init":
+        return _default_init(summary["identity"]["method"]["name"])
+    if value is None:
+        return _ABSENT.get(field, "default")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
+
+
+def _shares(profile: str, custom: Sequence[float] | None) -> str:
+    """Return a profile of capacities with the proportions that it stands for."""
+    if profile == "full":
+        return profile
+    proportions = COMPUTE_PROFILES[profile] if custom is None else custom
+    levels = zip(COMPUTE_LEVELS, proportions, strict=False)
+    return f"{profile} ({', '.join(f'{share:.0%} train {level:g}' for level, share in levels)})"
+
+
+def _default_init(method: str) -> str:
+    default = (
+        getattr(method_class(method), "default_init", None) if method in method_names() else ""
+    )
+    return f"{default} (the default of {method})" if default else f"the default of {method}"

@@ -4,7 +4,7 @@ A record of a figure names the line of the paper's source that prints it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -20,11 +20,6 @@ def _paper() -> dict[str, Any]:
     return content
 
 
-def _records() -> dict[str, list[dict[str, Any]]]:
-    tables: dict[str, list[dict[str, Any]]] = _paper()["tables"]
-    return tables
-
-
 def table_number(key: str) -> int | None:
     """Return the number of a table of the paper, by key; None if it has none."""
     number: int | None = _paper()["table_numbers"].get(key)
@@ -38,15 +33,7 @@ def slips(key: str) -> tuple[str, ...]:
 
 def paper_keys() -> tuple[str, ...]:
     """Return the keys of the paper's tables, such as ``tab:vision``, in the paper's order."""
-    return tuple(_records())
-
-
-def paper_records(key: str) -> list[dict[str, Any]]:
-    """Return the records of a table: labels, ``metric`` and ``value``.
-
-    A label of None, such as the budget of full fine-tuning, stands for any.
-    """
-    return [dict(record) for record in _records()[key]]
+    return tuple(_paper()["tables"])
 
 
 def paper_value(key: str, labels: Mapping[str, str]) -> float | None:
@@ -62,8 +49,7 @@ def paper_value(key: str, labels: Mapping[str, str]) -> float | None:
     Returns:
         The value as printed (accuracy and F1 in percent); None if no record matches, or several.
     """
-    found = [record["value"] for record in _records().get(key, []) if _matches(record, labels)]
-    return float(found[0]) if len(found) == 1 else None
+    return _only(_paper()["tables"].get(key, ()), labels)
 
 
 def figure_numbers() -> dict[str, int]:
@@ -84,12 +70,17 @@ def figure_value(key: str, metric: str, labels: Mapping[str, str]) -> float | No
         The value as printed (accuracy and overhead in percent); None if no record matches, or
         several.
     """
-    figure = _paper()["figures"][key]
-    records = [*figure["records"], *_records().get(figure["values_of"], ())]
-    found = [r["value"] for r in records if r["metric"] == metric and _matches(r, labels)]
-    return float(found[0]) if len(found) == 1 else None
+    figure, tables = _paper()["figures"][key], _paper()["tables"]
+    records = [*figure["records"], *tables.get(figure["values_of"], ())]
+    return _only([record for record in records if record["metric"] == metric], labels)
 
 
-def _matches(record: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    shared = record.keys() & labels.keys() - set(_NO_LABEL)
-    return bool(shared) and all(record[axis] in (None, labels[axis]) for axis in shared)
+def _only(records: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> float | None:
+    """Return the value of the only record that shares an axis with these labels and fits all."""
+    found = []
+    for record in records:
+        shared = record.keys() & labels.keys() - set(_NO_LABEL)
+        # A label of None, such as the budget of full fine-tuning, stands for any.
+        if shared and all(record[axis] in (None, labels[axis]) for axis in shared):
+            found.append(float(record["value"]))
+    return found[0] if len(found) == 1 else None

@@ -22,7 +22,7 @@ from trishul_ray.report.outcomes import (
     is_loss,
     shown_label,
 )
-from trishul_ray.report.paper import slips, table_number
+from trishul_ray.report.paper import paper_value, slips, table_number
 from trishul_ray.report.statistics import (
     ALPHA,
     MAX_SEEDS,
@@ -369,12 +369,12 @@ def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
     )
 
 
-def build_tables(sweeps: Sequence[SweepOutcome], paper: PaperValue) -> tuple[SweepTable, ...]:
+def build_tables(
+    sweeps: Sequence[SweepOutcome], paper: PaperValue = paper_value
+) -> tuple[SweepTable, ...]:
     """Make the tables of sweeps, and decide which of their rows are worse than the best.
 
-    Args:
-        sweeps: The sweeps.
-        paper: Returns the paper's numbers, in percent.
+    ``paper`` returns the paper's numbers, in percent.
     """
     return tuple(
         _judge(_build(sweep, layout, paper)) for sweep in sweeps for layout in sweep.tables

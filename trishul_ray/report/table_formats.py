@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from trishul_ray.report.sweep_tables import SweepTable, TableCell, TableRow
+from trishul_ray.report.sweep_tables import RowGroup, SweepTable, TableCell, TableRow
 
 #: Columns of :func:`to_csv` besides the axes.
 _CSV_HEAD = ("sweep", "sweep_profile", "table")
@@ -19,6 +19,9 @@ _CSV_TAIL = (
     *("metric", "value", "status", "reason", "id", "paper_percent", "part", "overrides"),
     *("ran_dataset", "ran_model"),
 )
+
+#: The head of the column of verdicts.
+_VERDICT = "against the best"
 
 _GREEK = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η",
@@ -43,29 +46,16 @@ _LATEX = {
 
 def to_markdown(table: SweepTable) -> str:
     """Return a table as Markdown: mean ± standard deviation, and the paper's number in brackets."""
-    names = [escape_markdown(" / ".join(filter(None, column))) for column in table.columns]
-    lines = [
-        _md_row([escape_markdown(table.row_axis), *names, "against the best"]),
-        _md_row(["---", *["---:"] * len(names), "---"]),
-    ]
+    heads = [" / ".join(filter(None, column)) for column in table.columns]
+    rows = [[escape_markdown(text) for text in (table.row_axis, *heads, _VERDICT)]]
+    rows.append(["---", *["---:"] * len(heads), "---"])
     for group in table.groups:
         if group.label:
-            lines.append(_md_row([f"*{escape_markdown(group.label)}*", *[""] * (len(names) + 1)]))
-        lines += [
-            _md_row(
-                [
-                    escape_markdown(row.label),
-                    *map(_md_cell, row.cells),
-                    escape_markdown(row.verdict.text),
-                ]
-            )
-            for row in group.rows
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _md_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+            rows.append([f"*{escape_markdown(group.label)}*", *[""] * (len(heads) + 1)])
+        for row in group.rows:
+            verdict = escape_markdown(row.verdict.text)
+            rows.append([escape_markdown(row.label), *map(_md_cell, row.cells), verdict])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _md_cell(cell: TableCell) -> str:
@@ -119,10 +109,9 @@ def to_latex(table: SweepTable) -> str:
         rf"\begin{{tabular}}{{l{'r' * width}l}}",
         r"\toprule",
         *_tex_header(table),
-        r"\midrule",
     ]
-    for index, group in enumerate(table.groups):
-        lines += [r"\midrule"] * (index > 0)
+    for group in table.groups or [RowGroup("", ())]:
+        lines.append(r"\midrule")
         if group.label:
             lines.append(rf"\multicolumn{{{width + 2}}}{{l}}{{\emph{{{_tex(group.label)}}}}} \\")
         for row in group.rows:
@@ -132,29 +121,34 @@ def to_latex(table: SweepTable) -> str:
 
 
 def _tex_header(table: SweepTable) -> list[str]:
+    """Return the levels of the header; labels of columns span rules below them."""
     lines = []
-    levels = table.header()
-    for number, level in enumerate(levels, 1):
-        last = number == len(levels)
-        cells, rules, start = [_tex(table.row_axis) if last else ""], [], 2
+    *above, last = table.header()
+    for level in above:
+        cells, rules, start = [""], [], 2
         for label, span in level:
-            text = _tex(label)
-            cells.append(text if span == 1 else rf"\multicolumn{{{span}}}{{c}}{{{text}}}")
-            if label and not last:
-                rules.append(rf"\cmidrule(lr){{{start}-{start + span - 1}}}")
+            cells.append(_tex_span(label, span))
+            rules += [rf"\cmidrule(lr){{{start}-{start + span - 1}}}"] * bool(label)
             start += span
-        lines.append(" & ".join([*cells, "against the best" if last else ""]) + r" \\")
-        lines += [" ".join(rules)] * bool(rules)
-    return lines
+        lines += [_tex_row(*cells, ""), " ".join(rules)]
+    return [*lines, _tex_row(_tex(table.row_axis), *(_tex_span(*each) for each in last), _VERDICT)]
+
+
+def _tex_span(label: str, span: int) -> str:
+    return _tex(label) if span == 1 else rf"\multicolumn{{{span}}}{{c}}{{{_tex(label)}}}"
+
+
+def _tex_row(*cells: str) -> str:
+    return rf"{' & '.join(cells)} \\"
 
 
 def _tex_rows(row: TableRow, *, with_paper: bool) -> list[str]:
     cells = [_plain_cell(c, lambda text: rf"\textbf{{{text}}}", _tex, r"$\pm$") for c in row.cells]
     verdict = ": ".join(filter(None, (row.verdict.label, row.verdict.p_value)))
-    lines = [" & ".join([_tex(row.label), *cells, _tex(verdict)]) + r" \\"]
+    lines = [_tex_row(_tex(row.label), *cells, _tex(verdict))]
     numbers = ["" if cell.paper is None else cell.format(cell.paper) for cell in row.cells]
     if with_paper and any(numbers):
-        lines.append(" & ".join([r"\quad\emph{paper}", *numbers, ""]) + r" \\")
+        lines.append(_tex_row(r"\quad\emph{paper}", *numbers, ""))
     return lines
 
 
@@ -181,23 +175,20 @@ def to_csv(table: SweepTable) -> str:
     fields that the command line set, ``ran_dataset`` and ``ran_model`` what a finished run used,
     also where that stands in for what its labels name.
     """
-    axes = list(table.sweep.axes)
+    sweep, axes = table.sweep, list(table.sweep.axes)
     taken = {*_CSV_HEAD, *_CSV_TAIL}
     names = [f"axis_{axis}" if axis in taken else axis for axis in axes]
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     writer.writerow([*_CSV_HEAD, *names, *_CSV_TAIL])
-    overrides = " ".join(table.sweep.overrides)
-    head = (table.sweep.name, table.profile, table.layout.name)
-    for cell in (cell for row in table.rows for cell in row.cells):
-        paper = "" if cell.paper is None else repr(cell.paper)
-        for run in cell.runs:
-            value = "" if run.value is None else repr(run.value)
-            labels = [run.labels[axis] for axis in axes]
-            tail = (run.metric, value, run.status, run.reason, run.id, paper, run.part, overrides)
-            config = run.summary.get("config")
-            used = (config["data"]["name"], config["model"]["name"]) if config else ("", "")
-            writer.writerow([*head, *labels, *tail, *used])
+    cells = [cell for row in table.rows for cell in row.cells]
+    for number, run in ((cell, run) for cell in cells for run in cell.runs):
+        head = (sweep.name, table.profile, table.layout.name, *run.labels_of(axes))
+        value, paper = ("" if each is None else repr(each) for each in (run.value, number.paper))
+        tail = (run.status, run.reason, run.id, paper, run.part, " ".join(sweep.overrides))
+        config = run.summary.get("config")
+        used = (config["data"]["name"], config["model"]["name"]) if config else ("", "")
+        writer.writerow([*head, run.metric, value, *tail, *used])
     return sink.getvalue()
 
 
