@@ -21,8 +21,9 @@ from trishul_ray.federation.local import LocalSteps
 from trishul_ray.federation.messages import TrainJob, to_arrays
 from trishul_ray.federation.prepare import Prepared, prepare_run
 from trishul_ray.federation.workbench import Workbench, new_run
-from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
+from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN
+from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.rng import numpy_rng
 
 #: Rows of the noise that stands for CIFAR-100: many enough for some rounds, and as in the paper.

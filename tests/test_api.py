@@ -17,7 +17,7 @@ from transformers import AutoModelForImageClassification
 
 import trishul_ray
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.models.builtin import byte_tokenizer
+from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.tracking.progress import RunProgress
 

@@ -12,7 +12,7 @@ from trishul_ray.experiment.loading import (
     load_experiment,
 )
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.methods.base import _REGISTRY, method_class, method_names, register
+from trishul_ray.methods.base import _REGISTRY, method_names, register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
 
 
@@ -350,10 +350,10 @@ def test_every_built_in_method_has_a_rate(dataset):
     for name in method_names():
         for rank in (32, 64):
             for iid in (True, False):
-                like = method_class(name).rates_like
-                default = default_learning_rate(dataset, name, rank, iid, rates_like=like)
+                partition = {"kind": "iid" if iid else "dirichlet"}
+                fields = {"data": {"name": dataset}, "budget": rank, "partition": partition}
+                default = default_learning_rate(build_experiment(fields | {"method": name}))
                 assert default is not None and 0 < default[0] < 1 and default[1]
-    assert default_learning_rate(dataset, "unknown", 32, True) is None
 
 
 @pytest.fixture

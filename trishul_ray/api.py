@@ -249,7 +249,7 @@ def _pass_module(module: Any, tokenizer: "PreTrainedTokenizerBase | None") -> di
     """Return the section ``model`` of a module, which becomes known to this process."""
     from torch import nn
 
-    from trishul_ray.models.from_python import pass_model
+    from trishul_ray.models.passed import pass_model
 
     if not isinstance(module, nn.Module):
         raise InputError(

@@ -198,7 +198,7 @@ class Result:
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
         from trishul_ray.adapters.export import merge_trained
-        from trishul_ray.models.from_python import as_passed
+        from trishul_ray.models.passed import as_passed
         from trishul_ray.runs.model_files import name_classes
 
         run = self._trained

@@ -24,7 +24,7 @@ from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.builtin import byte_tokenizer
+from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.rng import torch_rng
 
 ENCODER = {

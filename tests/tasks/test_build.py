@@ -165,7 +165,7 @@ def test_positions_of_roberta_begin_after_its_padding(tmp_path):
 def test_a_decoder_with_a_head_must_pad_as_its_tokenizer_does(tmp_path):
     from transformers import LlamaConfig
 
-    from trishul_ray.models.builtin import byte_tokenizer
+    from trishul_ray.models.tokenizers import byte_tokenizer
 
     byte_tokenizer("llama").save_pretrained(tmp_path)
     asked = [f"model={tmp_path}", "task.kind=classification"]

@@ -103,12 +103,11 @@ def local_sources(
         The sources that can be read here, and what cannot be, as text; empty if all can.
     """
     from trishul_ray.data.prepare import prepare
-    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.models.lookup import local_weights_source
 
     sources: dict[str, str] = {}
     unknown = []
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
-    places = backbone.places
+    places = experiment.storage.places
     try:
         rows = prepare(
             experiment.data, cache=places.cache, hub=places.hub, progress=progress, download=False
@@ -117,9 +116,9 @@ def local_sources(
     except InputError as error:
         unknown.append(f"the data ({error})")
     try:
-        weights = backbone.local_source()
+        weights = local_weights_source(experiment.model, places)
         if weights is None:
-            unknown.append(f"the weights of {backbone.name} (not on this machine)")
+            unknown.append(f"the weights of {experiment.model.name} (not on this machine)")
         elif weights:
             sources["backbone"] = weights
     except InputError as error:

@@ -19,41 +19,32 @@ PUBLISHED_ALPHA = 0.3
 _PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
-def default_learning_rate(
-    dataset: str,
-    method: str,
-    lora_rank: int,
-    iid: bool,
-    *,
-    rates_like: str | None = None,
-    partition: str | None = None,
-    alpha: float = PUBLISHED_ALPHA,
-    optimizer: str = "adam",
-    model: str | None = None,
-) -> tuple[float, str] | None:
-    """Return the default learning rate and its source.
+def learning_rate(experiment: Experiment, *, is_set: bool) -> tuple[float, str] | None:
+    """Return the learning rate of an experiment in place of its own, and its source.
 
-    The source names every setting in which the experiment differs from the one that the rate was
-    published for.
+    It is the one of ``optimizer.rates`` if that file has one, even where the user set a rate
+    (``is_set``), and otherwise that of the table. None keeps the experiment's own.
 
-    Args:
-        dataset: its name; ``glue/rte`` uses the rates of ``glue``.
-        method: its name.
-        lora_rank: the budget; up to 32 counts as the lower one.
-        iid: whether the partition is IID.
-        rates_like: the method whose rates apply if the tables do not have ``method``.
-        partition: ``partition.kind``; by default derived from ``iid``.
-        alpha: ``partition.alpha`` of a Dirichlet partition.
-        optimizer: ``optimizer.name``.
-        model: the backbone; None is the one of the table.
-
-    Returns:
-        ``(rate, source)``, or None if the tables have neither ``method`` nor ``rates_like``.
+    Raises:
+        InputError: The file of tuned rates cannot be read.
     """
+    return _tuned_rate(experiment) or (None if is_set else default_learning_rate(experiment))
+
+
+def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
+    """Return the rate of ``learning_rates.yaml`` and its source; None if the table has none.
+
+    ``glue/rte`` has the rates of ``glue``. A budget of rank 32 or less counts as the lower one. The
+    source names every setting in which the experiment differs from what the rate was published for.
+    """
+    dataset, method = experiment.data.name, experiment.method.name
+    partition, rank = experiment.partition, experiment.lora_rank
+    iid = partition.kind == "iid"
     table = _table()
     rows = table.get(dataset) or table.get(dataset.partition("/")[0]) or table["default"]
     unpublished = table["unpublished"]
-    known = next((m for m in (method, rates_like) if m in rows or m in unpublished), None)
+    like = method_class(method).rates_like
+    known = next((m for m in (method, like) if m in rows or m in unpublished), None)
     if known is None:
         return None
     borrowed = [] if known == method else [f"from {known}, for {method}"]
@@ -61,25 +52,24 @@ def default_learning_rate(
         rate, source = unpublished[known], f"our choice: no source names a rate for {known}"
     else:
         cells = rows[known]
-        column = (0 if iid else 2) + (0 if lora_rank <= 32 else 1)
+        column = (0 if iid else 2) + (0 if rank <= 32 else 1)
         rate, source = cells[column] if isinstance(cells, list) else cells, str(rows["source"])
-        if optimizer != "adam":
-            borrowed.append(f"from Adam, for {optimizer.upper()}")
+        if experiment.optimizer.name != "adam":
+            borrowed.append(f"from Adam, for {experiment.optimizer.name.upper()}")
         if "model" not in rows:  # not published
             source += f" {dataset}"
         else:
-            if lora_rank not in (32, 64):
-                borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {lora_rank}")
-            kind = partition or ("iid" if iid else "dirichlet")
+            if rank not in (32, 64):
+                borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {rank}")
             published_for = "iid" if iid or "partition" in rows else "dirichlet"
-            if kind != published_for:
+            if partition.kind != published_for:
                 article = "an" if published_for == "iid" else "a"
-                published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[kind]
+                published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[partition.kind]
                 borrowed.append(f"from {article} {published} partition, for {used}")
-            elif kind == "dirichlet" and alpha != PUBLISHED_ALPHA:
-                borrowed.append(f"from α = {PUBLISHED_ALPHA}, for {alpha:g}")
-            if model not in (None, rows["model"]):
-                borrowed.append(f"from {rows['model']}, for {model}")
+            elif partition.kind == "dirichlet" and partition.alpha != PUBLISHED_ALPHA:
+                borrowed.append(f"from α = {PUBLISHED_ALPHA}, for {partition.alpha:g}")
+            if experiment.model.name != rows["model"]:
+                borrowed.append(f"from {rows['model']}, for {experiment.model.name}")
     return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
 
 
@@ -109,14 +99,11 @@ class TunedRates(Section):
     rates: tuple[TunedRate, ...]
 
 
-def tuned_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
+def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
     """Return the rate that ``optimizer.rates`` has for an experiment, and its source.
 
     It has one if it was tuned for the dataset, the budget and the kind of partition, and for the
     method or the one that it borrows rates from. The source names what else differs.
-
-    Raises:
-        InputError: The file cannot be read.
     """
     optimizer, partition = experiment.optimizer, experiment.partition
     if optimizer.rates is None:
@@ -172,22 +159,6 @@ def _parse_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
         raise InputError(
             f"optimizer.rates={str(file)!r} is no file of tuned rates: {where}: {first['msg']}"
         ) from error
-
-
-def default_learning_rate_of(experiment: Experiment) -> tuple[float, str] | None:
-    """Return the :func:`default_learning_rate` of an experiment."""
-    method = experiment.method.name
-    return default_learning_rate(
-        experiment.data.name,
-        method,
-        experiment.lora_rank,
-        experiment.partition.kind == "iid",
-        rates_like=method_class(method).rates_like,
-        partition=experiment.partition.kind,
-        alpha=experiment.partition.alpha,
-        optimizer=experiment.optimizer.name,
-        model=experiment.model.name,
-    )
 
 
 @cache

@@ -25,7 +25,7 @@ from trishul_ray.config import SHORT_MODEL_NAMES
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
-from trishul_ray.experiment.learning_rates import default_learning_rate_of, tuned_learning_rate
+from trishul_ray.experiment.learning_rates import learning_rate
 from trishul_ray.experiment.yaml_files import (
     RepeatedKeyError,
     in_one_line,
@@ -167,9 +167,7 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
             budget="budget" not in user,
             weights="init" not in (user.get("model") or {}),
         )
-    rate = tuned_learning_rate(experiment)
-    if rate is None and "lr" not in (user.get("optimizer") or {}):
-        rate = default_learning_rate_of(experiment)
+    rate = learning_rate(experiment, is_set="lr" in (user.get("optimizer") or {}))
     # What it was read from is the source's to say: the run depends on the rate alone.
     read: dict[str, Any] = {"rates": None}
     if rate is not None:

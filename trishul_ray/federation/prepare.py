@@ -16,7 +16,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.from_python import PassedModel, passed_model
+from trishul_ray.models.passed import PassedModel, passed_model
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task

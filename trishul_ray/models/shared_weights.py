@@ -1,50 +1,40 @@
 """Share the weights of a frozen backbone between all processes of a machine.
 
 The prepared weights (read and checked, positions resized, cast to the run's precision) are written
-once to ``<cache>/weights/<key>.safetensors``. Every process builds the modules on the meta device
-and points them at the memory-mapped file. The pages exist once in the page cache, and the system
-can reclaim them. The mapping is private: a write copies the page and never reaches the file. A head
-that a run draws from its seed is not in the file; each process holds its own.
+once to ``<cache>/weights/<key>.pt``. Every process builds the modules on the meta device and points
+them at the memory-mapped file. The pages exist once in the page cache, and the system can reclaim
+them. The mapping is private: a write copies the page and never reaches the file. A head that a run
+draws from its seed is not in the file; each process holds its own.
 
-The file is an ordinary safetensors file whose tensors begin at multiples of 64 bytes, as PyTorch
-allocates them. At another alignment a matrix product may round differently.
+``torch.save`` lets tensors begin at multiples of 64 bytes, as PyTorch allocates them. At another
+alignment a matrix product may round differently.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from filelock import FileLock
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from trishul_ray.config import ModelConfig
 from trishul_ray.files import make_cache_folder, remove_unused, stamp
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
-from trishul_ray.models.lookup import source_files, weights_source
-from trishul_ray.models.weights import build_module, draw_head, draw_weights, load_checkpoint
-
-if TYPE_CHECKING:
-    from trishul_ray.models.backbone import Backbone, ModelKind
+from trishul_ray.models.lookup import ModelFiles, ModelKind, source_files, weights_source
+from trishul_ray.models.weights import build_module, build_weights, draw_head
 
 #: Part of every file's key. Raise it when the content of the files changes.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
-#: Folder of the prepared weights in the cache.
-FOLDER = "weights"
-
-#: Tensors begin at multiples of this many bytes.
-ALIGNMENT = 64
-
-_DTYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+#: Folder of the prepared weights in the cache, and the ending of their names.
+FOLDER, SUFFIX = "weights", ".pt"
 
 
 class Resident(NamedTuple):
@@ -64,133 +54,97 @@ class Resident(NamedTuple):
 
 
 def load_resident(
-    backbone: "Backbone", kind: "ModelKind", num_classes: int | None, *, seed: int
+    config: ModelConfig,
+    files: ModelFiles,
+    architecture: PretrainedConfig,
+    kind: ModelKind,
+    *,
+    seed: int,
+    cache: Path,
 ) -> Resident:
     """Load a backbone with shared weights; see :meth:`Backbone.load_resident`."""
-    config = backbone.model_config(kind, num_classes)
-    file = weights_file(backbone, config, kind, seed=seed)
+    key = weights_key(config, files, architecture, kind, seed=seed)
+    file = cache / FOLDER / f"{key}{SUFFIX}"
     make_cache_folder(file.parent)
-    resident = None
     # A second process waits at the lock for the file instead of making it again.
     with FileLock(file.with_suffix(".lock")):
-        if file.is_file():
-            resident = _map_model(file, backbone, config, kind, seed)
-        if resident is None:
-            if backbone.config.init == "random":
-                model, drawn = build_module(backbone, config, kind), list[str]()
-                draw_weights(model, seed)
-            else:
-                model, drawn = load_checkpoint(backbone, config, kind)
-            cast(model, run_dtype(backbone.config))
-            remove_unused_weights(backbone.places.cache)
-            state = {name: tensor for name, tensor in _tensors(model) if name not in drawn}
-            source = weights_source(backbone, getattr(config, "_commit_hash", None))
-            metadata = {"drawn": json.dumps(drawn), "source": source}
-            write_aligned(file, state, metadata)
-            del model, state
-            resident = _map_model(file, backbone, config, kind, seed)
-    if resident is None:
-        raise RuntimeError(f"{file} was written and cannot be read")
-    configure_compute(resident.model, backbone.config)
-    resident.model.eval()
-    return resident
+        if (stored := _map(file)) is None:
+            remove_unused_weights(cache)
+            model, drawn = build_weights(config, files, architecture, kind, seed)
+            cast(model, run_dtype(config))
+            commit = getattr(architecture, "_commit_hash", None)
+            source = weights_source(files, commit, drawn=config.init == "random")
+            _write(file, {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source})
+            del model
+            stored = _map(file)
+        if stored is None:
+            raise RuntimeError(f"{file} was written and cannot be read")
+        os.utime(file)
+    with torch.device("meta"):
+        model = build_module(config, architecture, kind)
+    drawn = stored["drawn"]
+    heads = {name: torch.empty(model.get_parameter(name).shape) for name in drawn}
+    _assign(model, stored["tensors"] | heads)
+    set_head(model, drawn, seed, run_dtype(config))
+    configure_compute(model, config)
+    return Resident(model.eval(), stored["source"], tuple(drawn))
 
 
-def weights_file(
-    backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind", *, seed: int
-) -> Path:
-    """Return the path of the prepared weights, named by everything that determines them.
+def weights_key(
+    config: ModelConfig,
+    files: ModelFiles,
+    architecture: PretrainedConfig,
+    kind: ModelKind,
+    *,
+    seed: int,
+) -> str:
+    """Return a hash of everything that determines the prepared weights.
 
-    The seed determines random weights. A head drawn for a checkpoint is not in the file.
+    The seed determines random weights. A head drawn for a checkpoint is not among them.
     """
-    location = backbone.location
-    if backbone.config.init == "random":
-        source: Any = ["seed", seed, weights_source(backbone, None)]
+    location = files.location
+    if config.init == "random":
+        source: Any = ["seed", seed, weights_source(files, None, drawn=True)]
     elif isinstance(location, Path):
         # Not by content: hashing gigabytes in every process would take longer than mapping them.
         source = [str(location.resolve()), [(f.name, *stamp(f)) for f in source_files(location)]]
     else:
-        source = [location, getattr(config, "_commit_hash", None)]
+        source = [location, getattr(architecture, "_commit_hash", None)]
     key = [
         FORMAT_VERSION,
         [torch.__version__, transformers.__version__],
         source,
         kind,
-        backbone.config.precision,
-        backbone.config.image_size,
-        config.to_json_string(),
+        config.precision,
+        config.image_size,
+        architecture.to_json_string(),
     ]
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return backbone.places.cache / FOLDER / f"{digest}.safetensors"
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def write_aligned(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose tensors begin at multiples of 64 bytes.
-
-    A tensor (on the CPU) whose size is no such multiple is followed by padding bytes, stored as a
-    tensor named ``pad.NAME``. The file is written under a temporary name and renamed.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-
-    def add(name: str, dtype: str, shape: list[int], size: int) -> None:
-        nonlocal offset
-        end = offset + size
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        add(name, _DTYPES[tensor.dtype], list(tensor.shape), size)
-        if padding := -offset % ALIGNMENT:
-            add(f"pad.{name}", "U8", [padding], padding)
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+def _write(file: Path, content: dict[str, Any]) -> None:
+    """Write under a temporary name and rename, so that no process maps a part of a file."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as sink:
-            sink.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-                sink.write(data.data)
-                sink.write(b"\0" * (-data.nbytes % ALIGNMENT))
+        torch.save(content, temporary)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer, also non-persistent ones, once, under its first name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _map_model(
-    file: Path, backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind", seed: int
-) -> Resident | None:
-    """Return the model on the mapped file, or None if the file does not fit the model."""
-    with torch.device("meta"):
-        model = build_module(backbone, config, kind)
+def _map(file: Path) -> dict[str, Any] | None:
+    """Return the content of a file, with tensors in its mapping; None if there is none, or part."""
     try:
-        with safe_open(file, "pt") as stored:
-            metadata = stored.metadata() or {}
-            drawn, source = list(json.loads(metadata["drawn"])), metadata["source"]
-            tensors = {
-                name: stored.get_tensor(name)
-                for name in stored.keys()  # noqa: SIM118  # not a dict
-                if not name.startswith("pad.")
-            }
-    except (SafetensorError, OSError, KeyError, ValueError):
+        content: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
         return None
-    expected = {name: tensor.shape for name, tensor in _tensors(model) if name not in drawn}
-    if expected != {name: tensor.shape for name, tensor in tensors.items()}:
-        return None
-    for name in drawn:
-        tensors[name] = torch.empty(model.get_parameter(name).shape)
-    _replace_tensors(model, tensors)
-    set_head(model, drawn, seed, run_dtype(backbone.config))
-    os.utime(file)
-    return Resident(model, source, tuple(drawn))
+    return content if content.keys() == {"tensors", "drawn", "source"} else None
+
+
+def _tensors(model: nn.Module, drawn: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return every parameter and buffer, also non-persistent ones, once, under its first name."""
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named.items() if name not in drawn}
 
 
 def set_head(model: nn.Module, names: Sequence[str], seed: int, dtype: torch.dtype) -> None:
@@ -205,26 +159,15 @@ def set_head(model: nn.Module, names: Sequence[str], seed: int, dtype: torch.dty
         parameter.data = parameter.data.to(device, dtype)
 
 
-def _replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the model's tensors by ``tensors``, under every name that a tensor has."""
-    names = {id(tensor): name for name, tensor in _tensors(model)}
-    parameters = {n: nn.Parameter(tensors[n]) for n, _ in model.named_parameters()}
-    # Keep the old tensors alive: a new one must not get the id of an old one, or tied weights
-    # would come apart.
-    old = list(_tensors(model))
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = parameters[names[id(parameter)]]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = tensors[names[id(buffer)]]
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise RuntimeError(
-                    f"{type(module).__name__}.{name} is neither parameter nor buffer"
-                )
-    del old
+def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors in the place of those of a model of transformers on the meta device."""
+    model.load_state_dict(tensors, assign=True, strict=False)
+    model.tie_weights()
+    for name in dict(model.named_buffers()).keys() & tensors.keys():  # those that are not saved
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module)._buffers[last] = tensors[name]
+    if left := [name for name, tensor in _tensors(model).items() if tensor.is_meta]:
+        raise RuntimeError(f"{type(model).__name__}: {left[0]} is not among the prepared weights")
 
 
 def remove_unused_weights(cache: Path) -> list[Path]:
@@ -233,4 +176,4 @@ def remove_unused_weights(cache: Path) -> list[Path]:
     Returns:
         The files that were removed.
     """
-    return remove_unused((cache / FOLDER).glob("*.safetensors"))
+    return remove_unused((cache / FOLDER).glob(f"*{SUFFIX}"))

@@ -1,41 +1,60 @@
-"""Load tokenizers: fast ones only, without running any code of a checkpoint."""
+"""Load tokenizers: fast ones only, without running code of a checkpoint; and the built-in one."""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models.builtin import BUILTINS, byte_tokenizer
-from trishul_ray.models.lookup import READ_ERRORS, reading_from
+from trishul_ray.models.builtin import (
+    BOS,
+    BUILTINS,
+    CLS,
+    EOS,
+    MASK,
+    PAD,
+    SENTINELS,
+    SEP,
+    SPECIAL_TOKENS,
+    UNK,
+)
+from trishul_ray.models.lookup import ModelFiles
 
-if TYPE_CHECKING:
-    from trishul_ray.models.backbone import Backbone
+#: Special tokens around one text, and around a pair, by model type.
+_TEMPLATES = {
+    "bert": ("<cls> $A <sep>", "<cls> $A <sep> $B <sep>"),
+    "t5": ("$A </s>", "$A </s> $B </s>"),
+    "llama": ("<s> $A", "<s> $A $B"),
+}
 
 
-def load_tokenizer(backbone: "Backbone") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a backbone; see :attr:`Backbone.tokenizer`, also for the errors."""
-    name = backbone.name
+def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """Return the fast tokenizer; without a padding token of its own it pads with its end token.
+
+    Raises:
+        InputError: The model cannot be found, takes no text, or has no tokenizer files.
+        CorruptFileError: A tokenizer file of a local folder is not readable.
+    """
+    name, location = files.name, files.location
     if name in BUILTINS:
         model_type = BUILTINS[name].model_type
         if model_type == "vit":
             raise InputError(f"model.name={name!r} classifies images: it takes no text")
         return byte_tokenizer(model_type)
-    location = backbone.location
     if isinstance(location, Path):
         _check_file(location / "tokenizer.json")
-    with reading_from(location):
-        try:
+    try:
+        with files.reading(ImportError):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 location, trust_remote_code=False, use_fast=True
             )
-        except (*READ_ERRORS, ImportError) as error:
-            if isinstance(location, Path) and not list(location.glob("*token*")):
-                raise _missing_files(name, location) from error
-            raise backbone.load_error(error) from error
+    except CorruptFileError as error:
+        if isinstance(location, Path) and not list(location.glob("*token*")):
+            raise _missing_files(name, location) from error
+        raise
     if not tokenizer.is_fast:
         raise InputError(
             f"model.name={name!r}: {location} has no fast tokenizer (tokenizer.json), and other "
@@ -93,4 +112,42 @@ def _missing_files(name: str, location: Path | str) -> InputError:
     return InputError(
         f"model.name={name!r}: no tokenizer in {location}: tokenizer.json (or the vocabulary files "
         "of its family) must be beside config.json"
+    )
+
+
+def _byte_characters() -> list[str]:
+    """Return the visible character that byte-level tokenizers write for each byte, in byte order.
+
+    Printable Latin-1 bytes map to their own characters, the other 68 in order to U+0100 and on
+    (Radford et al. 2019).
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+
+
+def byte_tokenizer(model_type: str) -> PreTrainedTokenizerBase:
+    """Return the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
+    sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
+    pieces = [*SPECIAL_TOKENS, *_byte_characters(), *sentinels]
+    fast = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    single, pair = _TEMPLATES[model_type]
+    special = [(token, i) for i, token in enumerate(SPECIAL_TOKENS)]
+    fast.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=special
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        pad_token=SPECIAL_TOKENS[PAD],
+        eos_token=SPECIAL_TOKENS[EOS],
+        unk_token=SPECIAL_TOKENS[UNK],
+        cls_token=SPECIAL_TOKENS[CLS],
+        sep_token=SPECIAL_TOKENS[SEP],
+        bos_token=SPECIAL_TOKENS[BOS],
+        mask_token=SPECIAL_TOKENS[MASK],
+        additional_special_tokens=sentinels,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
     )

@@ -6,7 +6,7 @@ configuration and the seed alone; torch's global random state is neither read no
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,19 +21,16 @@ from transformers import (
 )
 
 from trishul_ray.adapters.targets import classifier_parameters
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.models.lookup import READ_ERRORS, quiet_transformers, reading_from
+from trishul_ray.models.lookup import ModelFiles, ModelKind, quiet_transformers
 from trishul_ray.rng import torch_rng
-
-if TYPE_CHECKING:
-    from trishul_ray.models.backbone import Backbone, ModelKind
-
 
 #: Standard deviation of drawn weights where the architecture names none.
 INIT_STD = 0.02
 
 # The auto classes of transformers have no types.
-_AUTO_CLASSES: "dict[ModelKind, Any]" = {
+_AUTO_CLASSES: dict[ModelKind, Any] = {
     "image-classification": AutoModelForImageClassification,
     "sequence-classification": AutoModelForSequenceClassification,
     "seq2seq-lm": AutoModelForSeq2SeqLM,
@@ -41,7 +38,7 @@ _AUTO_CLASSES: "dict[ModelKind, Any]" = {
 }
 
 #: What a model of each kind can do, for messages.
-_ABILITIES: "dict[ModelKind, str]" = {
+_ABILITIES: dict[ModelKind, str] = {
     "image-classification": "classify images",
     "sequence-classification": "classify texts",
     "seq2seq-lm": "answer text with text",
@@ -49,35 +46,53 @@ _ABILITIES: "dict[ModelKind, str]" = {
 }
 
 
-def check_kind(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind") -> None:
+def check_kind(name: str, architecture: PretrainedConfig, kind: ModelKind) -> None:
     """Raise InputError unless transformers has a model of this kind for the architecture."""
-    if type(config) not in _AUTO_CLASSES[kind]._model_mapping:
+    if type(architecture) not in _AUTO_CLASSES[kind]._model_mapping:
         raise InputError(
-            f"model.name={backbone.name!r} is a {config.model_type} model, which does not "
+            f"model.name={name!r} is a {architecture.model_type} model, which does not "
             f"{_ABILITIES[kind]}"
         )
 
 
-def build_module(backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind") -> nn.Module:
+def build_module(config: ModelConfig, architecture: PretrainedConfig, kind: ModelKind) -> nn.Module:
     """Build the modules on the current default device, in float32, with arbitrary weights.
 
     Raises:
         InputError: The architecture cannot be used as this kind, or its values are inconsistent.
     """
-    check_kind(backbone, config, kind)
+    check_kind(config.name, architecture, kind)
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            model: nn.Module = _AUTO_CLASSES[kind].from_config(config, dtype=torch.float32)
+            model: nn.Module = _AUTO_CLASSES[kind].from_config(architecture, dtype=torch.float32)
     except ValueError as error:
         reason = first_line(error)
-        raise InputError(f"model.name={backbone.name!r} cannot be built: {reason}") from error
-    if backbone.config.image_size is not None:
-        resize_positions(model, backbone.config.image_size)
+        raise InputError(f"model.name={config.name!r} cannot be built: {reason}") from error
+    if config.image_size is not None:
+        resize_positions(model, config.image_size)
     return model
 
 
+def build_weights(
+    config: ModelConfig,
+    files: ModelFiles,
+    architecture: PretrainedConfig,
+    kind: ModelKind,
+    seed: int,
+) -> tuple[nn.Module, list[str]]:
+    """Return the model with drawn weights or those of its checkpoint; as :func:`load_checkpoint`.
+
+    The parameters that must be drawn are left as they are.
+    """
+    if config.init == "pretrained":
+        return load_checkpoint(config, files, architecture, kind)
+    model = build_module(config, architecture, kind)
+    draw_weights(model, seed)
+    return model, []
+
+
 def load_checkpoint(
-    backbone: "Backbone", config: PretrainedConfig, kind: "ModelKind"
+    config: ModelConfig, files: ModelFiles, architecture: PretrainedConfig, kind: ModelKind
 ) -> tuple[nn.Module, list[str]]:
     """Return the model with the checkpoint's weights, and the parameters that must be drawn.
 
@@ -91,38 +106,35 @@ def load_checkpoint(
         InputError: The checkpoint cannot be found.
         CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
     """
-    checkpoint = backbone.checkpoint
-    with reading_from(checkpoint), torch.random.fork_rng(devices=[]):
-        try:
-            model, info = _AUTO_CLASSES[kind].from_pretrained(
-                checkpoint,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except (*READ_ERRORS, RuntimeError, SafetensorError) as error:
-            raise backbone.load_error(error) from error
+    checkpoint = files.location
+    with files.reading(RuntimeError, SafetensorError), torch.random.fork_rng(devices=[]):
+        model, info = _AUTO_CLASSES[kind].from_pretrained(
+            checkpoint,
+            config=architecture,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
     # A classification head may be new; a language model's head is part of what was pretrained.
     optional = set(classifier_parameters(model)) if kind.endswith("classification") else set()
     lost = sorted(missing - optional)
     if lost:
         raise CorruptFileError(
-            f"model.name={backbone.name!r}: checkpoint {checkpoint} lacks {len(lost)} tensors of "
+            f"model.name={config.name!r}: checkpoint {checkpoint} lacks {len(lost)} tensors of "
             f"its architecture, or has them in another shape; the first is {lost[0]}"
         )
     for name, tensor in model.state_dict().items():
         floating = name not in missing and tensor.is_floating_point()
         if floating and not torch.isfinite(tensor).all():
             raise CorruptFileError(
-                f"model.name={backbone.name!r}: tensor {name} of checkpoint {checkpoint} holds NaN "
+                f"model.name={config.name!r}: tensor {name} of checkpoint {checkpoint} holds NaN "
                 "or infinity"
             )
-    if backbone.config.image_size is not None:
-        resize_positions(model, backbone.config.image_size)
+    if config.image_size is not None:
+        resize_positions(model, config.image_size)
     return model, head_to_draw(model, missing)
 
 

@@ -22,8 +22,9 @@ from trishul_ray.data.dataset import ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.files import complete_folder, make_cache_folder
-from trishul_ray.models.builtin import BUILTINS, Builtin, byte_tokenizer
+from trishul_ray.models.builtin import BUILTINS, Builtin
 from trishul_ray.models.lookup import quiet_transformers
+from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.pretrain.objectives import (
     classification_task,
     new_backbone,

@@ -17,9 +17,10 @@ from transformers import PretrainedConfig
 from trishul_ray.adapters.export import merge_trained, save_module
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.workbench import ModelBench
-from trishul_ray.models.backbone import Backbone, ModelKind
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.from_python import PythonBackbone
+from trishul_ray.models.lookup import ModelKind
+from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.version import __version__
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from trishul_ray.data.dataset import DatasetInfo, Kind
     from trishul_ray.data.prepare import Encoder
     from trishul_ray.experiment import Experiment
-    from trishul_ray.models.backbone import Backbone, ModelKind
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.models.lookup import ModelKind
     from trishul_ray.tasks.text import TokenizerRef
 
 

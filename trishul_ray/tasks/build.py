@@ -4,14 +4,15 @@ from typing import TYPE_CHECKING
 
 from trishul_ray.data.dataset import DatasetInfo, Kind
 from trishul_ray.errors import InputError
-from trishul_ray.models.backbone import Backbone, ModelKind
 from trishul_ray.tasks.base import Task, task_classes
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.models.lookup import ModelKind
 
 #: Description of each family of backbones, for messages.
-_FAMILY_NAMES: dict[ModelKind, str] = {
+_FAMILY_NAMES: "dict[ModelKind, str]" = {
     "image-classification": "a model of images",
     "sequence-classification": "an encoder",
     "seq2seq-lm": "an encoder-decoder",
@@ -20,7 +21,7 @@ _FAMILY_NAMES: dict[ModelKind, str] = {
 #: Description of each kind of rows, for messages.
 _ROW_NAMES: dict[Kind, str] = {"image": "images", "text": "texts", "qa": "questions"}
 #: Kind of task for ``task.kind=auto``, by family.
-_DEFAULT_TASK_KIND: dict[ModelKind, str] = {
+_DEFAULT_TASK_KIND: "dict[ModelKind, str]" = {
     "image-classification": "classification",
     "sequence-classification": "classification",
     "seq2seq-lm": "text2text",
@@ -37,7 +38,7 @@ _UNREAD: dict[tuple[str, Kind], tuple[str, ...]] = {
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
 
-def build_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> Task:
+def build_task(experiment: "Experiment", info: DatasetInfo, backbone: "Backbone") -> Task:
     """Build the task of an experiment. Reads configurations and tokenizers, but no weights.
 
     Raises:
@@ -51,7 +52,7 @@ def build_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) 
 
 
 def unread_fields(
-    experiment: "Experiment", info: DatasetInfo, backbone: Backbone
+    experiment: "Experiment", info: DatasetInfo, backbone: "Backbone"
 ) -> frozenset[str]:
     """Return the fields of the section ``task`` that the task of an experiment does not read.
 
@@ -62,7 +63,7 @@ def unread_fields(
     return frozenset(f"task.{name}" for name in _UNREAD.get((chosen, info.kind), ()))
 
 
-def _choose_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone) -> type[Task]:
+def _choose_task(experiment: "Experiment", info: DatasetInfo, backbone: "Backbone") -> type[Task]:
     """Return the class of the task, or raise an InputError that says what is supported."""
     kind, family = experiment.task.kind, backbone.family
     described = f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
@@ -101,7 +102,7 @@ def _choose_task(experiment: "Experiment", info: DatasetInfo, backbone: Backbone
     return task
 
 
-def _check_length(experiment: "Experiment", backbone: Backbone) -> None:
+def _check_length(experiment: "Experiment", backbone: "Backbone") -> None:
     """Reject rows longer than the model's positions (T5's are relative: any length)."""
     architecture = backbone.architecture
     positions = getattr(architecture, "max_position_embeddings", None)

@@ -16,26 +16,20 @@ import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
-from trishul_ray.models.lookup import Preprocessing
+from trishul_ray.models.lookup import PASSED, ModelFiles, ModelKind, Preprocessing
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import tokenizer_key
-
-if TYPE_CHECKING:
-    from trishul_ray.config import ModelConfig
-    from trishul_ray.models.backbone import ModelKind
-
-#: Beginning of the names of models that are passed from Python.
-PREFIX = "python"
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = No
         InputError: A layer has no weights yet, the model cannot be copied, or the tokenizer is none
             of transformers' fast ones.
     """
-    name = f"{PREFIX}:{type(module).__name__}"
+    name = f"{PASSED}:{type(module).__name__}"
     fast = isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast
     if tokenizer is not None and not fast:
         raise InputError(
@@ -91,13 +85,13 @@ def remember(passed: PassedModel) -> PassedModel:
     return _passed.setdefault(passed.content, passed)
 
 
-def passed_model(config: "ModelConfig") -> PassedModel | None:
+def passed_model(config: ModelConfig) -> PassedModel | None:
     """Return the passed model that a configuration names; None if it names another kind of model.
 
     Raises:
         InputError: It was not passed to this process.
     """
-    if not config.name.startswith(f"{PREFIX}:"):
+    if not config.name.startswith(f"{PASSED}:"):
         return None
     if config.content_hash in _passed:
         return _passed[config.content_hash]
@@ -137,7 +131,7 @@ class PythonConfig(PretrainedConfig):
     model_type = "python"
 
 
-class PythonBackbone(Backbone, prefix=PREFIX):
+class PythonBackbone(Backbone, prefix=PASSED):
     """A backbone that was passed from Python."""
 
     @cached_property
@@ -148,9 +142,9 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         return passed
 
     @property
-    def location(self) -> str:
-        """The name: there are no files."""
-        return self.name
+    def files(self) -> ModelFiles:
+        """No files: the name alone."""
+        return ModelFiles(self.name, self.name, None)
 
     @cached_property
     def architecture(self) -> PretrainedConfig:
@@ -164,7 +158,7 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         return config
 
     @property
-    def family(self) -> "ModelKind":
+    def family(self) -> ModelKind:
         """Images, or texts if it came with a tokenizer."""
         return (
             "image-classification" if self.passed.tokenizer is None else "sequence-classification"
@@ -185,31 +179,27 @@ class PythonBackbone(Backbone, prefix=PREFIX):
         return Preprocessing(size, getattr(own, "num_channels", None), None, None)
 
     def meta_model(
-        self, kind: "ModelKind | None" = None, num_classes: int | None = None
+        self, kind: ModelKind | None = None, num_classes: int | None = None
     ) -> nn.Module:
         """Return the modules on the meta device."""
         return copy.deepcopy(self.passed.module).to("meta")
 
-    def load(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> nn.Module:
+    def load(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> nn.Module:
         """Return a copy of the model in float32; the seed draws nothing."""
         return self._copy(kind, torch.float32)
 
-    def load_resident(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> Resident:
+    def load_resident(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Resident:
         """Return a copy of the model in the run's precision."""
         model = self._copy(kind, run_dtype(self.config))
         if isinstance(getattr(model, "config", None), PretrainedConfig):
             configure_compute(model, self.config)
         return Resident(model, self.passed.content, ())
 
-    def resident_key(self, kind: "ModelKind", num_classes: int | None, *, seed: int) -> Hashable:
+    def resident_key(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Hashable:
         """Return what the weights depend on."""
         return self.passed.content
 
-    def local_source(self) -> str | None:
-        """Return the content of the model."""
-        return self.passed.content
-
-    def _copy(self, kind: "ModelKind", dtype: torch.dtype) -> nn.Module:
+    def _copy(self, kind: ModelKind, dtype: torch.dtype) -> nn.Module:
         if kind != self.family:
             raise InputError(
                 f"model.name={self.name!r} was passed from Python, which can {self.family}, not "
