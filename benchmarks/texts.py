@@ -22,7 +22,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.pretrain.training import ensure_pretrained
+from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.figures.curves import draw_curves, metric_of_run
 from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.tracking.progress import RunProgress

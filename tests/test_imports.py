@@ -26,11 +26,10 @@ MAY_IMPORT = {
     "methods": {"adapters", "config", "spectral"},
     "storage": set(),
     "data": {"config"},
-    "models": {"adapters", "config"},
+    "models": {"adapters", "config", "data"},
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
     "experiment": {"adapters", "config", "data", "methods", "models"},
     "tasks": {"config", "data", "models"},
-    "pretrain": {"config", "data", "models", "tasks"},
     "tracking": {"config"},
 }
 #: The Python interface, which everything else leaves alone.
@@ -46,7 +45,7 @@ MAY_NOT_IMPORT = {
 }
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {
-    "ray": ("federation.on_ray.", "sweeps.", "pretrain.", "cli.", "jobs."),
+    "ray": ("federation.on_ray.", "sweeps.", "models.pretraining.", "cli.", "jobs."),
     "mlflow": ("tracking.",),
     "datasets": ("data.",),
 }

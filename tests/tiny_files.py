@@ -3,8 +3,8 @@
 from safetensors.torch import load_file, save_file
 
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.models.pretraining import new_backbone
 from trishul_ray.models.tokenizers import byte_tokenizer
-from trishul_ray.pretrain.objectives import new_backbone
 
 #: The overrides of a run of seconds on texts, in this process.
 TINY_TEXT = [

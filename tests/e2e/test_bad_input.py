@@ -151,7 +151,7 @@ def test_nan_weights_are_named(trishul, tmp_path, cache):
     from safetensors.torch import load_file, save_file
 
     from trishul_ray.models.builtin import BUILTINS
-    from trishul_ray.pretrain.objectives import new_backbone
+    from trishul_ray.models.pretraining import new_backbone
 
     folder = tmp_path / "model"
     new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)
@@ -167,7 +167,7 @@ def test_nan_weights_are_named(trishul, tmp_path, cache):
 
 def test_a_truncated_model_file_is_named(trishul, tmp_path):
     from trishul_ray.models.builtin import BUILTINS
-    from trishul_ray.pretrain.objectives import new_backbone
+    from trishul_ray.models.pretraining import new_backbone
 
     folder = tmp_path / "model"
     new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)

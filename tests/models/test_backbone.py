@@ -25,7 +25,7 @@ from trishul_ray.config import ModelConfig, Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.federation.prepare import image_size_line
-from trishul_ray.models import lookup
+from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
 
@@ -223,8 +223,10 @@ def test_names_that_lead_nowhere_are_refused(saved):
 def test_a_backbone_is_resolved_once_and_pickles_as_configuration_and_places(saved, monkeypatch):
     backbone = Backbone(ModelConfig(name="owner/vit"), Places(saved, saved / "hub"))
     searched = []
-    find_model = lookup.find_model
-    monkeypatch.setattr(lookup, "find_model", lambda *a: searched.append(a) or find_model(*a))
+    find_model = backbone_module.find_model
+    monkeypatch.setattr(
+        backbone_module, "find_model", lambda *a: searched.append(a) or find_model(*a)
+    )
     before = backbone.architecture.to_dict()
     assert backbone.family == "image-classification" and backbone.preprocessing.image_size == 8
     assert backbone.meta_model(None, 3).config.num_labels == 3

@@ -15,7 +15,7 @@ from trishul_ray.files import KEPT_SECONDS
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
-from trishul_ray.pretrain.objectives import new_backbone
+from trishul_ray.models.pretraining import new_backbone
 
 ROOT = Path(__file__).parents[2]
 KINDS = [

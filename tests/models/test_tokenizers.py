@@ -14,9 +14,8 @@ from trishul_ray.models.builtin import (
     FIRST_SENTINEL,
     PAD,
     VOCABULARY,
-    byte_tokenizer,
 )
-from trishul_ray.models.tokenizers import tokenizer_key
+from trishul_ray.models.tokenizers import byte_tokenizer, tokenizer_key
 
 TEXT = "Grüße, 世界! \n\t<b> ~ \x00"
 FAMILIES = {"bert-tiny": "bert", "t5-tiny": "t5", "llama-tiny": "llama"}

@@ -30,8 +30,8 @@ def pretrain(
     """
     from trishul_ray.config import Places
     from trishul_ray.federation.on_ray.session import ray_session
-    from trishul_ray.pretrain.training import get_builtin
-    from trishul_ray.pretrain.training import pretrain as train
+    from trishul_ray.models.pretraining import get_builtin
+    from trishul_ray.models.pretraining import pretrain as train
     from trishul_ray.tracking.progress import RunProgress
 
     builtin = get_builtin(name, dataset)

@@ -41,7 +41,7 @@ from trishul_ray.methods.base import (
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.passed import remember
-from trishul_ray.pretrain.training import ensure_pretrained
+from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task

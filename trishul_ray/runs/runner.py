@@ -43,8 +43,8 @@ from trishul_ray.federation.prepare import Prepared, coverage_of, image_size_lin
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import method_class
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.plugins import find_plugin
-from trishul_ray.pretrain.training import ensure_pretrained
 from trishul_ray.redaction import redact
 from trishul_ray.runs.duration import DurationNote
 from trishul_ray.runs.related import extend_shorter, note_differences

@@ -34,7 +34,7 @@ from trishul_ray.federation.on_ray.slices import Slices, plan_slices
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.pretrain.training import ensure_pretrained
+from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.outcomes import Status
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import TuneOptions, sampling_space

@@ -19,17 +19,15 @@ from trishul_ray.models.builtin import (
     MASK,
     SEP,
 )
-from trishul_ray.pretrain.objectives import (
+from trishul_ray.models.pretraining import (
     REMOVED_SPANS,
     byte_tokens,
     causal_batch,
     denoising_batch,
-    masked_batch,
-    new_backbone,
-)
-from trishul_ray.pretrain.training import (
     ensure_pretrained,
     get_builtin,
+    masked_batch,
+    new_backbone,
     save_backbone,
     train_backbone,
 )

@@ -1,1 +1,0 @@
-"""Central pretraining of the built-in backbones."""
