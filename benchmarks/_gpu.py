@@ -18,7 +18,7 @@ from trishul_ray.data.partition import partition
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.local import LocalSteps
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared, prepare_run
 from trishul_ray.federation.workbench import Workbench, new_run
 from trishul_ray.models.builtin import BUILTINS
@@ -140,7 +140,7 @@ def text(place: Place, kind: str, *overrides: str) -> tuple[Experiment, Prepared
 
 def first_steps(bench: Workbench) -> LocalSteps:
     """The local steps of client 0 in round 1; compute them inside ``bound()``."""
-    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
     return LocalSteps(bench, new_run(bench, start, 1, 0), TrainJob(round=1, client=0))
 
 

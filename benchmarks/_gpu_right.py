@@ -65,8 +65,8 @@ def against_the_cpu(place: Place) -> Section:
         here = run(place, f"{method}-here", *common)
         there = run(place, f"{method}-cpu", *common, "resources.device=cpu")
         assert here is not None and there is not None
-        difference = float(np.abs(here.state["shared"] - there.state["shared"]).max())
-        largest = float(np.abs(there.state["shared"]).max())
+        difference = float(np.abs(here.state.shared - there.state.shared).max())
+        largest = float(np.abs(there.state.shared).max())
         rows.append([method, f"{difference:.1e}", f"{largest:.2g}"])
         worst = max(worst, difference)
     return Section(

@@ -19,7 +19,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.on_ray.slices import cap_device_memory
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.workbench import build_workbench
@@ -94,7 +94,7 @@ def answer_requests(
     if device.type == "cuda":
         cap_device_memory(cap)
     bench = build_workbench(experiment, prepared)
-    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
     connection.send({"ready": True})
     if cap and device.type == "cpu":
         limit_address_space()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.workbench import Workbench, build_workbench
 
@@ -157,7 +157,7 @@ def time_steps(experiment: Experiment, prepared: Prepared, steps: int) -> Steps:
     fed = experiment.federation.model_copy(update={"local_steps": steps + 2})
     experiment = experiment.model_copy(update={"federation": fed})
     bench = build_workbench(experiment, prepared)
-    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
     clocked = _Clocked(bench)
     train_client(bench, start, TrainJob(round=1, client=0))
     found = clocked.steps

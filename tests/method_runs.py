@@ -1,8 +1,10 @@
 """Runs of methods without Ray, for the tests of methods."""
 
-from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
+import numpy as np
+
+from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
@@ -47,14 +49,12 @@ def weights_of(inline, broadcast):
 
 def same_run(executor, tmp_path, first, second):
     results = [run(executor(*options), tmp_path) for options in (first, second)]
-    assert state_digest({"shared": results[0].state["shared"]}) == state_digest(
-        {"shared": results[1].state["shared"]}
-    )
+    np.testing.assert_array_equal(results[0].state.shared, results[1].state.shared)
 
 
 def initial_state(inline):
     bench = inline.bench
-    return to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    return bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
 
 
 def one_round(inline, clients=(0, 1, 2)):
@@ -63,5 +63,5 @@ def one_round(inline, clients=(0, 1, 2)):
     uploads = [train_client(bench, before, TrainJob(1, c))[0] for c in clients]
     weighting = bench.settings.federation.weighting
     reducer = Reducer(bench.method, bench.model.layout, weighting, blueprint.expected)
-    mean, trained = finish(partial_sum(uploads, reducer), before, blueprint.expected)
+    mean, trained = finish(partial_sum(uploads, reducer), before, reducer)
     return uploads, mean, trained

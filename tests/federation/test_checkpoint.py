@@ -7,8 +7,19 @@ import time
 import numpy as np
 import pytest
 
-from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
+from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, arrays_digest
+from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
+
+
+def state_of(fill):
+    def some():
+        return np.full(5, fill, np.float32)
+
+    return State(
+        some(), {"control": some()}, {"block.0.q": some()}, {"block.0.q": {"basis": some()}},
+        {"block.1": some()},
+    )  # fmt: skip
 
 
 def make(round_number, fill=1.0):
@@ -16,7 +27,7 @@ def make(round_number, fill=1.0):
         experiment_id="abc",
         attempt="a1",
         round=round_number,
-        state={"shared": np.full(5, fill, np.float32)},
+        state=state_of(fill),
         client_states={3: {"variate": np.arange(4, dtype=np.float32)}},
         records=[{"round": 0, "accuracy": 0.5}, {"round": 1, "refused": {"2": "why"}}],
         spectra={"before": np.ones((2, 3))},
@@ -35,7 +46,7 @@ def test_round_trip(store):
     restored = store.newest()
     original = make(1)
     assert (restored.round, restored.attempt, restored.records) == (1, "a1", original.records)
-    np.testing.assert_array_equal(restored.state["shared"], original.state["shared"])
+    assert restored.state.map(np.ndarray.tobytes) == original.state.map(np.ndarray.tobytes)
     np.testing.assert_array_equal(
         restored.client_states[3]["variate"], original.client_states[3]["variate"]
     )
@@ -50,7 +61,7 @@ def test_the_newest_are_kept_and_a_round_is_replaced(store):
     store.save(make(3, fill=2.0))
     names = store.store.names()
     assert [n[:12] for n in names] == ["round-000002", "round-000003"]
-    assert store.newest().state["shared"][0] == 2.0
+    assert store.newest().state.shared[0] == 2.0
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
@@ -90,13 +101,14 @@ def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path)
     script = (
         "import sys, numpy as np\n"
         "from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore\n"
+        "from trishul_ray.methods.base import State\n"
         "from trishul_ray.storage import Store\n"
         "store = CheckpointStore(Store.open(sys.argv[1]), 'x')\n"
         "restored = store.newest()\n"
         "number = restored.round if restored else 0\n"
         "while True:\n"
         "    number += 1\n"
-        "    state = {'shared': np.full(2_000_000, number, np.float32)}\n"
+        "    state = State(np.full(2_000_000, number, np.float32))\n"
         "    store.save(Checkpoint('x', 'a', number, state))\n"
         "    print(number, flush=True)\n"
     )
@@ -113,12 +125,12 @@ def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path)
         restored = store.newest()
         assert restored.round >= saved
         assert store.skipped == []
-        assert set(restored.state["shared"].tolist()) == {float(restored.round)}
+        assert set(restored.state.shared.tolist()) == {float(restored.round)}
 
 
 def test_the_digest_depends_on_names_dtypes_and_values():
     base = {"a": np.zeros(3, np.float32)}
-    assert state_digest(base) == state_digest({"a": np.zeros(3, np.float32)})
-    assert state_digest(base) != state_digest({"b": np.zeros(3, np.float32)})
-    assert state_digest(base) != state_digest({"a": np.zeros(3, np.float64)})
-    assert state_digest(base) != state_digest({"a": np.array([0, 0, 1], np.float32)})
+    assert arrays_digest(base) == arrays_digest({"a": np.zeros(3, np.float32)})
+    assert arrays_digest(base) != arrays_digest({"b": np.zeros(3, np.float32)})
+    assert arrays_digest(base) != arrays_digest({"a": np.zeros(3, np.float64)})
+    assert arrays_digest(base) != arrays_digest({"a": np.array([0, 0, 1], np.float32)})

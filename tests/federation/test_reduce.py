@@ -17,7 +17,7 @@ from trishul_ray.federation.reduce import (
     rejection_reason,
     unit_sizes,
 )
-from trishul_ray.methods.base import method_class
+from trishul_ray.methods.base import State, method_class
 
 UNITS = np.array([4, 4, 9, 3])
 EXPECTED = Expected({"shared": 20}, UNITS)
@@ -34,7 +34,7 @@ def uploads_of(count, seed=0, masked=False):
         Upload(
             client=c,
             rows=int(rng.integers(1, 100)),
-            arrays={"shared": rng.normal(size=20).astype(np.float32)},
+            arrays=State(rng.normal(size=20).astype(np.float32)),
             active=rng.random(4) < 0.5 if masked else None,
         )
         for c in range(count)
@@ -59,8 +59,8 @@ def reduce_in_groups(uploads, weighting):
 def test_mean_over_those_who_trained(count, seed, weighting, masked):
     """Theorem 1: the reduced value is the exact weighted mean, unit by unit."""
     uploads = uploads_of(count, seed, masked)
-    before = {"shared": np.full(20, 7.0, dtype=np.float32)}
-    mean, trained = finish(reduce_in_groups(uploads, weighting), before, EXPECTED)
+    before = State(np.full(20, 7.0, dtype=np.float32))
+    mean, trained = finish(reduce_in_groups(uploads, weighting), before, by(weighting))
     start = 0
     for unit, size in enumerate(UNITS):
         part = slice(start, start + size)
@@ -68,12 +68,12 @@ def test_mean_over_those_who_trained(count, seed, weighting, masked):
         who = [u for u in uploads if u.active is None or u.active[unit]]
         assert trained[unit] == bool(who)
         if not who:
-            assert (mean["shared"][part] == 7.0).all()
+            assert (mean.shared[part] == 7.0).all()
             continue
         weights = np.array([1.0 if weighting == "uniform" else u.rows for u in who])
-        values = np.stack([u.arrays["shared"][part].astype(np.float64) for u in who])
+        values = np.stack([u.arrays.shared[part].astype(np.float64) for u in who])
         expected = (weights[:, None] * values).sum(0) / weights.sum()
-        np.testing.assert_allclose(mean["shared"][part], expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(mean.shared[part], expected, rtol=1e-6, atol=1e-7)
 
 
 @settings(deadline=None, max_examples=25)
@@ -86,7 +86,7 @@ def test_plain_means_and_classification_heads_ignore_the_weight_of_the_method(co
         weighs_classifier = False
 
         def weight(self, upload, layout, weight):
-            return float(upload["shared"].abs().sum())
+            return float(upload.shared.abs().sum())
 
     layout = Layout.of([("w", (12,)), ("head:v", (8,))])
     expected = Expected({"shared": 20, "plain": 3, "own": 3}, np.array([12, 8]))
@@ -96,24 +96,34 @@ def test_plain_means_and_classification_heads_ignore_the_weight_of_the_method(co
         Upload(
             u.client,
             u.rows,
-            u.arrays | {k: rng.normal(size=3).astype(np.float32) for k in ("plain", "own")},
+            State(
+                u.arrays.shared,
+                {k: rng.normal(size=3).astype(np.float32) for k in ("plain", "own")},
+            ),
         )
         for u in uploads_of(count, seed)
     ]
     parts = [partial_sum([uploads[i] for i in group], reducer) for group in groups(range(count))]
-    mean, _ = finish(combine(parts), {"shared": np.zeros(20, np.float32)}, expected)
+    mean, _ = finish(combine(parts), State(np.zeros(20, np.float32)), reducer)
 
-    def by_weights(key, weights):
-        values = np.stack([u.arrays[key].astype(np.float64) for u in uploads])
-        return np.average(values, axis=0, weights=weights)
+    def by_weights(values, weights):
+        return np.average(np.stack(values).astype(np.float64), axis=0, weights=weights)
 
     rows = [u.rows for u in uploads]
-    norms = [float(np.abs(u.arrays["shared"]).sum()) for u in uploads]
+    norms = [float(np.abs(u.arrays.shared).sum()) for u in uploads]
     close = {"rtol": 1e-5, "atol": 1e-6}
-    np.testing.assert_allclose(mean["plain"], by_weights("plain", None), **close)
-    np.testing.assert_allclose(mean["own"], by_weights("own", norms), **close)
-    np.testing.assert_allclose(mean["shared"][:12], by_weights("shared", norms)[:12], **close)
-    np.testing.assert_allclose(mean["shared"][12:], by_weights("shared", rows)[12:], **close)
+    np.testing.assert_allclose(
+        mean.extra["plain"], by_weights([u.arrays.extra["plain"] for u in uploads], None), **close
+    )
+    np.testing.assert_allclose(
+        mean.extra["own"], by_weights([u.arrays.extra["own"] for u in uploads], norms), **close
+    )
+    np.testing.assert_allclose(
+        mean.shared[:12], by_weights([u.arrays.shared for u in uploads], norms)[:12], **close
+    )
+    np.testing.assert_allclose(
+        mean.shared[12:], by_weights([u.arrays.shared for u in uploads], rows)[12:], **close
+    )
 
 
 def test_unit_sizes_count_the_entries_of_core_heads_and_of_whole_tensors():
@@ -137,20 +147,22 @@ def test_groups_are_of_the_cohort_alone():
 )
 def test_unsound_uploads_are_left_out_and_named(array, reason):
     good = uploads_of(3)
-    bad = Upload(client=9, rows=5, arrays={"shared": array})
+    bad = Upload(client=9, rows=5, arrays=State(array))
     assert reason in rejection_reason(bad, EXPECTED)
     total = partial_sum([*good, bad], by("size"))
     assert total.clients == [0, 1, 2]
     assert reason in total.refused[9]
     alone = partial_sum(good, by("size"))
-    np.testing.assert_array_equal(total.sums["shared"], alone.sums["shared"])
+    np.testing.assert_array_equal(total.sums.shared, alone.sums.shared)
 
 
 def test_unexpected_keys_are_refused():
-    upload = Upload(client=0, rows=1, arrays={"other": np.zeros(20, np.float32)})
-    assert "other, shared" in rejection_reason(upload, EXPECTED)
+    upload = Upload(
+        client=0, rows=1, arrays=State(np.zeros(20, np.float32), {"other": np.zeros(3)})
+    )
+    assert "method's: other" in rejection_reason(upload, EXPECTED)
 
 
 def test_a_mask_of_another_length_is_refused():
-    upload = Upload(0, 1, {"shared": np.zeros(20, np.float32)}, active=np.ones(3, bool))
+    upload = Upload(0, 1, State(np.zeros(20, np.float32)), active=np.ones(3, bool))
     assert "3 units, expected 4" in rejection_reason(upload, EXPECTED)

@@ -1,11 +1,15 @@
 """The server, inline: validation of uploads, quorum, resume past a corrupt checkpoint."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from trishul_ray.errors import RunError
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
+from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import capacities
@@ -18,8 +22,9 @@ class Faulty(InlineExecutor):
 
     def run(self, broadcast, jobs):
         outcome = super().run(broadcast, jobs)
-        for upload in outcome.uploads[: self.spoilt]:
-            upload.arrays["shared"] = np.full_like(upload.arrays["shared"], np.nan)
+        for index, upload in enumerate(outcome.uploads[: self.spoilt]):
+            spoilt = upload.arrays.map(lambda array: np.full_like(array, np.nan))
+            outcome.uploads[index] = replace(upload, arrays=spoilt)
         return outcome
 
 
@@ -39,7 +44,7 @@ def test_an_invalid_upload_is_left_out_recorded_and_reported(small):
     first = record["clients"][0]
     assert list(record["refused"]) == [str(first)]
     assert f"upload of client {first} rejected: shared holds" in report.events[-1]
-    assert np.isfinite(server.state["shared"]).all()
+    assert np.isfinite(server.state.shared).all()
 
 
 def test_below_the_quorum_the_run_fails_and_keeps_its_checkpoint(small):
@@ -82,3 +87,22 @@ def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method)
     record = inline_result(experiment).records[1]
     assert record["clients"] == [0, 1, 2, 3]
     assert record["effective_rank"] > 0 and np.isfinite(record["aggregation_variance"])
+
+
+def test_a_survey_is_a_round_before_the_first(small):
+    """Its uploads are judged, summed and counted as those of any round."""
+    experiment = small("method=fedsb", "method.init_clients=3")
+    executor = Faulty(experiment, prepare_run(experiment))
+    server = Server(experiment, executor, open_checkpoints(experiment), "a")
+    jobs = [TrainJob(0, client) for client in range(experiment.federation.clients)]
+    answers = [upload.arrays.extra for upload in executor.run(server.state, jobs).uploads]
+    numbers = sum(array.size for array in answers[0].values())
+    assert server.records[0]["uploaded_parameters"] == 3 * numbers
+    layer, found = next(iter(server.survey().items()))
+    means = [
+        np.mean(trio, axis=0) for trio in itertools.combinations([a[layer] for a in answers], 3)
+    ]
+    assert any(np.allclose(found, mean, atol=1e-7) for mean in means)
+    executor.spoilt = 3
+    with pytest.raises(RunError, match=r"round 0: only 0 of 3 .* other weights or data"):
+        server.survey()

@@ -11,6 +11,7 @@ from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.messages import to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench, capacities, new_run
 from trishul_ray.runs.runner import central_twin
@@ -59,10 +60,10 @@ def test_the_seed_draws_which_clients_are_limited():
 def test_clients_of_a_run_have_custom_capacities(cache):
     experiment = load_experiment(None, ["model.init=random", *CUSTOM, f"storage.cache={cache}"])
     bench = InlineExecutor(experiment, prepare_run(experiment)).bench
-    shared = bench.method.initial_state(bench.model.layout, bench.initial, {})["shared"].numpy()
-    capacities = {new_run(bench, {"shared": shared}, 1, client).capacity for client in range(10)}
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
+    capacities = {new_run(bench, start, 1, client).capacity for client in range(10)}
     assert capacities == {0.5, 0.75}
-    assert new_run(bench, {"shared": shared}, 1, None).capacity == 1.0
+    assert new_run(bench, start, 1, None).capacity == 1.0
 
 
 def test_data_that_another_process_is_still_writing_are_waited_for(tmp_path):

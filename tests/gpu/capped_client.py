@@ -17,7 +17,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.on_ray.slices import cap_device_memory
 from trishul_ray.federation.prepare import prepare_run
 
@@ -25,7 +25,7 @@ from trishul_ray.federation.prepare import prepare_run
 def main(file, device, limit):
     experiment = load_experiment(Path(file), [f"resources.device={device}"])
     bench = InlineExecutor(experiment, prepare_run(experiment)).bench
-    broadcast = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
     before = resource.getrlimit(resource.RLIMIT_AS)
     if device == "cuda":
         cap_device_memory(float(limit))

@@ -1,6 +1,7 @@
 """What the platform does alike for several methods: limited clients, counted downloads."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from method_runs import run, same_run, server_of
 
-from trishul_ray.federation.messages import to_tensors
+from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
-from trishul_ray.methods.base import BASE, CONSTANT, SURVEY, exact_share, method_class, method_names
+from trishul_ray.methods.base import exact_share, method_class, method_names
 
 LIMITED = [name for name in method_names() if method_class(name).takes_limits]
 
@@ -44,9 +45,10 @@ def carried(server, bench, broadcast, client):
     """How many entries of the shared broadcast reach a client: those that move what it trains."""
     starts = []
     for seed in (1, 2):
-        draw = np.random.default_rng(seed).normal(size=broadcast["shared"].shape)
-        run = new_run(bench, broadcast | {"shared": draw.astype(np.float32)}, 1, client)
-        run.client_state = to_tensors(server.client_states.get(client, {}))
+        draw = np.random.default_rng(seed).normal(size=broadcast.shared.shape)
+        run = new_run(bench, replace(broadcast, shared=draw.astype(np.float32)), 1, client)
+        kept = server.client_states.get(client, {})
+        run.client_state = {name: to_tensor(value) for name, value in kept.items()}
         server.method.start(run, bench.initial)
         starts.append(run.vector.clone())
     return int((starts[0] != starts[1]).sum())
@@ -68,11 +70,10 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
     known, stack = set(), 0
     for number in (1, 2, 3):
         broadcast, cohort = server.broadcast(), server.cohort(number)
-        base = sum(v.size for k, v in broadcast.items() if k.startswith(BASE))
-        frozen = sum(v.size for k, v in broadcast.items() if k.startswith((CONSTANT, SURVEY)))
-        beside = sum(
-            v.size for k, v in broadcast.items() if k != "shared" and k.partition("/")[0] == k
-        )
+        base = sum(v.size for v in broadcast.base.values())
+        frozen = sum(v.size for v in broadcast.survey.values())
+        frozen += sum(v.size for found in broadcast.constants.values() for v in found.values())
+        beside = sum(v.size for v in broadcast.extra.values())
         reach = [carried(server, inline.bench, broadcast, c) for c in cohort]
         expected = sum(reach) + len(cohort) * beside + len(set(cohort) - known) * frozen
         if base:

@@ -57,7 +57,7 @@ def test_alpha_scales_the_update(executor, tmp_path, name):
     if name != "ffalora":
         assert {adapter.scale for adapter in bench.model.adapters.values()} == {3.0}
     vector = bench.initial.clone()
-    shared = torch.from_numpy(recording.uploads[0].arrays["shared"])
+    shared = torch.from_numpy(recording.uploads[0].arrays.shared)
     server.method.unpack(bench.model.layout, vector, shared)
     clients = bench.model.deltas(vector)
     found = weights_of(recording.inner, server.broadcast())

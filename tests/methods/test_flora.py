@@ -11,7 +11,7 @@ def test_flora_with_one_client_is_merging(executor, tmp_path):
     server.step()
     bench = recording.inner.bench
     vector = bench.initial.clone()
-    shared = torch.from_numpy(recording.uploads[0].arrays["shared"])
+    shared = torch.from_numpy(recording.uploads[0].arrays.shared)
     server.method.unpack(bench.model.layout, vector, shared)
     merged = bench.model.deltas(vector)
     for layer, value in weights_of(recording.inner, server.broadcast()).items():

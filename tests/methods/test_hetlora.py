@@ -6,6 +6,7 @@ import torch
 from method_runs import Recording, run, server_of
 
 from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.base import State
 
 
 def test_hetlora_of_equal_ranks_and_norms_is_fedit(executor):
@@ -15,13 +16,13 @@ def test_hetlora_of_equal_ranks_and_norms_is_fedit(executor):
     vectors = []
     for seed in (1, 2, 3):
         shared = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
-        norm = method.weight({"shared": shared}, layout, 1.0)
+        norm = method.weight(State(shared), layout, 1.0)
         views = layout.views(shared)
         for name, value in views.items():
             if name.endswith("lora_B"):
                 value.div_(norm)  # ||B A|| is linear in B
         vectors.append(shared)
-    weights = [method.weight({"shared": v}, layout, 5.0) for v in vectors]
+    weights = [method.weight(State(v), layout, 5.0) for v in vectors]
     np.testing.assert_allclose(weights, 1.0, rtol=1e-4)
 
 
@@ -31,7 +32,7 @@ def test_hetlora_weight_is_the_norm_of_the_update(executor):
     shared = torch.randn(bench.model.layout.size, generator=torch.Generator().manual_seed(1))
     deltas = bench.model.deltas(shared)
     norm = torch.stack([d.square().sum() for d in deltas.values()]).sum().sqrt()
-    found = bench.method.weight({"shared": shared}, bench.model.layout, 1.0)
+    found = bench.method.weight(State(shared), bench.model.layout, 1.0)
     assert found == pytest.approx(float(norm), rel=1e-5)
 
 
@@ -58,10 +59,10 @@ def test_limited_cohorts_leave_every_component_alive(executor, tmp_path, name):
     bench, least = recording.inner.bench, 1.0
     while not server.finished:
         server.step()
-        sent = recording.uploads[0].arrays["shared"]
+        sent = recording.uploads[0].arrays.shared
         least = min(least, float(live_components(bench, sent).float().mean()))
     assert least < 1, "choose another seed: no limited client took part"
-    assert live_components(bench, server.state["shared"]).all()
+    assert live_components(bench, server.state.shared).all()
 
 
 def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
@@ -73,8 +74,8 @@ def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
         server = server_of(inline, tmp_path)
         server.step()
         states[unsent] = (
-            server.state["shared"],
-            live_components(inline.bench, server.state["shared"]),
+            server.state.shared,
+            live_components(inline.bench, server.state.shared),
         )
     assert states["keep"][1].all() and not states["zero"][1].all()
     sent = states["zero"][0] != 0
@@ -94,5 +95,5 @@ def test_hetlora_averages_the_classification_head_by_federation_weighting(execut
         named = bench.method.named_tensors(bench.model.layout, torch.from_numpy(shared))
         return np.concatenate([v.ravel() for k, v in named.items() if k.startswith("head:")])
 
-    mean = np.average([heads(u.arrays["shared"]) for u in recording.uploads], axis=0, weights=rows)
-    np.testing.assert_allclose(heads(server.state["shared"]), mean, rtol=1e-5, atol=1e-7)
+    mean = np.average([heads(u.arrays.shared) for u in recording.uploads], axis=0, weights=rows)
+    np.testing.assert_allclose(heads(server.state.shared), mean, rtol=1e-5, atol=1e-7)

@@ -8,8 +8,9 @@ from torch.func import functional_call
 
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.local import batch_order, train_client
-from trishul_ray.federation.messages import TrainJob, to_tensors
-from trishul_ray.federation.workbench import frozen_part, global_model
+from trishul_ray.federation.messages import TrainJob, to_tensor
+from trishul_ray.federation.workbench import global_model
+from trishul_ray.methods.base import State
 from trishul_ray.rng import numpy_rng
 
 AS_RAVAN = [
@@ -41,7 +42,7 @@ def test_trishul_without_its_prongs_is_ravan_byte_for_byte(executor):
 
 
 def ambient(bench, shared):
-    return bench.model.deltas(global_model(bench, {"shared": shared}, 1).vector)
+    return bench.model.deltas(global_model(bench, State(shared), 1).vector)
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
@@ -55,9 +56,9 @@ def test_exactness_in_the_ambient_space(executor, method, weighting):
     uploads, mean, _ = one_round(inline)
     weights = np.array([u.rows if weighting == "size" else 1.0 for u in uploads], dtype=float)
     weights /= weights.sum()
-    clients = [ambient(bench, u.arrays["shared"]) for u in uploads]
+    clients = [ambient(bench, u.arrays.shared) for u in uploads]
     errors = []
-    for name, aggregated in ambient(bench, mean["shared"]).items():
+    for name, aggregated in ambient(bench, mean.shared).items():
         exact = sum(w * c[name] for w, c in zip(weights, clients, strict=True))
         errors.append(float((aggregated - exact).norm() / exact.norm()))
     if method == "fedit":
@@ -79,13 +80,13 @@ def test_exact_methods_average_updates_exactly(executor, tmp_path, name, weighti
     server.step()
     bench = recording.inner.bench
     weights = np.array([u.rows if weighting == "size" else 1.0 for u in recording.uploads])
-    frozen = frozen_part(to_tensors(recording.broadcast))
+    sent = recording.broadcast.map(to_tensor)
     clients = []
     for upload in recording.uploads:
         vector = bench.initial.clone()
-        shared = torch.from_numpy(upload.arrays["shared"])
+        shared = torch.from_numpy(upload.arrays.shared)
         server.method.unpack(bench.model.layout, vector, shared)
-        clients.append(bench.model.deltas(vector, *frozen))
+        clients.append(bench.model.deltas(vector, sent.base, sent.constants))
     errors = []
     for layer, found in weights_of(recording.inner, server.broadcast()).items():
         exact = sum(w * c[layer] for w, c in zip(weights / weights.sum(), clients, strict=True))
@@ -162,17 +163,17 @@ def test_a_clients_round_is_the_papers_algorithm(executor, method, lam):
     expected = plain_training(bench, method, lam)
     wire = bench.method.wire(bench.model.layout)
     flat = torch.cat([expected[name].reshape(-1) for name in wire]).numpy()
-    moved = np.abs(flat - initial_state(inline)["shared"]).max()
+    moved = np.abs(flat - initial_state(inline).shared).max()
     assert moved > 1e-3
     # Adam divides by sqrt(v): an entry whose gradient is rounding noise may step either way.
-    close = np.isclose(upload.arrays["shared"], flat, rtol=1e-3, atol=1e-3 * moved)
+    close = np.isclose(upload.arrays.shared, flat, rtol=1e-3, atol=1e-3 * moved)
     assert close.mean() > 0.995
     if method == "trishul":
-        assert report.notes["metrics"]["svt_zeroed"] > 0.05
+        assert report.metrics["svt_zeroed"] > 0.05
 
 
 def test_without_a_prox_nothing_is_zeroed(executor):
     inline = executor("method=trishul", "method.lam=0", "federation.local_steps=1")
     _, report = train_client(inline.bench, initial_state(inline), TrainJob(1, 0))
-    assert report.notes["metrics"] == {"svt_zeroed": 0.0, "svt_energy_removed": 0.0}
-    assert "spectra" not in report.notes
+    assert report.metrics == {"svt_zeroed": 0.0, "svt_energy_removed": 0.0}
+    assert not report.spectra

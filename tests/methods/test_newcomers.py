@@ -1,11 +1,14 @@
 """What the three methods of newcomers/ promise; test_battery.py runs them, too."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from method_runs import Recording, run, server_of
 
-from trishul_ray.federation.checkpoint import state_digest
+from trishul_ray.federation.checkpoint import arrays_digest, state_digest
+from trishul_ray.methods.base import State
 from trishul_ray.tasks.sums import score_by_mix
 
 
@@ -19,9 +22,9 @@ def test_rolora_alternates_and_averages_exactly(executor, tmp_path):
     whole = server.blueprint.expected.lengths["shared"]
     sent = []
     for number in (1, 2, 3, 4):
-        before = named(server, server.state["shared"])
+        before = named(server, server.state.shared)
         server.step()
-        after = named(server, server.state["shared"])
+        after = named(server, server.state.shared)
         moved = {name for name in after if not torch.equal(after[name], before[name])}
         factors = {name.rpartition(".")[2] for name in moved if "lora" in name}
         assert factors == {"lora_B" if number % 2 else "lora_A"}
@@ -42,7 +45,7 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
     assert not [name for name in wire if name.endswith("lora_B")]
     assert [name for name in wire if name.endswith("lora_A")]
     kept = server.client_states
-    assert len(kept) >= 3 and len({state_digest(state) for state in kept.values()}) == len(kept)
+    assert len(kept) >= 3 and len({arrays_digest(state) for state in kept.values()}) == len(kept)
     last = server.records[-1]
     assert "aggregation_error" not in last  # a client's update is no function of what it sends
     # By hand: put A, B and the head of each client into the vector, and score all test rows.
@@ -50,7 +53,7 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
     scores = {}
     for client, state in kept.items():
         vector = bench.initial.clone()
-        tensors = named(server, broadcast["shared"]) | {
+        tensors = named(server, broadcast.shared) | {
             k: torch.from_numpy(v) for k, v in state.items()
         }
         for name, view in bench.model.layout.views(vector).items():
@@ -82,9 +85,9 @@ class Attacked(Recording):
     def run(self, broadcast, jobs):
         outcome = super().run(broadcast, jobs)
         if outcome.uploads:
-            outcome.uploads[0].arrays["shared"] = np.full_like(
-                outcome.uploads[0].arrays["shared"], 1e9
-            )
+            first = outcome.uploads[0]
+            huge = State(np.full_like(first.arrays.shared, 1e9))
+            outcome.uploads[0] = replace(first, arrays=huge)
         return outcome
 
 
@@ -92,27 +95,28 @@ def test_a_median_stays_among_the_honest_uploads(executor, tmp_path):
     attacked = Attacked(executor("method=fedmedian", "federation.rounds=1"))
     server = server_of(attacked, tmp_path)
     server.step()
-    honest = np.stack([u.arrays["shared"] for u in attacked.uploads[1:]])
-    found = server.state["shared"]
+    honest = np.stack([u.arrays.shared for u in attacked.uploads[1:]])
+    found = server.state.shared
     assert (found >= honest.min(axis=0)).all() and (found <= honest.max(axis=0)).all()
     mean = server_of(Attacked(executor("method=fedit", "federation.rounds=1")), tmp_path)
     mean.step()
-    assert abs(mean.state["shared"]).max() > 1e8
+    assert abs(mean.state.shared).max() > 1e8
 
 
 def test_the_median_of_equal_uploads_is_their_mean(executor, tmp_path):
     class Alike(Recording):
         def run(self, broadcast, jobs):
             outcome = super().run(broadcast, jobs)
-            for upload in outcome.uploads[1:]:
-                upload.arrays["shared"] = outcome.uploads[0].arrays["shared"]
+            outcome.uploads = [
+                replace(u, arrays=outcome.uploads[0].arrays) for u in outcome.uploads
+            ]
             return outcome
 
     found = []
     for method in ("fedmedian", "fedit"):
         server = server_of(Alike(executor(f"method={method}", "federation.rounds=1")), tmp_path)
         server.step()
-        found.append(server.state["shared"])
+        found.append(server.state.shared)
     np.testing.assert_array_equal(*found)
 
 
@@ -122,8 +126,6 @@ def test_a_wide_round_gives_a_median_every_upload(executor, tmp_path):
     recording = Recording(executor("method=fedmedian", *options, "federation.local_steps=1"))
     server = server_of(recording, tmp_path)
     server.step()
-    sent = np.stack([u.arrays["shared"] for u in recording.uploads])
+    sent = np.stack([u.arrays.shared for u in recording.uploads])
     assert len(sent) == 18
-    np.testing.assert_allclose(
-        server.state["shared"], np.median(sent, axis=0), rtol=1e-6, atol=1e-9
-    )
+    np.testing.assert_allclose(server.state.shared, np.median(sent, axis=0), rtol=1e-6, atol=1e-9)

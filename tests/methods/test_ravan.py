@@ -1,6 +1,7 @@
 """RAVAN: which core heads a client trains, and what it leaves alone."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from method_runs import Recording, initial_state, one_round, server_of
 
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.workbench import new_run
 
 
@@ -28,7 +29,7 @@ def test_head_selection(executor, tmp_path, selection):
     # Norms of the broadcast are the same on all clients: the paper's reason against this choice.
     assert same == (selection == "weight")
     if selection == "weight":
-        shared = recording.broadcast["shared"]
+        shared = recording.broadcast.shared
         norms, start = [], 0
         for size in sizes[:heads]:
             norms.append(np.linalg.norm(shared[start : start + size]))
@@ -44,7 +45,7 @@ def test_ties_are_broken_at_random(executor, tmp_path, selection):
     options = ["method=ravan", "method.head_fraction=0.25", f"method.selection={selection}"]
     inline = executor(*options)
     bench = inline.bench
-    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
     chosen = np.zeros(4)
     for client in range(4):
         run_ = new_run(bench, start, 1, client)  # its gradient stays zero
@@ -77,25 +78,25 @@ def test_masked_heads(executor, method):
     for upload in uploads:
         start = 0
         for size, active in zip(blueprint.expected.unit_sizes, upload.active, strict=True):
-            part = upload.arrays["shared"][start : start + size]
-            still = before["shared"][start : start + size]
+            part = upload.arrays.shared[start : start + size]
+            still = before.shared[start : start + size]
             assert np.array_equal(part, still) != bool(active)
             start += size
     for entry in (e for e in blueprint.layout.entries if e.name.endswith(".core")):
         assert math.ceil(0.5 * entry.shape[0]) >= 1
     untouched = np.repeat(~trained, blueprint.expected.unit_sizes)
-    np.testing.assert_array_equal(mean["shared"][untouched], before["shared"][untouched])
+    np.testing.assert_array_equal(mean.shared[untouched], before.shared[untouched])
     _, report = train_client(inline.bench, before, TrainJob(1, 0))
     sizes = blueprint.expected.unit_sizes
-    assert report.notes["uploaded_parameters"] == int(sizes[uploads[0].active].sum())
+    assert report.uploaded == int(sizes[uploads[0].active].sum())
 
 
 def test_weight_decay_leaves_inactive_core_heads_unchanged(executor):
     options = ["method=ravan", "method.head_fraction=0.5", "optimizer.weight_decay=0.5"]
     inline = executor(*options)
     start = initial_state(inline)
-    start["shared"] = start["shared"] + 0.1  # zeros would not show a decay
+    start = replace(start, shared=start.shared + 0.1)  # zeros would not show a decay
     upload, _ = train_client(inline.bench, start, TrainJob(1, 0))
     still = np.repeat(~upload.active, inline.describe({}).expected.unit_sizes)
-    np.testing.assert_array_equal(upload.arrays["shared"][still], start["shared"][still])
-    assert (upload.arrays["shared"][~still] != start["shared"][~still]).mean() > 0.9
+    np.testing.assert_array_equal(upload.arrays.shared[still], start.shared[still])
+    assert (upload.arrays.shared[~still] != start.shared[~still]).mean() > 0.9

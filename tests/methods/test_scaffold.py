@@ -6,7 +6,7 @@ from method_runs import Recording, run, same_run, server_of
 
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_arrays
+from trishul_ray.federation.messages import TrainJob, to_array
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -24,7 +24,7 @@ def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path
     server = run(recording, tmp_path)
     assert len({u.rows for u in recording.uploads}) > 1
     total = sum(state["control"].astype(np.float64) for state in server.client_states.values())
-    np.testing.assert_allclose(server.state["control"], total / 4, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(server.state.extra["control"], total / 4, rtol=1e-4, atol=1e-6)
 
 
 def variate(executor, *words):
@@ -33,7 +33,7 @@ def variate(executor, *words):
     bench = inline.bench
     start = bench.method.initial_state(bench.model.layout, bench.initial, {})
     with deterministic(bench.settings):
-        _, report = train_client(bench, to_arrays(start), TrainJob(1, 0))
+        _, report = train_client(bench, start.map(to_array), TrainJob(1, 0))
     return report.state["control"].astype(np.float64)
 
 
@@ -63,7 +63,7 @@ def test_scaffold_server_step(executor, tmp_path):
     moved = {}
     for rate in (1, 0.5):
         server = server_of(executor("method=scaffold", f"method.server_lr={rate}"), tmp_path)
-        start = server.state["shared"]
+        start = server.state.shared
         server.step()
-        moved[rate] = server.state["shared"] - start
+        moved[rate] = server.state.shared - start
     np.testing.assert_allclose(moved[0.5], 0.5 * moved[1], atol=1e-6)

@@ -7,9 +7,9 @@ import torch
 from method_runs import server_of
 
 from trishul_ray.federation.local import gradient_mask
-from trishul_ray.federation.messages import to_arrays
+from trishul_ray.federation.messages import to_array
 from trishul_ray.federation.workbench import new_run
-from trishul_ray.methods.base import LocalRun
+from trishul_ray.methods.base import LocalRun, State
 from trishul_ray.rng import torch_rng
 
 
@@ -23,7 +23,7 @@ def test_measured_allocations(executor, tmp_path, allocation):
     assert sum(heads.values()) == 16
     blocks = {}
     for spec in inline.bench.model.specs:
-        score = float(server.survey[spec.name][0])
+        score = float(server.state.survey[spec.name][0])
         blocks[spec.block] = blocks.get(spec.block, 0.0) + score
     order = sorted(blocks, key=blocks.get)
     counts = [heads.get(block, 0) for block in order]
@@ -92,16 +92,18 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
 
 
 def local_run(bench, vector):
-    return LocalRun(
+    run = LocalRun(
         layout=bench.model.layout,
         vector=vector,
         grad=torch.zeros_like(vector),
-        broadcast={},
+        broadcast=State(bench.method.pack(bench.model.layout, vector)),
         client_state={},
         optimizer=bench.settings.optimizer,
         generator=torch_rng(0, "test"),
         common=torch_rng(0, "common"),
     )
+    bench.method.start(run, vector)
+    return run
 
 
 @pytest.mark.parametrize("steps", [6, 7])
@@ -138,7 +140,7 @@ def test_scalars_are_clipped(executor):
 def test_the_clip_leaves_inactive_scalars_unchanged(executor):
     inline = executor("method=trishul", "method.scalar_max=0.5", "method.head_fraction=0.5")
     bench = inline.bench
-    start = to_arrays(bench.method.initial_state(bench.model.layout, bench.initial, {}))
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
     run_ = new_run(bench, start, 1, 0)
     bench.method.start(run_, bench.initial)
     bench.method.after_step(run_, 1, 4)
@@ -158,8 +160,8 @@ def test_the_prox_on_the_change_shrinks_the_change(executor, share):
     bench = inline.bench
     start = bench.method.initial_state(bench.model.layout, bench.initial, {})
     generator = torch.Generator().manual_seed(0)
-    start["shared"] = torch.randn(start["shared"].shape, generator=generator)
-    run_ = new_run(bench, to_arrays(start), 1, 0)
+    start = replace(start, shared=torch.randn(start.shared.shape, generator=generator))
+    run_ = new_run(bench, start.map(to_array), 1, 0)
     bench.method.start(run_, bench.initial)
     before = run_.vector.clone()
     mask = gradient_mask(run_, bench.method.wire(run_.layout))

@@ -9,7 +9,7 @@ reported and skipped, and the one before it is used.
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from safetensors.numpy import save as save_tensors
 
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import Arrays
+from trishul_ray.federation.messages import Arrays, ArrayState
+from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
@@ -48,7 +49,6 @@ class Checkpoint:
             last; see ``append_round`` and ``compare_everyone``.
         test_rows: ``row``, index in the test split, and ``score`` of every row scored after
             the last round, in order; empty before, and for a task without scores of rows.
-        survey: the averaged answers to the survey before round 1.
         sources: hashes of data and weights; see ``Blueprint``.
         info: description of the data; None in a checkpoint of an older version.
     """
@@ -56,29 +56,26 @@ class Checkpoint:
     experiment_id: str
     attempt: str
     round: int
-    state: Arrays
+    state: ArrayState
     client_states: dict[int, Arrays] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     spectra: Arrays = field(default_factory=dict)
     matrices: Arrays = field(default_factory=dict)
     test_rows: Arrays = field(default_factory=dict)
-    survey: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     info: DatasetInfo | None = None
 
     def _groups(self) -> dict[str, Arrays]:
         """Return the groups of tensors, by the first part of their names in the file."""
         return {
-            "state": self.state,
             "spectra": self.spectra,
             "matrices": self.matrices,
             "test_rows": self.test_rows,
-            "survey": self.survey,
         }
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        groups = self._groups()
+        groups = self._groups() | {"state": _named(self.state)}
         groups |= {f"client/{client}": state for client, state in self.client_states.items()}
         tensors = {
             f"{group}/{key}": array
@@ -113,12 +110,13 @@ class Checkpoint:
             experiment_id=meta["experiment_id"],
             attempt=meta["attempt"],
             round=meta["round"],
-            state={},
+            state=State(np.zeros(0)),
             records=meta["records"],
             sources=meta.get("sources", {}),
             info=DatasetInfo.from_json(meta["info"]) if meta.get("info") else None,
         )
-        groups = checkpoint._groups()
+        state: Arrays = {}
+        groups = checkpoint._groups() | {"state": state}
         for name, value in tensors.items():
             group, _, key = name.partition("/")
             if group == "client":
@@ -126,11 +124,46 @@ class Checkpoint:
                 checkpoint.client_states.setdefault(int(client), {})[key] = value
             else:
                 groups[group][key] = value
+        checkpoint.state = _state(state)
         return checkpoint
 
 
-def state_digest(state: Arrays) -> str:
-    """Return the hex SHA-256 of names, dtypes, shapes and bytes of a state."""
+#: Where the parts of a state are in a file, besides ``shared`` and the names in ``extra``.
+_BASE, _CONSTANT, _SURVEY = "base/", "constant/", "survey/"
+
+
+def _named(state: ArrayState) -> Arrays:
+    """Return the arrays of a state by their names in a file, which holds no nested ones."""
+    named = {"shared": state.shared, **state.extra}
+    named |= {_BASE + layer: array for layer, array in state.base.items()}
+    for layer, arrays in state.constants.items():
+        named |= {f"{_CONSTANT}{layer}/{name}": array for name, array in arrays.items()}
+    return named | {_SURVEY + layer: array for layer, array in state.survey.items()}
+
+
+def _state(named: Arrays) -> ArrayState:
+    """Return the state that :func:`_named` took apart."""
+    state: ArrayState = State(named.pop("shared"))
+    for name, array in named.items():
+        if name.startswith(_BASE):
+            state.base[name.removeprefix(_BASE)] = array
+        elif name.startswith(_SURVEY):
+            state.survey[name.removeprefix(_SURVEY)] = array
+        elif name.startswith(_CONSTANT):
+            layer, _, constant = name.removeprefix(_CONSTANT).rpartition("/")
+            state.constants.setdefault(layer, {})[constant] = array
+        else:
+            state.extra[name] = array
+    return state
+
+
+def state_digest(state: ArrayState) -> str:
+    """Return the hex SHA-256 of names, dtypes, shapes and bytes of a state, without its survey."""
+    return arrays_digest(_named(replace(state, survey={})))
+
+
+def arrays_digest(state: Arrays) -> str:
+    """Return the hex SHA-256 of names, dtypes, shapes and bytes of arrays."""
     digest = hashlib.sha256()
     for key in sorted(state):
         digest.update(f"{key} {state[key].dtype} {state[key].shape}\n".encode())

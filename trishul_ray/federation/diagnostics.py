@@ -17,10 +17,16 @@ import torch
 from torch import Tensor
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import Arrays, Blueprint, TrainReport, Upload, as_tensors
+from trishul_ray.federation.messages import (
+    Arrays,
+    ArrayState,
+    Blueprint,
+    TrainReport,
+    Upload,
+    as_tensor,
+)
 from trishul_ray.federation.reduce import Reducer
 from trishul_ray.methods.adapters import lora_pairs, lora_scale
-from trishul_ray.methods.base import BASE
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
 
@@ -51,7 +57,7 @@ class Diagnostics:
 
 def upload_diagnostics(
     uploads: list[Upload],
-    broadcast: Arrays,
+    broadcast: ArrayState,
     blueprint: Blueprint,
     experiment: Experiment,
     reports: list[TrainReport],
@@ -63,10 +69,10 @@ def upload_diagnostics(
     """
     reported: dict[str, list[float]] = defaultdict(list)
     for report in reports:
-        for name, value in report.notes.get("metrics", {}).items():
+        for name, value in report.metrics.items():
             reported[name].append(value)
     metrics = {name: float(np.mean(values)) for name, values in reported.items()}
-    spectra: Arrays = next((r.notes["spectra"] for r in reports if "spectra" in r.notes), {})
+    spectra: Arrays = next((r.spectra for r in reports if r.spectra), {})
     if not uploads:
         return Diagnostics(metrics, spectra, {})
     uniform = experiment.federation.weighting == "uniform"
@@ -86,7 +92,7 @@ def upload_diagnostics(
 
 
 def compare_everyone(
-    uploads: list[Upload], broadcast: Arrays, blueprint: Blueprint, top_k: int
+    uploads: list[Upload], broadcast: ArrayState, blueprint: Blueprint, top_k: int
 ) -> Arrays:
     """Compare the updates of all clients, trained from one broadcast.
 
@@ -125,14 +131,14 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
 
 
 def _stacked(
-    uploads: list[Upload], broadcast: Arrays, blueprint: Blueprint
+    uploads: list[Upload], broadcast: ArrayState, blueprint: Blueprint
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what was sent [m, W], its change since the broadcast, and the trained units [m, U].
 
     The last is None if every client trained all.
     """
-    sent = torch.stack([torch.from_numpy(np.array(u.arrays["shared"])) for u in uploads])
-    received = torch.from_numpy(np.array(broadcast["shared"]))
+    sent = torch.stack([torch.from_numpy(np.array(u.arrays.shared)) for u in uploads])
+    received = torch.from_numpy(np.array(broadcast.shared))
     if all(upload.active is None for upload in uploads):
         return sent, sent - received, None
     # A client of full capacity sends no mask, even beside limited ones: it trained every unit.
@@ -193,7 +199,7 @@ def _over_ranks(
 
 
 def aggregation_error(
-    uploads: list[Upload], reducer: Reducer, before: Arrays, after: Arrays
+    uploads: list[Upload], reducer: Reducer, before: ArrayState, after: ArrayState
 ) -> float | None:
     """Return the relative distance of the new global update from the mean of the clients' updates.
 
@@ -211,8 +217,11 @@ def aggregation_error(
     weights /= weights.sum()
     layout, alpha = reducer.layout, reducer.method.lora_alpha
 
-    def named(arrays: Arrays) -> dict[str, Tensor]:
-        return reducer.method.named_tensors(layout, as_tensors(arrays)["shared"].double())
+    def named(arrays: ArrayState) -> dict[str, Tensor]:
+        return reducer.method.named_tensors(layout, as_tensor(arrays.shared).double())
+
+    def base(arrays: ArrayState, layer: str) -> Tensor | float:
+        return torch.from_numpy(arrays.base[layer]).double() if layer in arrays.base else 0.0
 
     clients, new = [named(upload.arrays) for upload in uploads], named(after)
     kept = {entry.name for entry in layout.entries} - new.keys()
@@ -222,9 +231,8 @@ def aggregation_error(
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
     for layer in layers:
         mean = sum(w * _product(c, layer, alpha) for w, c in zip(weights, clients, strict=True))
-        moved = torch.from_numpy(after[BASE + layer]).double() if BASE + layer in after else 0.0
-        old = torch.from_numpy(before[BASE + layer]).double() if BASE + layer in before else 0.0
-        error += float((_product(new, layer, alpha) + moved - old - mean).square().sum())
+        moved = _product(new, layer, alpha) + base(after, layer) - base(before, layer)
+        error += float((moved - mean).square().sum())
         exact += float(mean.square().sum())
     if not layers:
         # The classification head is no update, except in full fine-tuning.

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.local import evaluate_chunk, survey_client, train_client
+from trishul_ray.federation.local import evaluate_chunk, train_client
 from trishul_ray.federation.messages import (
     Arrays,
+    ArrayState,
     Blueprint,
     Job,
     Outcome,
-    SurveyJob,
     TrainJob,
     Upload,
-    survey_in,
 )
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
@@ -39,15 +38,13 @@ class InlineExecutor:
             adapt_to(self.bench, survey)
             return blueprint_of(self.bench)
 
-    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
         """Run the jobs in order."""
         outcome = Outcome([], [], [])
         with deterministic(self.experiment):
-            adapt_to(self.bench, survey_in(broadcast))
+            adapt_to(self.bench, broadcast.survey)
             for job in jobs:
-                if isinstance(job, SurveyJob):
-                    outcome.surveys.append(survey_client(self.bench, job))
-                elif isinstance(job, TrainJob):
+                if isinstance(job, TrainJob):
                     upload, report = train_client(self.bench, broadcast, job)
                     outcome.uploads.append(upload)
                     outcome.reports.append(report)

@@ -1,4 +1,4 @@
-"""One client's round, one client's survey and one chunk of evaluation, as pure functions.
+"""One client's round and one chunk of evaluation, as pure functions.
 
 The same inputs give the same bytes in any process: every random draw comes from a stream named by
 ``(seed, purpose, round, client)``, the optimizer is fresh, and the resident backbone is unchanged.
@@ -7,6 +7,7 @@ Nothing here needs Ray.
 Legend: P trainables of a client, S local steps, b batch size.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,23 +22,22 @@ from trishul_ray.data.dataset import Split
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
+    ArrayState,
     EvalJob,
     EvalReport,
-    SurveyJob,
     TrainJob,
     TrainReport,
     Upload,
-    to_arrays,
-    to_tensors,
+    to_array,
+    to_tensor,
 )
 from trishul_ray.federation.workbench import (
     Workbench,
-    frozen_part,
     global_model,
     new_run,
     rows_of,
 )
-from trishul_ray.methods.base import LocalRun, Method, State
+from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.sums import EvalSums
 
@@ -45,22 +45,27 @@ if TYPE_CHECKING:
     from trishul_ray.config import OptimizerConfig
 
 
-def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Upload, TrainReport]:
+def train_client(
+    bench: Workbench, broadcast: ArrayState, job: TrainJob
+) -> tuple[Upload, TrainReport]:
     """Run one client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
     The host waits for a GPU after the last step, where the time of the local steps ends, and to
-    copy the results. Only a method's ``start`` and ``upload`` may make it wait more often.
+    copy the results. Only a method's ``start`` and ``upload`` may make it wait more often. Round 0
+    is the method's survey, at the pretrained model.
 
     Raises:
         FailsAgainError: The training loss is not finite; the message names client and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
+    if job.round == 0:
+        return _answer_survey(bench, job)
     with (
         _memory_of(f"client {job.client} in round {job.round}", "federation.batch_size"),
         _client_stream(bench, "dropout", job.round, job.client),
     ):
         run = new_run(bench, broadcast, job.round, job.client)
-        run.client_state = {k: v.to(bench.device) for k, v in to_tensors(job.state).items()}
+        run.client_state = {k: to_tensor(v).to(bench.device) for k, v in job.state.items()}
         steps = LocalSteps(bench, run, job)
         losses = torch.empty(steps.last, dtype=torch.float64, device=bench.device)
         with steps.bound():
@@ -74,15 +79,19 @@ def train_client(bench: Workbench, broadcast: Arrays, job: TrainJob) -> tuple[Up
     # It refers to the run and the workbench: let them be freed before the next garbage collection.
     del run.gradient
     _check_finite(losses, job, bench.settings.optimizer.lr)
-    run.notes["uploaded_parameters"] = uploaded_parameters(run, upload, bench.method)
-    run.notes["unsent"] = run.unsent
     active = None if run.active is None else run.active.numpy()
     rows = len(bench.shards.shard(job.client))
-    arrays, kept = to_arrays(upload), to_arrays(state)
-    return (
-        Upload(job.client, rows, arrays, active),
-        TrainReport(job.client, kept, float(losses.mean()), seconds, run.notes),
+    report = TrainReport(
+        client=job.client,
+        state={name: to_array(value) for name, value in state.items()},
+        loss=float(losses.mean()),
+        seconds=seconds,
+        uploaded=uploaded_parameters(run, upload, bench.method),
+        unsent=run.unsent,
+        metrics=run.metrics,
+        spectra=run.spectra,
     )
+    return Upload(job.client, rows, upload.map(to_array), active), report
 
 
 class LocalSteps:
@@ -110,7 +119,7 @@ class LocalSteps:
         rows = bench.shards.shard(job.client)
         self.last = fed.local_steps
         self._order = batch_order(rows, self.last, fed.batch_size, rng)  # [S, b]
-        self._trained = Trained(run.vector, *frozen_part(run.broadcast))
+        self._trained = Trained(run.vector, run.broadcast.base, run.broadcast.constants)
         run.gradient = self._gradient
         method.start(run, bench.initial)
         self._mask = gradient_mask(run, method.wire(run.layout))
@@ -194,7 +203,7 @@ def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
 
 def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
     """Count what is really sent: no inactive core heads, no components beyond a client's rank."""
-    count = sum(value.numel() for value in upload.values()) - run.unsent
+    count = upload.shared.numel() + count_numbers(upload.extra) - run.unsent
     if run.active is None:
         return count
     units = run.layout.units(method.wire(run.layout))
@@ -202,40 +211,41 @@ def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
     return count - sum(inactive)
 
 
-def survey_client(bench: Workbench, job: SurveyJob) -> Arrays:
-    """Return one client's answer to the method's survey, at the pretrained model.
-
-    Raises:
-        ValueError: The method makes no survey.
-    """
+def _answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport]:
     plan, settings = bench.method.survey_plan, bench.settings
-    if plan is None:
-        raise ValueError(f"{settings.method.name} makes no survey")
+    assert plan is not None  # a method without one has no round 0
     rng = numpy_rng(settings.seed, "survey-batches", job.client)
     size = plan.batch_size or settings.federation.batch_size
-    batches = batch_order(bench.shards.shard(job.client), plan.batches, size, rng)
+    shard = bench.shards.shard(job.client)
+    batches = batch_order(shard, plan.batches, size, rng)
     weights = {
         spec.name: bench.model.model.get_parameter(f"{spec.name}.weight")
         for spec in bench.model.specs
     }
 
-    def gradients() -> Iterator[dict[str, Tensor]]:
+    def gradients() -> Iterator[Tensors]:
         for rows in batches:
             loss = _loss(bench, _prepare(bench, bench.train, rows))
             grads = torch.autograd.grad(loss, list(weights.values()))
             yield {name: grad.float() for name, grad in zip(weights, grads, strict=True)}
 
+    began = time.perf_counter()
     for weight in weights.values():
         weight.requires_grad_(True)
     try:
         with _client_stream(bench, "survey-dropout", job.client):
-            return to_arrays(bench.method.survey(gradients()))
+            answer = State(torch.empty(0), extra=bench.method.survey(gradients()))
     finally:
         for weight in weights.values():
             weight.requires_grad_(False)
+    seconds, numbers = time.perf_counter() - began, count_numbers(answer.extra)
+    return (
+        Upload(job.client, len(shard), answer.map(to_array)),
+        TrainReport(job.client, {}, math.nan, seconds, uploaded=numbers),
+    )
 
 
-def evaluate_chunk(bench: Workbench, broadcast: Arrays, job: EvalJob) -> EvalReport:
+def evaluate_chunk(bench: Workbench, broadcast: ArrayState, job: EvalJob) -> EvalReport:
     """Return the sums of the metrics of the global or a client's model on a chunk of scored rows.
 
     Round 0 is the pretrained backbone, even for a method whose first broadcast already updates it

@@ -6,46 +6,45 @@ Legend of shapes: P trainables of a client, W entries of the shared upload, U un
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import SURVEY
+from trishul_ray.methods.base import State
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
-#: A state by key, as it is sent and stored. NumPy: the object store returns views without a copy.
+#: Arrays by name, as they are sent and stored: the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
 
-
-def to_arrays(state: "dict[str, torch.Tensor]") -> Arrays:
-    """Return tensors as arrays in host memory."""
-    return {key: value.detach().cpu().numpy() for key, value in state.items()}
+#: A state as it is sent and stored.
+ArrayState: TypeAlias = State[np.ndarray]
 
 
-def to_tensors(arrays: Arrays) -> "dict[str, torch.Tensor]":
-    """Return copies of arrays as tensors; arrays from the object store are read-only."""
-    return {key: torch.from_numpy(np.array(value)) for key, value in arrays.items()}
+def to_array(tensor: "torch.Tensor") -> np.ndarray:
+    """Return a tensor as an array in host memory."""
+    array: np.ndarray = tensor.detach().cpu().numpy()
+    return array
 
 
-def as_tensors(arrays: Arrays) -> "dict[str, torch.Tensor]":
-    """Return arrays as tensors that share their memory; do not write to them."""
+def to_tensor(array: np.ndarray) -> "torch.Tensor":
+    """Return a copy of an array as a tensor; arrays from the object store are read-only."""
+    return torch.from_numpy(np.array(array))
+
+
+def as_tensor(array: np.ndarray) -> "torch.Tensor":
+    """Return an array as a tensor that shares its memory; do not write to it."""
     with warnings.catch_warnings():
         # torch warns of read-only arrays, such as those of the object store.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return {key: torch.from_numpy(value) for key, value in arrays.items()}
-
-
-def survey_in(broadcast: Arrays) -> Arrays:
-    """Return the survey that a broadcast carries; empty if it has none."""
-    return {k.removeprefix(SURVEY): v for k, v in broadcast.items() if k.startswith(SURVEY)}
+        return torch.from_numpy(array)
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Train one client for one round."""
+    """Train one client for one round; in round 0, answer the method's survey instead."""
 
     round: int
     client: int
@@ -70,14 +69,7 @@ class EvalJob:
     each: bool = False
 
 
-@dataclass(frozen=True)
-class SurveyJob:
-    """Compute one client's answer to the method's survey before round 1."""
-
-    client: int
-
-
-Job = TrainJob | EvalJob | SurveyJob
+Job = TrainJob | EvalJob
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ class Upload:
 
     client: int
     rows: int  # size of the client's shard, n_c
-    arrays: Arrays  # of the method; "shared" is [W] float32
+    arrays: ArrayState
     active: np.ndarray | None = None  # [U] bool, units that the client trained; None means all
 
 
@@ -98,7 +90,10 @@ class TrainReport:
     state: Arrays  # the client's new persistent state
     loss: float  # mean training loss over the local steps
     seconds: float  # of the local steps alone
-    notes: dict[str, Any] = field(default_factory=dict)  # of the method; see LocalRun
+    uploaded: int  # numbers that a real deployment would send
+    unsent: int = 0  # and numbers of the shared part that it would not; see LocalRun
+    metrics: dict[str, float] = field(default_factory=dict)  # of the method
+    spectra: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,13 +116,12 @@ class Outcome:
     uploads: list[Any]  # handles: the uploads stay where they were made
     reports: list[TrainReport]
     evaluations: list[EvalReport]
-    surveys: list[Arrays] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # one line for each restart or loss
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The form of a valid upload: the length of each array, and the units of ``"shared"``."""
+    """The form of a valid upload: the lengths of ``shared`` and, by name, ``extra``; the units."""
 
     lengths: Mapping[str, int]
     unit_sizes: np.ndarray  # [U] int64, sums to lengths["shared"]

@@ -8,14 +8,14 @@ the cohort alone, so the bytes do not depend on the number of workers. Nothing h
 Legend: W entries of the shared part, U units, m clients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.federation.messages import Arrays, Expected, Upload, as_tensors
-from trishul_ray.methods.base import Method
+from trishul_ray.federation.messages import ArrayState, Expected, Upload, as_tensor, to_array
+from trishul_ray.methods.base import Method, State
 
 #: Uploads summed by one worker. A round of no more uploads is reduced on the server.
 FAN_IN = 16
@@ -26,12 +26,15 @@ LARGEST_ENTRY = 1e12
 
 @dataclass(frozen=True)
 class Reducer:
-    """How a method's uploads are validated, weighted and summed; can be pickled to any worker."""
+    """How a method's uploads are validated, weighted and summed; can be pickled to any worker.
+
+    Without ``expected``, the uploads are answers to a survey, added without weights.
+    """
 
     method: Method
     layout: Layout
     weighting: str
-    expected: Expected
+    expected: Expected | None
 
     def configured_weight(self, upload: Upload) -> float:
         """Return the weight of an upload by ``federation.weighting``."""
@@ -39,8 +42,10 @@ class Reducer:
 
     def weight(self, upload: Upload) -> float:
         """Return w_c, the method's weight of an upload."""
+        if self.expected is None:
+            return 1.0
         weight = self.configured_weight(upload)
-        return self.method.weight(as_tensors(upload.arrays), self.layout, weight)
+        return self.method.weight(upload.arrays.map(as_tensor), self.layout, weight)
 
     def unit_weight(self, upload: Upload, weight: float) -> np.ndarray | float:
         """Return w_c m_cu of an upload's units, [U] float64, or one number if all are equal."""
@@ -51,18 +56,20 @@ class Reducer:
         weights = np.where(in_classifier, self.configured_weight(upload), weight)
         return weights if upload.active is None else weights * upload.active
 
-    def contribution(self, upload: Upload) -> Arrays:
+    def contribution(self, upload: Upload) -> ArrayState:
         """Return what of an upload is averaged."""
-        state = self.method.contribution(as_tensors(upload.arrays), self.layout)
-        return {key: value.numpy() for key, value in state.items()}
+        if self.expected is None:
+            return upload.arrays
+        state = self.method.contribution(upload.arrays.map(as_tensor), self.layout)
+        return state.map(to_array)
 
 
 @dataclass
 class Partial:
     """The running sum of a group of uploads."""
 
-    sums: Arrays  # float64, weighted
-    weights: dict[str, float]  # by key but "shared": sum of w_c, or the count for a plain mean
+    sums: ArrayState | None  # float64, weighted; None without a valid upload
+    weight: float  # sum of w_c
     unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
     clients: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)  # the reason, by client
@@ -87,20 +94,22 @@ def round_units(method: Method, layout: Layout, round_number: int) -> np.ndarray
     return np.array([unit.tensor in names for unit in layout.units(wire)], dtype=bool)
 
 
-def rejection_reason(upload: Upload, expected: Expected) -> str | None:
-    """Return why an upload must not be added, or None if it is valid."""
-    differing = sorted(set(expected.lengths) ^ set(upload.arrays))
-    if differing:
+def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
+    """Return why an upload must not be added, or None if it is valid; see :class:`Reducer`."""
+    arrays = {"shared": upload.arrays.shared, **upload.arrays.extra}
+    lengths = {} if expected is None else expected.lengths
+    if expected is not None and (differing := sorted(lengths.keys() ^ arrays.keys())):
         return f"keys differ from the method's: {', '.join(differing)}"
-    for key, length in expected.lengths.items():
-        array = upload.arrays[key]
-        if array.shape != (length,):
-            return f"{key} has shape {tuple(array.shape)}, expected ({length},)"
+    for key, array in arrays.items():
+        if expected is not None and array.shape != (lengths[key],):
+            return f"{key} has shape {tuple(array.shape)}, expected ({lengths[key]},)"
         if not np.isfinite(array).all():
             return f"{key} holds {int((~np.isfinite(array)).sum())} non-finite values"
         largest = float(np.abs(array).max(initial=0.0))
         if largest > LARGEST_ENTRY:
             return f"{key} holds a value of {largest:.3g}, above {LARGEST_ENTRY:.0e}"
+    if expected is None:
+        return None
     if upload.active is not None and upload.active.shape != expected.unit_sizes.shape:
         return f"active mask has {upload.active.size} units, expected {len(expected.unit_sizes)}"
     return None
@@ -108,41 +117,69 @@ def rejection_reason(upload: Upload, expected: Expected) -> str | None:
 
 def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
     """Validate and sum one group of uploads, in the order given (ascending client)."""
-    sizes = reducer.expected.unit_sizes
-    total = Partial(sums={}, weights={}, unit_weight=np.zeros(len(sizes)))
+    expected = reducer.expected
+    sizes = np.zeros(0, dtype=np.int64) if expected is None else expected.unit_sizes
+    total = Partial(sums=None, weight=0.0, unit_weight=np.zeros(len(sizes)))
     for upload in uploads:
-        reason = rejection_reason(upload, reducer.expected)
+        reason = rejection_reason(upload, expected)
         if reason is not None:
             total.refused[upload.client] = reason
             continue
         weight = reducer.weight(upload)
-        unit_weight = reducer.unit_weight(upload, weight)
-        for key, array in reducer.contribution(upload).items():
-            term = array.astype(np.float64)
-            if key == "shared":
-                equal = np.ndim(unit_weight) == 0
-                term *= unit_weight if equal else np.repeat(unit_weight, sizes)
-            else:
-                share = 1.0 if key in reducer.method.plain_mean else weight
-                term *= share
-                total.weights[key] = total.weights.get(key, 0.0) + share
-            if key in total.sums:
-                total.sums[key] += term
-            else:
-                total.sums[key] = term
+        unit_weight = 0.0 if expected is None else reducer.unit_weight(upload, weight)
+        plain = reducer.method.plain_mean
+        term = _weighted(reducer.contribution(upload), weight, unit_weight, sizes, plain)
+        total.sums = term if total.sums is None else _add(total.sums, term)
+        total.weight += weight
         total.unit_weight += unit_weight
         total.clients.append(upload.client)
     return total
+
+
+def _weighted(
+    contribution: ArrayState,
+    weight: float,
+    unit_weight: np.ndarray | float,
+    sizes: np.ndarray,
+    plain: Collection[str],
+) -> ArrayState:
+    """Return a contribution times its weights, in float64; ``extra`` of ``plain`` as it is."""
+
+    def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
+        product: np.ndarray = array.astype(np.float64) * by
+        return product
+
+    by_entry = unit_weight if np.ndim(unit_weight) == 0 else np.repeat(unit_weight, sizes)
+    return State(
+        scaled(contribution.shared, by_entry),
+        {n: scaled(a, 1.0 if n in plain else weight) for n, a in contribution.extra.items()},
+        {layer: scaled(a, weight) for layer, a in contribution.base.items()},
+    )
+
+
+def _add(first: ArrayState, second: ArrayState) -> ArrayState:
+    """Add contributions, ``first`` in place where it may be written."""
+
+    def added(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        total: np.ndarray = np.add(a, b, out=a if a.flags.writeable else None)
+        return total
+
+    return State(
+        added(first.shared, second.shared),
+        {name: added(array, second.extra[name]) for name, array in first.extra.items()},
+        {layer: added(array, second.base[layer]) for layer, array in first.base.items()},
+    )
 
 
 def combine(partials: Sequence[Partial]) -> Partial:
     """Add the sums of groups, in the order given."""
     first, *rest = partials
     for other in rest:
-        for key, array in other.sums.items():
-            first.sums[key] = first.sums[key] + array if key in first.sums else array
-        for key, weight in other.weights.items():
-            first.weights[key] = first.weights.get(key, 0.0) + weight
+        if first.sums is None or other.sums is None:
+            first.sums = first.sums or other.sums
+        else:
+            first.sums = _add(first.sums, other.sums)
+        first.weight += other.weight
         first.unit_weight = first.unit_weight + other.unit_weight
         first.clients += other.clients
         first.refused |= other.refused
@@ -155,21 +192,27 @@ def groups(clients: Sequence[int]) -> list[list[int]]:
     return [positions[i : i + FAN_IN] for i in range(0, len(positions), FAN_IN)]
 
 
-def finish(total: Partial, before: Arrays, expected: Expected) -> tuple[Arrays, np.ndarray]:
+def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayState, np.ndarray]:
     """Divide the sums by the weights; a unit that no client trained keeps its old value.
 
     Returns:
-        The mean by key (uploaded keys in float32, keys that the method added in float64), and [U]
+        The mean (what clients upload in float32, what the method adds to it in float64), and [U]
         bool, the units that at least one client trained.
     """
-    trained = total.unit_weight > 0
-    mean: Arrays = {}
-    for key, sums in total.sums.items():
-        if key != "shared":
-            dtype = np.float32 if key in expected.lengths else np.float64
-            mean[key] = (sums / total.weights[key]).astype(dtype)
-            continue
-        divisor = np.repeat(np.where(trained, total.unit_weight, 1.0), expected.unit_sizes)
-        kept = np.repeat(~trained, expected.unit_sizes)
-        mean[key] = np.where(kept, before[key], sums / divisor).astype(np.float32)
-    return mean, trained
+    assert total.sums is not None, "no upload is valid"
+    trained, sums = total.unit_weight > 0, total.sums
+    lengths = {} if reducer.expected is None else reducer.expected.lengths
+    shared, plain = before.shared, reducer.method.plain_mean
+    if reducer.expected is not None:
+        sizes = reducer.expected.unit_sizes
+        divisor = np.repeat(np.where(trained, total.unit_weight, 1.0), sizes)
+        kept = np.repeat(~trained, sizes)
+        shared = np.where(kept, shared, sums.shared / divisor).astype(np.float32)
+    extra = {
+        name: (array / (len(total.clients) if name in plain else total.weight)).astype(
+            np.float32 if name in lengths else np.float64
+        )
+        for name, array in sums.extra.items()
+    }
+    base = {layer: array / total.weight for layer, array in sums.base.items()}
+    return State(shared, extra, base), trained

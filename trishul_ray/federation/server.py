@@ -9,7 +9,7 @@ evaluation and training run together, and the record of round t is complete one 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,26 +30,25 @@ from trishul_ray.federation.diagnostics import (
 )
 from trishul_ray.federation.messages import (
     Arrays,
+    ArrayState,
     Blueprint,
     EvalJob,
     EvalReport,
     Job,
     Outcome,
-    SurveyJob,
     TrainJob,
     Upload,
-    as_tensors,
+    as_tensor,
     changed_sources,
-    to_arrays,
-    to_tensors,
+    to_array,
+    to_tensor,
 )
 from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
 from trishul_ray.methods.base import (
-    SURVEY,
     ClientUpload,
     Method,
     Round,
-    SurveyPlan,
+    State,
     build_method,
 )
 from trishul_ray.rng import numpy_rng
@@ -62,7 +61,7 @@ class Executor(Protocol):
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench that every worker builds, given the survey."""
 
-    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
         """Run all jobs with one broadcast."""
 
     def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
@@ -72,16 +71,10 @@ class Executor(Protocol):
         """Bring uploads into this process, for diagnostics."""
 
 
-def survey_for_workers(method: Method, survey: Arrays) -> Arrays:
-    """Return the part of a survey that every worker needs to build its adapters."""
-    plan = method.survey_plan
-    return survey if plan is not None and plan.decides_adapters else {}
-
-
-def broadcast_of(method: Method, state: Arrays, survey: Arrays) -> Arrays:
+def broadcast_of(method: Method, state: ArrayState) -> ArrayState:
     """Return what is sent to every worker: the method's broadcast of a state, and the survey."""
-    broadcast = to_arrays(method.broadcast(to_tensors(state)))
-    return broadcast | {SURVEY + k: v for k, v in survey_for_workers(method, survey).items()}
+    broadcast = method.broadcast(state.map(to_tensor)).map(to_array)
+    return replace(broadcast, survey=state.survey)
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ class RoundReport:
 class RunResult:
     """Final state of a run, with everything its results are made from."""
 
-    state: Arrays
+    state: ArrayState
     digest: str
     records: list[dict[str, Any]]
     spectra: Arrays
@@ -107,7 +100,7 @@ class RunResult:
     test_rows: Arrays  # see Checkpoint
     blueprint: Blueprint
     attempt: str
-    broadcast: Arrays  # the broadcast of the round after the last
+    broadcast: ArrayState  # that of the round after the last
 
 
 class Server:
@@ -126,8 +119,7 @@ class Server:
         self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
         self.attempt, self.round = attempt, 0
-        self.state: Arrays = {}
-        self.survey: Arrays = {}
+        self.state: ArrayState = State(np.zeros(0))
         self.client_states: dict[int, Arrays] = {}
         self.records: list[dict[str, Any]] = [{"round": 0}]
         self.spectra: Arrays = {}
@@ -140,9 +132,7 @@ class Server:
         else:
             if self.events:
                 self.events.append("no valid checkpoint is left: the run starts over")
-            if self.method.survey_plan is not None:
-                self._run_survey(self.method.survey_plan)
-        self.blueprint = executor.describe(survey_for_workers(self.method, self.survey))
+        self.blueprint = executor.describe(self.state.survey)
         if checkpoint is None:
             with deterministic(experiment):
                 self.state = self._initial_state()
@@ -155,7 +145,6 @@ class Server:
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.round = checkpoint.round
         self.state = checkpoint.state
-        self.survey = checkpoint.survey
         self.client_states = checkpoint.client_states
         self.records = checkpoint.records
         self.spectra = checkpoint.spectra
@@ -164,29 +153,33 @@ class Server:
         self.attempt = checkpoint.attempt
         self.events.append(f"continuing after round {checkpoint.round}")
 
-    def _run_survey(self, plan: SurveyPlan) -> None:
-        """Run the method's survey on some clients and average their answers."""
-        fed = self.experiment.federation
-        rng = numpy_rng(self.experiment.seed, "survey-cohort")
-        clients = sorted(rng.choice(fed.clients, min(plan.clients, fed.clients), replace=False))
-        outcome = self.executor.run({}, [SurveyJob(int(client)) for client in clients])
-        self.events += outcome.events
-        for client, answer in zip(clients, outcome.surveys, strict=True):
-            if not all(np.isfinite(array).all() for array in answer.values()):
-                raise FailsAgainError(
-                    f"the survey before round 1: client {client} sent non-finite values: try other "
-                    "weights or data"
-                )
-        for key in outcome.surveys[0]:
-            mean = np.mean([a[key].astype(np.float64) for a in outcome.surveys], axis=0)
-            self.survey[key] = mean.astype(np.float32)
-        sent = sum(array.size for answer in outcome.surveys for array in answer.values())
-        self.records[0] |= {"uploaded_parameters": sent, "uploaded_bytes": 4 * sent}
+    def _initial_state(self) -> ArrayState:
+        """Return the state before round 1; a survey comes before it, as round 0."""
+        survey = self.survey()
+        plan = self.method.survey_plan
+        decisive = survey if plan is not None and plan.decides_adapters else {}
+        if decisive:
+            self.blueprint = self.executor.describe(decisive)
+        answers = {layer: to_tensor(answer) for layer, answer in survey.items()}
+        initial = to_tensor(self.blueprint.initial)
+        state = self.method.initial_state(self.blueprint.layout, initial, answers).map(to_array)
+        return replace(state, survey=decisive)
 
-    def _initial_state(self) -> Arrays:
-        initial = torch.from_numpy(np.array(self.blueprint.initial))
-        survey = to_tensors(self.survey)
-        return to_arrays(self.method.initial_state(self.blueprint.layout, initial, survey))
+    def survey(self) -> Arrays:
+        """Return the mean answer of some clients to the method's survey; empty without one."""
+        plan, fed = self.method.survey_plan, self.experiment.federation
+        if plan is None:
+            return {}
+        rng = numpy_rng(self.experiment.seed, "survey-cohort")
+        clients = rng.choice(fed.clients, min(plan.clients, fed.clients), replace=False)
+        cohort = sorted(clients.tolist())
+        outcome = self.executor.run(self.state, [TrainJob(0, client) for client in cohort])
+        self.events += outcome.events
+        reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
+        mean, _ = finish(self._sum(0, cohort, outcome, reducer), self.state, reducer)
+        sent = sum(report.uploaded for report in outcome.reports)
+        self.records[0] |= {"uploaded_parameters": sent, "uploaded_bytes": 4 * sent}
+        return {layer: answer.astype(np.float32) for layer, answer in mean.extra.items()}
 
     @property
     def finished(self) -> bool:
@@ -284,10 +277,10 @@ class Server:
         rng = numpy_rng(self.experiment.seed, "cohort", round_number)
         return sorted(rng.choice(fed.clients, fed.clients_per_round, replace=False).tolist())
 
-    def broadcast(self) -> Arrays:
+    def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""
         with deterministic(self.experiment):
-            return broadcast_of(self.method, self.state, self.survey)
+            return broadcast_of(self.method, self.state)
 
     def _evaluation_jobs(self) -> list[EvalJob]:
         if self.round not in self.experiment.scored_rounds:
@@ -309,7 +302,7 @@ class Server:
         return jobs
 
     def _compare_everyone(
-        self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome
+        self, number: int, cohort: list[int], broadcast: ArrayState, outcome: Outcome
     ) -> Arrays:
         """In the last round, train the other clients, too, if all are to be compared.
 
@@ -334,22 +327,13 @@ class Server:
         return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
 
     def _aggregate(
-        self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome
+        self, number: int, cohort: list[int], broadcast: ArrayState, outcome: Outcome
     ) -> dict[str, Any]:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         fed, layout = self.experiment.federation, self.blueprint.layout
-        expected = self.blueprint.expected
-        reducer = Reducer(self.method, layout, fed.weighting, expected)
-        total = self.executor.reduce(outcome.uploads, reducer)
-        for client, reason in sorted(total.refused.items()):
-            self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        if len(total.clients) < fed.quorum * len(cohort):
-            raise FailsAgainError(
-                f"round {number}: only {len(total.clients)} of {len(cohort)} uploads are valid, "
-                f"below federation.quorum={fed.quorum}; rejected: {total.refused}: try a smaller "
-                f"learning rate (optimizer.lr={self.experiment.optimizer.lr:g}) or a lower quorum"
-            )
-        mean, trained = finish(total, self.state, expected)
+        reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
+        total = self._sum(number, cohort, outcome, reducer)
+        mean, trained = finish(total, self.state, reducer)
         accepted = set(total.clients)
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
@@ -359,9 +343,8 @@ class Server:
         if self.method.needs_uploads:
             singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
         round_ = Round(number, len(accepted), fed.clients, torch.from_numpy(trained), singles)
-        self.state = to_arrays(
-            self.method.aggregate(to_tensors(self.state), to_tensors(mean), round_, layout)
-        )
+        new = self.method.aggregate(self.state.map(to_tensor), mean.map(to_tensor), round_, layout)
+        self.state = replace(new.map(to_array), survey=self.state.survey)
         self.client_states |= {
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
         }
@@ -386,20 +369,44 @@ class Server:
             self.matrices = append_round(self.matrices, number, diagnosed.matrices)
         return record
 
+    def _sum(self, number: int, cohort: list[int], outcome: Outcome, reducer: Reducer) -> Partial:
+        """Validate and sum the uploads of a round; name those that are refused.
+
+        Raises:
+            FailsAgainError: Too few are valid.
+        """
+        total, quorum = (
+            self.executor.reduce(outcome.uploads, reducer),
+            self.experiment.federation.quorum,
+        )
+        for client, reason in sorted(total.refused.items()):
+            self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
+        if len(total.clients) < max(quorum * len(cohort), 1):
+            remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
+            raise FailsAgainError(
+                f"round {number}: only {len(total.clients)} of {len(cohort)} uploads are valid, "
+                f"below federation.quorum={quorum}; rejected: {total.refused}: try "
+                f"{remedy if number else 'other weights or data'} or a lower quorum"
+            )
+        return total
+
     def _record(
-        self, number: int, cohort: list[int], broadcast: Arrays, outcome: Outcome, total: Partial
+        self,
+        number: int,
+        cohort: list[int],
+        broadcast: ArrayState,
+        outcome: Outcome,
+        total: Partial,
     ) -> dict[str, Any]:
-        tensors, reports = as_tensors(broadcast), outcome.reports
+        tensors, reports = broadcast.map(as_tensor), outcome.reports
         before = self.records[-1].get("accepted_uploads", ())
         down = sum(
-            self.method.download_parameters(
-                tensors, self.blueprint.layout, int(r.notes["unsent"]), before
-            )
+            self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
         )
         known = {client for record in self.records for client in record.get("clients", ())}
         down += len(set(cohort) - known) * self.method.setup_parameters(tensors)
-        sent = {r.client: int(r.notes["uploaded_parameters"]) for r in reports}
+        sent = {r.client: r.uploaded for r in reports}
         up = sum(sent.values())
         return {
             "round": number,
@@ -449,7 +456,6 @@ class Server:
             spectra=self.spectra,
             matrices=self.matrices,
             test_rows=self.test_rows,
-            survey=self.survey,
             sources=self.blueprint.sources,
             info=self.blueprint.info,
         )
@@ -460,6 +466,6 @@ def _single(upload: Upload, reducer: Reducer) -> ClientUpload:
     return ClientUpload(
         client=upload.client,
         weight=reducer.weight(upload),
-        arrays=as_tensors(reducer.contribution(upload)),
+        arrays=reducer.contribution(upload).map(as_tensor),
         trained=None if upload.active is None else torch.from_numpy(upload.active.copy()),
     )

@@ -19,22 +19,20 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.messages import (
     Arrays,
+    ArrayState,
     Blueprint,
     Expected,
     changed_sources,
-    to_tensors,
+    to_tensor,
 )
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import (
-    BASE,
-    CONSTANT,
     LocalRun,
     Method,
     Site,
-    State,
     build_method,
     exact_share,
 )
@@ -192,7 +190,7 @@ def _attach(
 
 def adapt_to(bench: ModelBench, survey: Arrays) -> None:
     """Replace the adapters of a workbench if they were built for another survey."""
-    new = to_tensors(survey)
+    new = {layer: to_tensor(answer) for layer, answer in survey.items()}
     old = bench.site.survey
     if old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in new):
         return
@@ -314,7 +312,7 @@ def capacities(
 
 
 def new_run(
-    bench: ModelBench, broadcast: Arrays, round_number: int, client: int | None
+    bench: ModelBench, broadcast: ArrayState, round_number: int, client: int | None
 ) -> LocalRun:
     """Return the local run of a client before its start; None is the global model, to evaluate."""
     settings, fed = bench.settings, bench.settings.federation
@@ -331,7 +329,7 @@ def new_run(
         layout=bench.model.layout,
         vector=vector,
         grad=torch.empty(0) if client is None else torch.zeros_like(vector),
-        broadcast={k: v.to(bench.device) for k, v in to_tensors(broadcast).items()},
+        broadcast=broadcast.map(lambda array: to_tensor(array).to(bench.device)),
         client_state={},
         optimizer=settings.optimizer,
         rates=rates,
@@ -346,22 +344,11 @@ def new_run(
     )
 
 
-def frozen_part(broadcast: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Return a broadcast's changes of the frozen part, as in ``Trained``: base and constants."""
-    base = {k.removeprefix(BASE): v for k, v in broadcast.items() if k.startswith(BASE)}
-    constants: dict[str, dict[str, Tensor]] = {}
-    for key, value in broadcast.items():
-        if key.startswith(CONSTANT):
-            layer, _, name = key.removeprefix(CONSTANT).rpartition("/")
-            constants.setdefault(layer, {})[name] = value
-    return base, constants
-
-
 def global_model(
-    bench: ModelBench, broadcast: Arrays, round_number: int, state: Arrays | None = None
+    bench: ModelBench, broadcast: ArrayState, round_number: int, state: Arrays | None = None
 ) -> Trained:
     """Return the global model that a broadcast describes; with a client's state, that client's."""
     run = new_run(bench, broadcast, round_number, None)
-    run.client_state = {k: v.to(bench.device) for k, v in to_tensors(state or {}).items()}
+    run.client_state = {k: to_tensor(v).to(bench.device) for k, v in (state or {}).items()}
     bench.method.start(run, bench.initial)
-    return Trained(run.vector, *frozen_part(run.broadcast))
+    return Trained(run.vector, run.broadcast.base, run.broadcast.constants)

@@ -5,9 +5,8 @@ ends, what the client uploads, how uploads become the next global state, and wha
 Sampling, data, optimizers, evaluation, tracking and faults belong to the platform.
 
 All trainables of a client are in one flat float32 vector, named by a
-:class:`~trishul_ray.adapters.layout.Layout`. Broadcasts, uploads and states are dictionaries of
-flat tensors. The key ``"shared"`` holds what all clients train and the server averages, in the
-order of :meth:`Method.wire`; a method may add other keys (a control variate, a residual).
+:class:`~trishul_ray.adapters.layout.Layout`. What the server keeps, broadcasts, receives and
+averages is a :class:`State`.
 
 Legend: P trainables of a client, W entries of the shared part on the wire, U units of
 aggregation (one core head, or one whole tensor).
@@ -22,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from trishul_ray import plugins
@@ -34,18 +34,50 @@ from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import TypeVar as TypeVarWithDefault
 
     from trishul_ray.config import AdapterConfig, OptimizerConfig
 
-#: Prefixes of broadcast keys that change frozen tensors: ``base/<layer>`` is added to the frozen
-#: weight, ``constant/<layer>/<name>`` replaces a frozen tensor of the layer's adapter.
-BASE, CONSTANT = "base/", "constant/"
+    A = TypeVarWithDefault("A", default=Tensor)
+else:
+    A = TypeVar("A")
+_New = TypeVar("_New")
 
-#: Prefix of the keys under which workers receive the survey, from which they build adapters.
-SURVEY = "survey/"
+#: Tensors by name: what a client keeps, or its answer to a survey.
+Tensors: TypeAlias = "dict[str, Tensor]"
 
-#: A broadcast, an upload, a global state, or a client's persistent state.
-State: TypeAlias = "dict[str, Tensor]"
+
+@dataclass(frozen=True)
+class State(Generic[A]):
+    """A global state, a broadcast, an upload, or a mean of uploads; of tensors or of arrays.
+
+    Attributes:
+        shared: float32 [W], what all clients train and the server averages, in the order of
+            :meth:`Method.wire`.
+        extra: What the method adds, by name, such as a control variate.
+        base: By layer, [d_out, d_in] that is added to the frozen weight.
+        constants: By layer, frozen tensors by name that replace those of the adapter.
+        survey: By layer, the answers to a survey that decides the adapters; the platform's.
+    """
+
+    shared: A
+    extra: dict[str, A] = field(default_factory=dict)
+    base: dict[str, A] = field(default_factory=dict)
+    constants: dict[str, dict[str, A]] = field(default_factory=dict)
+    survey: dict[str, A] = field(default_factory=dict)
+
+    def map(self, change: Callable[[A], _New]) -> State[_New]:
+        """Return the state with every tensor changed."""
+        return State(
+            change(self.shared),
+            {name: change(value) for name, value in self.extra.items()},
+            {layer: change(value) for layer, value in self.base.items()},
+            {
+                layer: {name: change(value) for name, value in tensors.items()}
+                for layer, tensors in self.constants.items()
+            },
+            {layer: change(value) for layer, value in self.survey.items()},
+        )
 
 
 class MethodConfig(BaseModel):
@@ -73,7 +105,7 @@ class Site:
     squared_norms: Mapping[str, float]
     lora_rank: int
     adapter: AdapterConfig
-    survey: State = field(default_factory=dict)
+    survey: Tensors = field(default_factory=dict)
     scored: tuple[LayerSpec, ...] = ()
 
     def blocks(self) -> dict[str, list[LayerSpec]]:
@@ -129,17 +161,18 @@ class LocalRun:
             given local step (from 1).
         active: [U] bool, the units this client trains; None means all. At first those of
             :meth:`Method.round_wire`.
-        memory: Tensors that a hook keeps for a later one.
+        scratch: What :meth:`Method.start` leaves for the later hooks: the method's own class.
         unsent: Numbers of the shared part that a real deployment would not send for this client,
             up or (see :meth:`Method.download_parameters`) down.
-        notes: Values to report with the upload.
+        metrics: Numbers to report with the upload, by name; the record has their mean.
+        spectra: Singular values to report, for figures; see ``Diagnostics``.
     """
 
     layout: Layout
     vector: Tensor
     grad: Tensor
     broadcast: State
-    client_state: State
+    client_state: Tensors
     optimizer: OptimizerConfig
     generator: torch.Generator
     common: torch.Generator
@@ -151,9 +184,10 @@ class LocalRun:
     capacity: float = 1.0
     gradient: Callable[[int], None] = lambda step: None
     active: Tensor | None = None
-    memory: State = field(default_factory=dict)
+    scratch: Any = None
     unsent: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    spectra: dict[str, np.ndarray] = field(default_factory=dict)
 
     def summed_rate(self, step: int, since: int) -> float:
         """Return the sum of η over the ``since`` local steps that end with ``step`` (from 1)."""
@@ -167,7 +201,7 @@ class ClientUpload:
     Attributes:
         client: The client's number.
         weight: Its weight in the mean, by ``federation.weighting`` and :meth:`Method.weight`.
-        arrays: Its contribution to the mean, by key; do not write to it.
+        arrays: Its contribution to the mean; do not write to it.
         trained: [U] bool, the units that the client trained; None means all.
     """
 
@@ -226,7 +260,7 @@ class Method:
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
     needs_uploads: ClassVar[bool] = False
-    #: Keys of a contribution, other than ``"shared"``, that are averaged without weights, whatever
+    #: Names in ``extra`` of a contribution that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.
     plain_mean: ClassVar[frozenset[str]] = frozenset()
@@ -274,8 +308,8 @@ class Method:
         """What clients compute before round 1; None (the default) for no survey."""
         return None
 
-    def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
-        """Return one client's answer to the survey; the server averages the answers.
+    def survey(self, gradients: Iterator[Tensors]) -> Tensors:
+        """Return one client's answer by layer, its upload of round 0; the server takes the mean.
 
         Args:
             gradients: For each mini-batch, the dense gradient [d_out, d_in] of each adapted
@@ -287,7 +321,7 @@ class Method:
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Fill ``run.vector`` before the first step; ``initial`` [P] is the untrained vector."""
         run.vector.copy_(initial)
-        self.unpack(run.layout, run.vector, run.broadcast["shared"])
+        self.unpack(run.layout, run.vector, run.broadcast.shared)
 
     def before_step(self, run: LocalRun) -> None:
         """Correct ``run.grad`` in place before the optimizer reads it (default: do nothing)."""
@@ -297,29 +331,32 @@ class Method:
 
     # 3. What it uploads.
     def wire(self, layout: Layout) -> tuple[str, ...]:
-        """Return the names of the trainables sent under ``"shared"``, in order (default: all)."""
+        """Return the names of the trainables in ``shared``, in order (default: all)."""
         return tuple(entry.name for entry in layout.entries)
 
     def round_wire(self, layout: Layout, round_number: int) -> tuple[str, ...]:
         """Return which of :meth:`wire` clients train and send in a round (default: all).
 
-        The rest keeps the server's value. The simulation's ``"shared"`` has all W entries in every
+        The rest keeps the server's value. The simulation's ``shared`` has all W entries in every
         round; only these are averaged and counted as uploaded.
         """
         return self.wire(layout)
 
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Return what the client sends after ``steps`` steps, and what it keeps."""
-        return {"shared": self.pack(run.layout, run.vector)}, {}
+        return State(self.pack(run.layout, run.vector)), {}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
-        """Return the length of each array in an upload; the server refuses any other."""
+        """Return the length of ``shared`` and, by name, of each tensor in an upload's ``extra``.
+
+        The server refuses any other upload.
+        """
         return {"shared": sum(layout.entry(name).numel for name in self.wire(layout))}
 
     # 4. How uploads become the next global state.
-    def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
+    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
         """Return the global state before round 1, given the untrained vector [P]."""
-        return {"shared": self.pack(layout, initial)}
+        return State(self.pack(layout, initial))
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
         """Return the weight of an upload in the mean.
@@ -343,12 +380,12 @@ class Method:
         Args:
             state: The current global state.
             mean: The weighted mean of the contributions (unweighted for :attr:`plain_mean`), each
-                unit of ``"shared"`` over the clients that trained it. A unit that no client
+                unit of ``shared`` over the clients that trained it. A unit that no client
                 trained keeps its old value.
             round_: The round, its participants and, if :attr:`needs_uploads`, what each sent.
-            layout: Names of the trainables; those of ``"shared"`` are given by :meth:`wire`.
+            layout: Names of the trainables; those of ``shared`` are given by :meth:`wire`.
         """
-        return dict(mean)
+        return mean
 
     # 5. What the next broadcast is.
     def broadcast(self, state: State) -> State:
@@ -360,7 +397,7 @@ class Method:
     ) -> int:
         """Return how many numbers one client downloads for this broadcast in a real deployment.
 
-        By default this leaves out ``base/`` and ``constant/`` keys: the simulation sends them in
+        By default this leaves out ``base`` and ``constants``: the simulation sends them in
         full to clients that keep nothing, a deployment only what is new in them.
         :meth:`setup_parameters` counts frozen tensors that are sent once.
 
@@ -371,22 +408,17 @@ class Method:
             uploads: How many numbers each accepted client of the round before sent; empty in
                 round 1.
         """
-        sent = sum(
-            value.numel()
-            for key, value in broadcast.items()
-            if not key.startswith((BASE, CONSTANT, SURVEY))
-        )
-        return sent - unsent
+        return broadcast.shared.numel() + count_numbers(broadcast.extra) - unsent
 
     def setup_parameters(self, broadcast: State) -> int:
         """Return how many numbers a client downloads once, in its first round.
 
-        By default these are the ``constant/`` keys, frozen tensors computed by the server, and the
+        By default these are ``constants``, frozen tensors computed by the server, and the
         answers of a survey that decides the adapters. Tensors drawn from the seed cost nothing,
         since every client draws the same.
         """
-        once = (CONSTANT, SURVEY)
-        return sum(value.numel() for key, value in broadcast.items() if key.startswith(once))
+        constants = sum(map(count_numbers, broadcast.constants.values()))
+        return constants + count_numbers(broadcast.survey)
 
     # Helpers that follow from :meth:`wire`.
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:
@@ -407,6 +439,11 @@ class Method:
             tensors[entry.name] = shared[start : start + entry.numel].view(entry.shape)
             start += entry.numel
         return tensors
+
+
+def count_numbers(tensors: Mapping[str, Tensor]) -> int:
+    """Return how many numbers are in all tensors."""
+    return sum(value.numel() for value in tensors.values())
 
 
 def exact_share(count: int, *shares: float) -> Fraction:

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import MethodConfig, Round, State, register
+from trishul_ray.methods.base import MethodConfig, Round, State, count_numbers, register
 from trishul_ray.methods.fedit import FedIT
 
 
@@ -43,9 +43,9 @@ class FedEx(FedIT):
         """Fold ``scale (mean(B_c A_c) - B A)`` into the frozen weights."""
         residuals = {
             layer: update - self.scale(a) * (b.double() @ a.double())
-            for layer, a, b, update in self.mean_updates(mean, mean["shared"], layout)
+            for layer, a, b, update in self.mean_updates(mean, mean.shared, layout)
         }
-        return {"shared": mean["shared"], **self.fold(state, residuals)}
+        return State(mean.shared, base=self.fold(state, residuals))
 
     def download_parameters(
         self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
@@ -53,5 +53,5 @@ class FedEx(FedIT):
         """Count the averaged factors and, after round 1, the residual of one round."""
         factors = super().download_parameters(broadcast, layout, unsent, uploads)
         if self.config.ship == "dense" or not uploads:
-            return factors + self.folded_parameters(broadcast)
+            return factors + count_numbers(broadcast.base)
         return factors + (len(uploads) + 1) * self.factor_parameters(layout)

@@ -12,19 +12,20 @@ correct this with the mean of the products, which this file computes for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.adapters import attach_adapters, ignored_by, lora_pairs, lora_scale
 from trishul_ray.methods.base import (
-    BASE,
     LocalRun,
     Method,
     MethodConfig,
     Site,
     State,
+    Tensors,
     exact_share,
     register,
 )
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trishul_ray.config import AdapterConfig
-
-#: Key of a layer's product ``B_c A_c`` in a contribution.
-_PRODUCT = "product/"
 
 
 class FedITConfig(MethodConfig):
@@ -69,8 +67,8 @@ class FedIT(Method):
         """Return the upload and, if they are averaged, the products [d_out, d_in] in float64."""
         if not self.averages_products:
             return upload
-        pairs = lora_pairs(self.named_tensors(layout, upload["shared"]))
-        return upload | {_PRODUCT + layer: b.double() @ a.double() for layer, a, b in pairs}
+        pairs = lora_pairs(self.named_tensors(layout, upload.shared))
+        return replace(upload, base={layer: b.double() @ a.double() for layer, a, b in pairs})
 
     def mean_updates(
         self, mean: State, shared: Tensor, layout: Layout
@@ -86,17 +84,19 @@ class FedIT(Method):
             Layer name, A and B as views of ``shared``, and ``scale mean(B_c A_c)`` in float64.
         """
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
-            yield layer, a, b, self.scale(a) * mean[_PRODUCT + layer]
+            yield layer, a, b, self.scale(a) * mean.base[layer]
 
-    def fold(self, state: State, updates: Mapping[str, Tensor]) -> State:
-        """Return the ``base/`` part of the next state: updates added to those folded before.
+    def fold(self, state: State, updates: Tensors) -> Tensors:
+        """Return ``base`` of the next state: updates added to those folded before.
 
         Args:
             state: The current global state.
             updates: By layer, [d_out, d_in] of any floating dtype.
         """
-        folded = {BASE + layer: update.float() for layer, update in updates.items()}
-        return {key: state[key] + new if key in state else new for key, new in folded.items()}
+        new = {layer: update.float() for layer, update in updates.items()}
+        return {
+            k: state.base[k] + update if k in state.base else update for k, update in new.items()
+        }
 
     def limit_rank(self, run: LocalRun, at_most: int | None = None) -> int:
         """Zero the components beyond this client's rank, and return the rank.
@@ -116,10 +116,6 @@ class FedIT(Method):
     def scale(self, factor_A: Tensor) -> float:
         """Return alpha / r of a pair, given its A [r, d_in]."""
         return lora_scale(self.lora_alpha, factor_A.shape[0])
-
-    def folded_parameters(self, broadcast: State) -> int:
-        """Return the number of entries of a dense update of the frozen weights; 0 without one."""
-        return sum(value.numel() for key, value in broadcast.items() if key.startswith(BASE))
 
     def factor_parameters(self, layout: Layout) -> int:
         """Return the number of entries of all A and B."""

@@ -36,9 +36,9 @@ class FedProx(FedAvg):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Keep a copy of the broadcast."""
         super().start(run, initial)
-        run.memory["anchor"] = run.vector.clone()
+        run.scratch = run.vector.clone()
 
     def before_step(self, run: LocalRun) -> None:
         """Add ``mu (w - w_t)``."""
         if self.config.mu:
-            run.grad.add_(run.vector - run.memory["anchor"], alpha=self.config.mu)
+            run.grad.add_(run.vector - run.scratch, alpha=self.config.mu)

@@ -18,6 +18,7 @@ round 0 are those of W0, as for every method.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -28,13 +29,13 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import ignored_by_rank
 from trishul_ray.methods.base import (
-    CONSTANT,
     Method,
     MethodConfig,
     Round,
     Site,
     State,
     SurveyPlan,
+    Tensors,
     register,
 )
 
@@ -88,26 +89,28 @@ class FedSB(Method):
         """Ask for dense gradients before round 1."""
         return SurveyPlan(clients=self.config.init_clients, batches=self.config.init_batches)
 
-    def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
+    def survey(self, gradients: Iterator[Tensors]) -> Tensors:
         """Return the mean gradient [d_out, d_in] of every adapted weight."""
         batches = list(gradients)
         return {name: torch.stack([g[name] for g in batches]).mean(0) for name in batches[0]}
 
-    def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
+    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
         """Compute bases and initial cores from the SVD of the signed mean gradient."""
         start = initial.clone()
         views = layout.views(start)
-        state: State = {}
+        bases: dict[str, Tensors] = {}
         for layer, gradient in survey.items():
             core = views[f"{layer}.core"]  # [1, r, r]
             rank = core.shape[-1]
             first_step = -self.config.init_lr * torch.sign(gradient.double())
             u, s, vt = torch.linalg.svd(first_step, full_matrices=False)
             core[0].copy_(torch.diag(s[:rank]))
-            state[f"{CONSTANT}{layer}/basis_B"] = u[:, :rank].float().contiguous()
-            state[f"{CONSTANT}{layer}/basis_A"] = vt[:rank].float().contiguous()
-        return {"shared": self.pack(layout, start), **state}
+            bases[layer] = {
+                "basis_B": u[:, :rank].float().contiguous(),
+                "basis_A": vt[:rank].float().contiguous(),
+            }
+        return State(self.pack(layout, start), constants=bases)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Take the mean core and keep the bases."""
-        return state | {"shared": mean["shared"]}
+        return replace(state, shared=mean.shared)

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, count_numbers, register
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class FlexLoRA(FedIT):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Take the leading r_c singular components of the broadcast."""
         super().start(run, initial)
-        run.notes["metrics"] = {"rank": float(self.limit_rank(run))}
+        run.metrics["rank"] = float(self.limit_rank(run))
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Decompose the mean update; its leading components become the factors."""
-        shared = mean["shared"].clone()
+        shared = mean.shared.clone()
         remainders = {}
         for layer, a, b, update in self.mean_updates(mean, shared, layout):
             u, s, vt = torch.linalg.svd(update, full_matrices=False)
@@ -64,11 +64,11 @@ class FlexLoRA(FedIT):
             a.copy_(sign * vt[:rank])
             b.copy_(u[:, :rank] * (s[:rank] / self.scale(a)) * sign.mT)
             remainders[layer] = update - self.scale(a) * (b.double() @ a.double())
-        return {"shared": shared} | ({} if self.config.truncate else self.fold(state, remainders))
+        return State(shared, base={} if self.config.truncate else self.fold(state, remainders))
 
     def download_parameters(
         self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
     ) -> int:
         """Count the components of the client's rank and, if it is sent, the dense remainder."""
         components = super().download_parameters(broadcast, layout, unsent, uploads)
-        return components + self.folded_parameters(broadcast)
+        return components + count_numbers(broadcast.base)

@@ -53,13 +53,13 @@ class FLoRA(FedIT):
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Merge the mean product; of the shared vector keep the classification head alone."""
-        shared = mean["shared"].clone()
+        shared = mean.shared.clone()
         merged = {}
         for layer, a, b, update in self.mean_updates(mean, shared, layout):
             merged[layer] = update
             a.zero_()
             b.zero_()
-        return {"shared": shared, **self.fold(state, merged)}
+        return State(shared, base=self.fold(state, merged))
 
     def download_parameters(
         self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
@@ -68,5 +68,5 @@ class FLoRA(FedIT):
 
         The stack has the ranks of the clients that sent it, whatever this client's rank is.
         """
-        head = broadcast["shared"].numel() - self.factor_parameters(layout)
+        head = broadcast.shared.numel() - self.factor_parameters(layout)
         return head + sum(sent - head for sent in uploads)

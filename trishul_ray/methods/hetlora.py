@@ -23,6 +23,7 @@ with truncation alone.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -30,7 +31,15 @@ from pydantic import Field
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, exact_share, register
+from trishul_ray.methods.base import (
+    LocalRun,
+    MethodConfig,
+    Round,
+    State,
+    Tensors,
+    exact_share,
+    register,
+)
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -52,6 +61,14 @@ class HetLoRAConfig(MethodConfig):
     )
 
 
+@dataclass(frozen=True)
+class RankInUse:
+    """The rank that a client trains, and the norm of its tail before the first step."""
+
+    rank: int
+    tail: Tensor
+
+
 @register("hetlora")
 class HetLoRA(FedIT):
     """Truncate, train, pad with zeros, and average by norm."""
@@ -68,20 +85,19 @@ class HetLoRA(FedIT):
         super().start(run, initial)
         kept = run.client_state.get("rank")
         rank = self.limit_rank(run, None if kept is None else int(kept))
-        run.memory["rank"] = torch.tensor([float(rank)])
-        run.memory["tail"] = torch.stack(self._tails(run, run.vector)).sum()
+        tail = torch.stack(self._tails(run, run.vector, rank)).sum()
+        run.scratch = RankInUse(rank, tail)
 
     def _pruned(self, rank: int) -> int:
         """Return where the tail of ``rank`` begins: ``floor(gamma rank)``, at least min_rank."""
         minimum: int = self.config.min_rank
         return max(minimum, math.floor(exact_share(rank, self.config.gamma)))
 
-    def _tails(self, run: LocalRun, vector: Tensor) -> list[Tensor]:
+    def _tails(self, run: LocalRun, vector: Tensor, rank: int) -> list[Tensor]:
         """Return ``||B[:, tail]||_F ||A[tail, :]||_F`` by layer, with tail = gamma r_c .. r_c."""
-        stop = int(run.memory["rank"])
-        first = self._pruned(stop)
+        first = self._pruned(rank)
         pairs = lora_pairs(run.layout.views(vector))
-        return [b[:, first:stop].norm() * a[first:stop].norm() for _, a, b in pairs]
+        return [b[:, first:rank].norm() * a[first:rank].norm() for _, a, b in pairs]
 
     def before_step(self, run: LocalRun) -> None:
         """Add the gradient of the penalty on the tail."""
@@ -89,20 +105,21 @@ class HetLoRA(FedIT):
             return
         with torch.enable_grad():
             leaf = run.vector.detach().clone().requires_grad_()
-            total = torch.stack(self._tails(run, leaf)).sum()
+            total = torch.stack(self._tails(run, leaf, run.scratch.rank)).sum()
             (slope,) = torch.autograd.grad(total, leaf)
         # The norm of an all-zero tail has no gradient; take the subgradient 0.
         run.grad.add_(slope.nan_to_num(0.0), alpha=self.config.penalty)
 
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the padded factors; lower the rank for good if the tail has shrunk."""
-        rank = int(run.memory["rank"])
-        state: State = {}
+        start: RankInUse = run.scratch
+        rank = start.rank
+        kept: Tensors = {}
         if self.config.prune:
-            shrunk = torch.stack(self._tails(run, run.vector)).sum() < run.memory["tail"]
-            state["rank"] = torch.where(shrunk, float(self._pruned(rank)), float(rank)).view(1)
-        run.notes["metrics"] = {"rank": float(rank)}
-        return {"shared": self.pack(run.layout, run.vector)}, state
+            shrunk = torch.stack(self._tails(run, run.vector, rank)).sum() < start.tail
+            kept["rank"] = torch.where(shrunk, float(self._pruned(rank)), float(rank)).view(1)
+        run.metrics["rank"] = float(rank)
+        return State(self.pack(run.layout, run.vector)), kept
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
         """Return ``||B_c A_c||_F``, as ``tr(A^T B^T B A)`` without forming the product.
@@ -112,18 +129,18 @@ class HetLoRA(FedIT):
         """
         squares = [
             float(((b.mT @ b).double() * (a @ a.mT).double()).sum())
-            for _, a, b in lora_pairs(self.named_tensors(layout, upload["shared"]))
+            for _, a, b in lora_pairs(self.named_tensors(layout, upload.shared))
         ]
         return float(max(sum(squares), 1e-60) ** 0.5)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Take the mean of the padded factors; by default keep components that nobody sent."""
-        shared = mean["shared"].clone()
+        shared = mean.shared.clone()
         if self.config.unsent == "keep":
-            old = self.named_tensors(layout, state["shared"])
+            old = self.named_tensors(layout, state.shared)
             for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
                 # Weights are positive: a component of the mean is zero where it is in all uploads.
                 unsent = (a == 0).all(dim=1) & (b == 0).all(dim=0)  # [r]
                 a[unsent] = old[f"{layer}.lora_A"][unsent]
                 b[:, unsent] = old[f"{layer}.lora_B"][:, unsent]
-        return {"shared": shared}
+        return State(shared)

@@ -30,6 +30,7 @@ from trishul_ray.methods.base import (
     MethodConfig,
     Site,
     State,
+    Tensors,
     exact_share,
     register,
 )
@@ -162,7 +163,7 @@ class Ravan(Method):
             flags.append(chosen)
         return torch.cat(flags)
 
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the products s_i H_i (eq. uploaded_core) and the classification head."""
         vector = run.vector.clone()
         views = run.layout.views(vector)
@@ -170,4 +171,4 @@ class Ravan(Method):
             if entry.kind == "scale":
                 core = views[entry.name.removesuffix("scale") + "core"]  # [h, r, r]
                 core *= views[entry.name][:, None, None]
-        return {"shared": self.pack(run.layout, vector)}, {}
+        return State(self.pack(run.layout, vector)), {}

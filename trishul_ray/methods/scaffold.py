@@ -21,13 +21,14 @@ is twice that of LoRA in both directions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
+from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, Tensors, register
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -46,6 +47,23 @@ class ScaffoldConfig(MethodConfig):
     server_lr: float = Field(1.0, gt=0, description="η_g: the server's step; 1 takes the mean")
 
 
+@dataclass(frozen=True)
+class Drift:
+    """What corrects a client's steps, [P] each.
+
+    Attributes:
+        start: x, the broadcast.
+        control: c_i, the client's variate.
+        correction: c - c_i, added to every gradient.
+        gradients: Sum of the raw gradients so far.
+    """
+
+    start: Tensor
+    control: Tensor
+    correction: Tensor
+    gradients: Tensor
+
+
 @register("scaffold")
 class Scaffold(FedIT):
     """FedIT with control variates."""
@@ -62,47 +80,44 @@ class Scaffold(FedIT):
         if not run.training:
             return
         control = run.client_state.get("control", torch.zeros_like(run.vector))
-        run.memory = {
-            "start": run.vector.clone(),
-            "control": control,
-            "correction": run.broadcast["control"] - control,
-            "gradients": torch.zeros_like(run.vector),
-        }
+        correction = run.broadcast.extra["control"] - control
+        run.scratch = Drift(run.vector.clone(), control, correction, torch.zeros_like(run.vector))
         if self.config.option == "I":
             for step in range(1, run.steps + 1):
                 run.gradient(step)
-                run.memory["gradients"] += run.grad
+                run.scratch.gradients.add_(run.grad)
 
     def before_step(self, run: LocalRun) -> None:
         """Sum the raw gradients, then correct: ``g <- g - c_i + c``."""
         if self.config.option != "I":
-            run.memory["gradients"] += run.grad
-        run.grad += run.memory["correction"]
+            run.scratch.gradients.add_(run.grad)
+        run.grad += run.scratch.correction
 
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the trainables and the change of this client's variate; keep the variate."""
-        memory = run.memory
+        drift: Drift = run.scratch
         if self.config.option == "II":
-            moved = (memory["start"].double() - run.vector) / run.summed_rate(steps, steps)
-            control = (moved - memory["correction"]).float()
+            moved = (drift.start.double() - run.vector) / run.summed_rate(steps, steps)
+            control = (moved - drift.correction).float()
         else:
-            control = memory["gradients"] / steps
-        shared = self.pack(run.layout, run.vector)
-        return {"shared": shared, "control": control - memory["control"]}, {"control": control}
+            control = drift.gradients / steps
+        change = {"control": control - drift.control}
+        return State(self.pack(run.layout, run.vector), change), {"control": control}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Return the length of the trainables for both arrays."""
         return {"shared": layout.size, "control": layout.size}
 
-    def initial_state(self, layout: Layout, initial: Tensor, survey: State) -> State:
+    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
         """Start with c = 0."""
         start = super().initial_state(layout, initial, survey)
-        return start | {"control": torch.zeros_like(initial)}
+        return replace(start, extra={"control": torch.zeros_like(initial)})
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Apply ``x <- x + eta_g (mean - x)`` and ``c <- c + (m/N) mean(dc)``, dc = c_i+ - c_i."""
-        shared = mean["shared"]
+        shared = mean.shared
         if self.config.server_lr != 1.0:
-            shared = state["shared"] + self.config.server_lr * (shared - state["shared"])
+            shared = state.shared + self.config.server_lr * (shared - state.shared)
         share = round_.accepted / round_.clients
-        return {"shared": shared, "control": state["control"] + share * mean["control"]}
+        control = state.extra["control"] + share * mean.extra["control"]
+        return State(shared, {"control": control})

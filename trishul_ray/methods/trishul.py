@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ from pydantic import Field
 
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan, register
+from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan, Tensors, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.diagnostics import stack_spectra
@@ -66,6 +67,23 @@ class TrishulConfig(RavanConfig):
         "core", description="what the prox shrinks: the core, or its change since the broadcast"
     )
     scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
+
+
+@dataclass
+class Prox:
+    """What the prox of a client's round needs; lists have one entry for each rank of cores.
+
+    Attributes:
+        heads: Numbers of the trained cores in their stack; None means all.
+        origins: The cores that were broadcast, if the change since then is shrunk; else empty.
+        scalars: Which scalars are trained; None means all.
+        before: What the last prox of a diagnosed round has shrunk, as it was before.
+    """
+
+    heads: list[Tensor | None]
+    origins: list[Tensor]
+    scalars: Tensor | None = None
+    before: list[Tensor] = field(default_factory=list)
 
 
 @register("trishul")
@@ -139,7 +157,7 @@ class Trishul(Ravan):
             return SurveyPlan(clients=5, batches=32, batch_size=1, decides_adapters=True)
         return None
 
-    def survey(self, gradients: Iterator[dict[str, Tensor]]) -> State:
+    def survey(self, gradients: Iterator[Tensors]) -> Tensors:
         """Return the mean squared gradient norm of each layer.
 
         Over single examples this is the trace of the empirical Fisher matrix.
@@ -152,21 +170,22 @@ class Trishul(Ravan):
         super().start(run, initial)
         if not run.training:
             return
-        if self.config.prox_on == "change":
-            run.memory["broadcast"] = run.vector.clone()
+        banks = run.layout.core_banks(run.vector)
+        on_change = self.config.prox_on == "change"
+        origins = [bank.clone() for bank in banks] if on_change else []
+        prox = run.scratch = Prox([None] * len(banks), origins)
         if run.active is not None:
             # Which core heads and scalars are trained, on the device: the steps must not ask the
             # host. Core heads are the first units of the wire, in the order of the banks.
-            banks = run.layout.core_banks(run.vector)
+            device = run.vector.device
             units = list(run.layout.units(self.wire(run.layout)))[: sum(map(len, banks))]
             trained = run.active[: len(units)].split([len(bank) for bank in banks])
-            for number, flags in enumerate(trained):
-                run.memory[f"heads/{number}"] = flags.nonzero().squeeze(1).to(run.vector.device)
+            prox.heads = [flags.nonzero().squeeze(1).to(device) for flags in trained]
             scalars = torch.zeros(run.layout.size, dtype=torch.bool)
             for unit, active in zip(units, run.active.tolist(), strict=False):
                 if active and unit.scalar is not None:
                     scalars[unit.scalar] = True
-            run.memory["scalars"] = scalars[run.layout.scalars].to(run.vector.device)
+            prox.scalars = scalars[run.layout.scalars].to(device)
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to trained cores (prong 2)."""
@@ -187,8 +206,8 @@ class Trishul(Ravan):
         """Clip the scalars of trained core heads to [0, s_max]."""
         scalars = run.vector[run.layout.scalars]
         clipped = scalars.clamp(0.0, self.config.scalar_max)
-        if "scalars" in run.memory:
-            clipped = torch.where(run.memory["scalars"], clipped, scalars)
+        if run.scratch.scalars is not None:
+            clipped = torch.where(run.scratch.scalars, clipped, scalars)
         scalars.copy_(clipped)
 
     def _shrink_cores(self, run: LocalRun, threshold: float, keep: bool) -> None:
@@ -197,39 +216,36 @@ class Trishul(Ravan):
         What is thresholded is a core minus its origin: zero, or the core that was broadcast. With
         ``keep``, what it was before is kept for the statistics of :meth:`upload`.
         """
-        origins: list[Tensor] = []
-        if "broadcast" in run.memory:
-            origins = run.layout.core_banks(run.memory["broadcast"])
+        prox: Prox = run.scratch
         for number, bank in enumerate(run.layout.core_banks(run.vector)):
-            trained = run.memory.get(f"heads/{number}")
+            trained = prox.heads[number]
+            origin = _take(prox.origins[number], trained) if prox.origins else None
             cores = _take(bank, trained)
-            if origins:
-                cores = cores - _take(origins[number], trained)
+            if origin is not None:
+                cores = cores - origin
             if keep:
-                run.memory[f"before/{number}"] = cores.clone()
+                prox.before.append(cores.clone())
             shrunk = svt(cores, threshold)
-            if origins:
-                shrunk = shrunk + _take(origins[number], trained)
+            if origin is not None:
+                shrunk = shrunk + origin
             if trained is None:
                 bank.copy_(shrunk)
             else:
                 bank.index_copy_(0, trained, shrunk)
 
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
         sent = super().upload(run, steps)
         if not run.diagnosed:
             return sent
         threshold = self._threshold(run, steps, steps)
-        banks = run.layout.core_banks(run.vector)
-        if banks and threshold is None:  # λ is 0
-            run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary([]).items()}
-        elif banks and threshold is not None:
-            stats = [
-                svt_stats(run.memory[f"before/{number}"], threshold) for number in range(len(banks))
-            ]
-            run.notes["metrics"] = {f"svt_{k}": v for k, v in svt_summary(stats).items()}
-            run.notes["spectra"] = {
+        if not run.layout.core_banks(run.vector):
+            return sent
+        # Without a threshold, λ is 0 and nothing was shrunk.
+        stats = [] if threshold is None else [svt_stats(b, threshold) for b in run.scratch.before]
+        run.metrics |= {f"svt_{name}": value for name, value in svt_summary(stats).items()}
+        if threshold is not None:
+            run.spectra = {
                 "before": stack_spectra([s.before for s in stats]).numpy(),
                 "after": stack_spectra([s.after for s in stats]).numpy(),
                 "threshold": np.array([threshold]),

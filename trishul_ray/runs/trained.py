@@ -13,7 +13,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.messages import Arrays, changed_sources, survey_in
+from trishul_ray.federation.messages import ArrayState, changed_sources
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import (
@@ -114,7 +114,7 @@ def load_trained(experiment: Experiment) -> TrainedRun:
         raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
     method = build_method(experiment.method, experiment.adapter)
     with deterministic(experiment):
-        broadcast = broadcast_of(method, checkpoint.state, checkpoint.survey)
+        broadcast = broadcast_of(method, checkpoint.state)
         bench = _bench_of(checkpoint, experiment)
         if changed := changed_sources(checkpoint.sources, bench.sources):
             raise RunError(f"the {changed} of run {experiment.id} have changed since it was made")
@@ -128,9 +128,9 @@ def _bench_of(checkpoint: Checkpoint, experiment: Experiment) -> ModelBench:
     return build_model_bench(experiment, info)
 
 
-def trained_by(bench: ModelBench, broadcast: Arrays, round_number: int) -> TrainedRun:
+def trained_by(bench: ModelBench, broadcast: ArrayState, round_number: int) -> TrainedRun:
     """Return the global model that the broadcast after a round describes."""
-    adapt_to(bench, survey_in(broadcast))
+    adapt_to(bench, broadcast.survey)
     return TrainedRun(bench, global_model(bench, broadcast, round_number), round_number)
 
 

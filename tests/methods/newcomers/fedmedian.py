@@ -30,6 +30,6 @@ class FedMedian(FedIT):
     needs_uploads = True
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        ordered = torch.stack([u.arrays["shared"] for u in round_.uploads]).sort(dim=0).values
+        ordered = torch.stack([u.arrays.shared for u in round_.uploads]).sort(dim=0).values
         count = len(ordered)
-        return {"shared": (ordered[(count - 1) // 2] + ordered[count // 2]) / 2}
+        return State((ordered[(count - 1) // 2] + ordered[count // 2]) / 2)

@@ -7,7 +7,7 @@ arXiv 2410.01463.
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, MethodConfig, State, register
+from trishul_ray.methods.base import LocalRun, MethodConfig, State, Tensors, register
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class FedSA(FedIT):
         for name, kept in run.client_state.items():
             views[name].copy_(kept)
 
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, State]:
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         views = run.layout.views(run.vector)
         kept = {name: view.clone() for name, view in views.items() if name.endswith(".lora_B")}
-        return {"shared": self.pack(run.layout, run.vector)}, kept
+        return State(self.pack(run.layout, run.vector)), kept

@@ -19,10 +19,10 @@ from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
 if TYPE_CHECKING:
     from trishul_ray.federation.messages import (
         Arrays,
+        ArrayState,
         Blueprint,
         EvalJob,
         EvalReport,
-        SurveyJob,
         TrainJob,
         TrainReport,
         Upload,
@@ -93,33 +93,24 @@ class ClientActor:
 
     @ray.method(num_returns=2, max_task_retries=0)
     def train(
-        self, run: Assignment, broadcast: "Arrays", job: "TrainJob"
+        self, run: Assignment, broadcast: "ArrayState", job: "TrainJob"
     ) -> "tuple[tuple[Process, TrainReport], Upload]":
         """Train one client. The upload is a separate return value, so that it can stay here."""
         from trishul_ray.federation.local import train_client
-        from trishul_ray.federation.messages import survey_in
 
-        bench = self._workbench(run, survey_in(broadcast))
+        bench = self._workbench(run, broadcast.survey)
         upload, report = train_client(bench, broadcast, job)
         return (self.process, report), upload
 
     @ray.method(max_task_retries=0)
     def evaluate(
-        self, run: Assignment, broadcast: "Arrays", job: "EvalJob"
+        self, run: Assignment, broadcast: "ArrayState", job: "EvalJob"
     ) -> "tuple[Process, EvalReport]":
         """Evaluate the broadcast on one chunk of test rows."""
         from trishul_ray.federation.local import evaluate_chunk
-        from trishul_ray.federation.messages import survey_in
 
-        bench = self._workbench(run, survey_in(broadcast))
+        bench = self._workbench(run, broadcast.survey)
         return self.process, evaluate_chunk(bench, broadcast, job)
-
-    @ray.method(max_task_retries=0)
-    def survey(self, run: Assignment, job: "SurveyJob") -> "tuple[Process, Arrays]":
-        """Return one client's answer to the method's survey."""
-        from trishul_ray.federation.local import survey_client
-
-        return self.process, survey_client(self._workbench(run), job)
 
     @ray.method(num_returns=2, max_task_retries=0)
     def reduce(

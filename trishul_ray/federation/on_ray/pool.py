@@ -18,11 +18,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
+    ArrayState,
     Blueprint,
     EvalJob,
     Job,
     Outcome,
-    SurveyJob,
     TrainJob,
     Upload,
     changed_sources,
@@ -112,7 +112,7 @@ class ActorPool:
         assert self._blueprint is not None  # the constructor waits for it
         return self._blueprint
 
-    def run(self, broadcast: Arrays, jobs: Sequence[Job]) -> Outcome:
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
         """Run all jobs; one ``ray.put`` of the broadcast serves them all.
 
         Raises:
@@ -127,8 +127,6 @@ class ActorPool:
             if isinstance(job, TrainJob):
                 report, uploads[index] = actor.train.remote(self._run, reference, job)
                 return report
-            if isinstance(job, SurveyJob):
-                return actor.survey.remote(self._run, job)
             return actor.evaluate.remote(self._run, reference, job)
 
         results = self._run_each(len(jobs), submit, lambda index: _describe_job(jobs[index]))
@@ -138,7 +136,6 @@ class ActorPool:
             uploads=[uploads[i] for i in order if i in uploads],
             reports=[results[i] for i in order if i in uploads],
             evaluations=[results[i] for i in order if isinstance(jobs[i], EvalJob)],
-            surveys=[results[i] for i in order if isinstance(jobs[i], SurveyJob)],
             events=events,
         )
 
@@ -279,6 +276,4 @@ def _run_error(action: str, error: RayTaskError) -> Exception:
 def _describe_job(job: Job) -> str:
     if isinstance(job, TrainJob):
         return f"client {job.client} in round {job.round}"
-    if isinstance(job, SurveyJob):
-        return f"the survey of client {job.client} before round 1"
     return f"evaluation of rows {job.start}:{job.stop} after round {job.round}"
