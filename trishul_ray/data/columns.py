@@ -190,15 +190,9 @@ def number_values(
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Replace raw values by their indices in the sorted order of all distinct values.
 
-    Texts that are all whole numbers, as in a CSV file, are sorted as numbers.
-
-    Args:
-        raw: the raw column [N] of every split, of one type.
-        names: values that come first, in this order, if they occur; the others follow, sorted.
-        what: name of the column, for messages.
-
-    Returns:
-        the indices int64 [N] of every split, and the values in the order of their indices.
+    Texts that are all whole numbers, as in a CSV file, are sorted as numbers. The ``names`` that
+    occur come first, in this order. Returns the indices int64 [N] of every split, and the values in
+    the order of their indices. ``what`` names the column in messages.
 
     Raises:
         CorruptFileError: the column is text in one split and integer in another.
@@ -332,10 +326,8 @@ def clean(
 ) -> tuple[dict[str, CleanTables], str, tuple[str, ...]]:
     """Return cleaned tables by split, a note on what was changed, and the names of rows left out.
 
-    Args:
-        splits: tables by split.
-        columns: names of the data's columns, by those of the platform.
-        skip_broken: whether rows that lack something are left out instead of refused.
+    ``columns`` has the names of the data's columns, by those of the platform. With ``skip_broken``,
+    rows that lack something are left out instead of refused.
 
     Raises:
         CorruptFileError: rows lack something; the message has their number, columns and first rows.

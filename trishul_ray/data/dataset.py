@@ -23,7 +23,7 @@ from trishul_ray.lazy import torch
 from trishul_ray.rng import numpy_rng
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 #: Key of the description in the metadata of the Arrow schema.
 _META = b"trishul"
@@ -138,17 +138,14 @@ def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) ->
     fields, arrays = [], []
     for name, column in columns.items():
         if isinstance(column, pa.Array):
-            fields.append(pa.field(name, column.type, nullable=False))
-            arrays.append(column)
-            continue
-        values = pa.array(np.ascontiguousarray(column).reshape(-1))
-        if column.ndim > 1:
-            width = int(np.prod(column.shape[1:]))
-            values = pa.FixedSizeListArray.from_arrays(values, width)
-        shape = json.dumps(list(column.shape[1:]))
-        fields.append(pa.field(name, values.type, nullable=False, metadata={"shape": shape}))
+            values = column
+        elif column.ndim > 1:
+            values = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(column))
+        else:
+            values = pa.array(np.ascontiguousarray(column))
+        fields.append(pa.field(name, values.type, nullable=False))
         arrays.append(values)
-    meta = {"format": FORMAT_VERSION, "info": asdict(info), "fingerprint": fingerprint(columns)}
+    meta = {"info": asdict(info), "fingerprint": fingerprint(columns)}
     schema = pa.schema(fields, metadata={_META: json.dumps(meta).encode()})
     batch = pa.record_batch(arrays, schema=schema)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -191,14 +188,9 @@ class Split:
     @cached_property
     def _meta(self) -> dict[str, Any]:
         try:
-            meta = json.loads((self._batch.schema.metadata or {})[_META])
+            return dict(json.loads((self._batch.schema.metadata or {})[_META]))
         except (KeyError, ValueError) as error:
             raise CorruptFileError(f"{self.path} is not a prepared dataset") from error
-        if meta["format"] != FORMAT_VERSION:
-            raise CorruptFileError(
-                f"prepared data {self.path} has format {meta['format']}, expected {FORMAT_VERSION}"
-            )
-        return dict(meta)
 
     @cached_property
     def info(self) -> DatasetInfo:
@@ -225,16 +217,8 @@ class Split:
             if pa.types.is_large_string(field.type):
                 continue
             values = self._batch.column(field.name)
-            try:
-                shape = json.loads((field.metadata or {})[b"shape"])
-                if pa.types.is_fixed_size_list(field.type):
-                    values = values.flatten()
-                view = values.to_numpy(zero_copy_only=True).reshape(len(self), *shape)
-            except (KeyError, ValueError) as error:  # ArrowInvalid is a ValueError
-                raise CorruptFileError(
-                    f"prepared data {self.path}: column {field.name!r} is malformed"
-                ) from error
-            views[field.name] = view
+            tensors = isinstance(values, pa.FixedShapeTensorArray)
+            views[field.name] = values.to_numpy_ndarray() if tensors else values.to_numpy()
         return views
 
     def column(self, name: str) -> np.ndarray:
@@ -386,12 +370,12 @@ def split_off_test(
     count = count_test_rows(total, share)
     order = numpy_rng(0, "test-share").permutation(total)
     rows_by_split = {"train": np.sort(order[count:]), "test": np.sort(order[:count])}
+    return {split: take_rows(columns, rows) for split, rows in rows_by_split.items()}
+
+
+def take_rows(columns: Mapping[str, Column], rows: np.ndarray) -> Columns:
+    """Return the rows [n] of all columns, in their order."""
     return {
-        split: {name: take_rows(column, rows) for name, column in columns.items()}
-        for split, rows in rows_by_split.items()
+        name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
+        for name, column in columns.items()
     }
-
-
-def take_rows(column: Column, rows: np.ndarray) -> Column:
-    """Return the rows [n] of a column, in their order."""
-    return column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 
 from trishul_ray.data.columns import get_column
 from trishul_ray.errors import CorruptFileError
@@ -57,17 +57,6 @@ _UNREADABLE = (
     LookupError,
     struct.error,
 )
-
-#: What turns an image upright, by its EXIF orientation.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 #: An encoded image or the path of its file, and its name in messages.
 NamedImage = tuple[bytes | Path, str]
@@ -251,13 +240,11 @@ def _resize(
 
 def turn_upright(image: Image.Image) -> Image.Image:
     """Return an image as its EXIF orientation says that it is seen."""
-    image.load()  # Pillow turns a TIFF file when it decodes it
+    image.load()  # an image that cannot be decoded fails here
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        return ImageOps.exif_transpose(image)
     except _UNREADABLE:
         return image  # broken EXIF data say nothing on a readable image
-    turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return image if turn is None else image.transpose(turn)
 
 
 def _broken_images(broken: Mapping[str, str], skippable: bool = True) -> CorruptFileError:

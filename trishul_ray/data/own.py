@@ -1,4 +1,4 @@
-"""Your own data: a folder of images, a table file, or any dataset of the Hugging Face hub.
+"""Your own data: a folder of images, a table file, any dataset of the hub, or rows from Python.
 
 If there are no test rows, ``data.test_share`` of the rows is set aside as the test split.
 """
@@ -9,10 +9,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +81,7 @@ class CustomDataset:
     columns: Mapping[str, str]
     test_share: float
     skip_broken: bool = False
+    name: ClassVar[str]
     splits = ("train", "test")
     official = None
 
@@ -110,6 +111,77 @@ class CustomDataset:
         if not path.exists():
             raise InputError(f"data.path={self.path!r} does not exist; it must be {expected}")
         return path
+
+    def _of_tables(
+        self,
+        source: str,
+        tables: Mapping[str, NamedTables],
+        progress: ProgressCallback,
+        folder: Path | None = None,
+    ) -> tuple[DatasetInfo, Splits]:
+        """Return the description of tables by split, and the columns of ``train`` and ``test``.
+
+        ``source`` says where they are from; paths of images are relative to ``folder``.
+
+        Raises:
+            InputError: the columns do not make a dataset.
+            CorruptFileError: a row is malformed; the message names table and row.
+        """
+        first, first_table = tables["train"][0]
+        for where, table in (named for parts in tables.values() for named in parts):
+            check_unique(table.column_names, where)
+        mapping = ColumnMapping.resolve(self.columns, first_table.column_names)
+        if not sum(table.num_rows for _, table in tables["train"]):
+            raise InputError(f"{first}: there are no rows")
+        classes = class_names(first_table, mapping.columns.get("label", ""))
+        cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
+        source += note
+        splits: dict[str, Columns] = {}
+        for split, parts in cleaned.items():
+            read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
+            splits[split] = take_rows(join(read), np.flatnonzero(np.concatenate(parts.kept)))
+            progress(f"{self.name} {split}", 1.0)
+        if mapping.kind == "image":
+            column = mapping.columns["image"]
+            images = {
+                split: _list_images(parts, column, folder) for split, parts in cleaned.items()
+            }
+            note, broken = self._add_pixels(splits, images, progress)
+            source += note
+            skipped += broken
+        fields: dict[str, Any] = {"skipped": skipped}
+        for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
+            raw = {split: values[column] for split, values in splits.items() if column in values}
+            if raw and column == "label" and classes is not None:
+                fields[field] = classes  # the labels are numbers already
+            elif raw:
+                numbered, fields[field] = number_values(raw, what=mapping.columns[column])
+                for split, values in numbered.items():
+                    splits[split][column] = values
+        source += differing_in_case(fields.get("classes", ()))
+        if "test" not in splits:
+            splits = split_off_test(splits["train"], self.test_share, first)
+        source += _clients_without_rows(splits["train"], fields.get("clients", ()))
+        return make_info(self.name, mapping.kind, source, splits, fields), splits
+
+    def _add_pixels(
+        self,
+        splits: dict[str, Columns],
+        images: Mapping[str, list[NamedImage]],
+        progress: ProgressCallback,
+    ) -> tuple[str, tuple[str, ...]]:
+        """Add ``pixels`` to the columns of every split, without the rows of broken images.
+
+        Returns a note on what was done to the images, and the names of the broken ones.
+        """
+
+        def report(split: str, fraction: float) -> None:
+            progress(f"{self.name} {split}", fraction)
+
+        resized = decode_and_resize(images, report, skip_broken=self.skip_broken)
+        for split, pixels in resized.pixels.items():
+            splits[split] = take_rows(splits[split], resized.kept[split]) | {"pixels": pixels}
+        return resized.note, resized.skipped
 
 
 class LocalImages(CustomDataset):
@@ -148,24 +220,19 @@ class LocalImages(CustomDataset):
         images: dict[str, list[NamedImage]] = {
             split: [(file, str(file)) for file, _ in labelled] for split, labelled in files.items()
         }
-        resized = decode_and_resize(
-            images,
-            lambda s, done: progress(f"images {s}", done),
-            skip_broken=self.skip_broken,
-        )
-        splits: dict[str, Columns] = {}
-        for split, labelled in files.items():
-            labels = np.array([classes.index(label) for _, label in labelled], dtype=np.int64)
-            kept = labels[resized.kept[split]]
-            splits[split] = {"pixels": resized.pixels[split], "label": kept}
+        splits: dict[str, Columns] = {
+            split: {"label": np.array([classes.index(of) for _, of in labelled], dtype=np.int64)}
+            for split, labelled in files.items()
+        }
+        note, skipped = self._add_pixels(splits, images, progress)
         if "test" not in splits:
             splits = split_off_test(splits["train"], self.test_share, str(self.path))
         found = [pair for labelled in files.values() for pair in labelled]
         below = sum(file.parent.name != label for file, label in found)
         nested = f", {below} of {len(found)} images in folders below their class's" if below else ""
-        source = f"images:{self.path}{nested}{resized.note}{differing_in_case(classes)}"
-        fields = {"classes": classes, "skipped": resized.skipped}
-        return make_info("images", "image", source, splits, fields), splits
+        source = f"images:{self.path}{nested}{note}{differing_in_case(classes)}"
+        fields = {"classes": classes, "skipped": skipped}
+        return make_info(self.name, "image", source, splits, fields), splits
 
     def _find_files(self) -> dict[str, list[tuple[Path, str]]]:
         """Return pairs of file and class, by split."""
@@ -273,16 +340,8 @@ class LocalTable(CustomDataset):
         """
         files = self._find_files()
         tables = {s: self._named(s, read_files(split_files)) for s, split_files in files.items()}
-        return build_dataset(
-            self.name,
-            f"{self.name}:{self.path}",
-            tables,
-            self.columns,
-            self.test_share,
-            image_folder=files["train"][0].parent,
-            progress=progress,
-            skip_broken=self.skip_broken,
-        )
+        folder = files["train"][0].parent
+        return self._of_tables(f"{self.name}:{self.path}", tables, progress, folder)
 
     def _named(self, split: str, tables: NamedTables) -> NamedTables:
         """Return the tables of a split with the names that messages call them by."""
@@ -391,16 +450,7 @@ class CustomHubDataset(CustomDataset):
             if split in tables and self._has_labels(tables[split]):
                 used["test"] = tables[split]
                 break
-        return build_dataset(
-            "hub",
-            source,
-            used,
-            self.columns,
-            self.test_share,
-            image_folder=None,
-            progress=progress,
-            skip_broken=self.skip_broken,
-        )
+        return self._of_tables(source, used, progress)
 
     def _repo(self) -> HubRepo:
         """Return the repository that ``data.path`` names."""
@@ -474,80 +524,6 @@ CUSTOM: dict[str, type[LocalImages] | type[LocalTable] | type[CustomHubDataset]]
 }
 
 
-def build_dataset(
-    name: str,
-    source: str,
-    tables: Mapping[str, NamedTables],
-    columns: Mapping[str, str],
-    test_share: float,
-    *,
-    image_folder: Path | None,
-    progress: Callable[[str, float], None],
-    skip_broken: bool = False,
-) -> tuple[DatasetInfo, dict[str, Columns]]:
-    """Return the description of a dataset of tables, and the columns of ``train`` and ``test``.
-
-    Args:
-        name: name of the dataset.
-        source: where the tables are from, for ``info.source``.
-        tables: tables of the ``train`` split and, if there is one, of the ``test`` split.
-        columns: ``data.columns``.
-        test_share: share of the train rows to set aside if there is no ``test`` split.
-        image_folder: folder that image paths are relative to; None if images cannot be paths.
-        progress: called with the stage and the fraction done.
-        skip_broken: whether to leave out rows whose image cannot be read.
-
-    Raises:
-        InputError: the columns do not make a dataset.
-        CorruptFileError: a row is malformed; the message names table and row.
-    """
-    first, first_table = tables["train"][0]
-    for where, table in (named for parts in tables.values() for named in parts):
-        check_unique(table.column_names, where)
-    mapping = ColumnMapping.resolve(columns, first_table.column_names)
-    if not sum(table.num_rows for _, table in tables["train"]):
-        raise InputError(f"{first}: there are no rows")
-
-    def report(split: str, fraction: float) -> None:
-        progress(f"{name} {split}", fraction)
-
-    classes = class_names(first_table, mapping.columns.get("label", ""))
-    cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=skip_broken)
-    source += note
-    fields: dict[str, Any] = {"skipped": skipped}
-    splits: dict[str, Columns] = {}
-    for split, parts in cleaned.items():
-        read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
-        splits[split] = _rows_kept(join(read), np.concatenate(parts.kept))
-        report(split, 1.0)
-    if mapping.kind == "image":
-        column = mapping.columns["image"]
-        images = {s: _list_images(parts, column, image_folder) for s, parts in cleaned.items()}
-        resized = decode_and_resize(images, report, skip_broken=skip_broken)
-        source += resized.note
-        fields["skipped"] += resized.skipped
-        for split, pixels in resized.pixels.items():
-            kept = resized.kept[split]
-            splits[split] = {n: take_rows(c, kept) for n, c in splits[split].items()}
-            splits[split]["pixels"] = pixels
-    for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
-        raw = {split: values[column] for split, values in splits.items() if column in values}
-        if not raw:
-            continue
-        if column == "label" and classes is not None:
-            fields["classes"] = classes  # the labels are numbers already
-            continue
-        numbered, names = number_values(raw, what=mapping.columns[column])
-        for split, values in numbered.items():
-            splits[split][column] = values
-        fields[field] = names
-    source += differing_in_case(fields.get("classes", ()))
-    if "test" not in splits:
-        splits = split_off_test(splits["train"], test_share, first)
-    source += _clients_without_rows(splits["train"], fields.get("clients", ()))
-    return make_info(name, mapping.kind, source, splits, fields), splits
-
-
 def _read_columns(
     mapping: ColumnMapping, table: pa.Table, where: str, classes: tuple[str, ...] | None
 ) -> Columns:
@@ -571,12 +547,6 @@ def _read_columns(
         if column is not None and column in table.column_names:
             columns[name] = read_raw(table, column, where)
     return columns
-
-
-def _rows_kept(columns: Columns, kept: np.ndarray) -> Columns:
-    if kept.all():
-        return columns
-    return {name: take_rows(column, np.flatnonzero(kept)) for name, column in columns.items()}
 
 
 def _clients_without_rows(train: Columns, clients: Sequence[str]) -> str:
@@ -639,12 +609,11 @@ _SPLITS = {"train": "train", "test": "test", "validation": "test"}
 
 
 def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
-    """Write rows into the cache, unless they are there, and return their folder.
+    """Write rows (see :func:`to_splits`) into the cache, unless they are there; return the folder.
 
-    Args:
-        rows: See the top of this file.
-        cache: The cache folder.
-        columns: ``data.columns``.
+    ``columns`` are ``data.columns``. The files are Parquet, which every worker and a later command
+    can read. The folder is named by a hash of the values: the same rows are the same dataset,
+    whatever they were passed as.
 
     Raises:
         InputError: This is no table of rows.
@@ -691,6 +660,8 @@ def _as_json(value: Any) -> str:
 def to_splits(rows: Any) -> dict[str, pa.Table]:
     """Return the tables of ``train`` and, if there is one, ``test``.
 
+    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each.
+
     Raises:
         InputError: This is no table of rows, or there is no train split.
     """
@@ -707,6 +678,10 @@ def to_splits(rows: Any) -> dict[str, pa.Table]:
 
 def to_table(rows: Any) -> pa.Table:
     """Return rows as one Arrow table; images become encoded bytes.
+
+    Rows are a Hugging Face ``Dataset``, a table of pandas or Arrow, a list of dictionaries, or a
+    dictionary of columns. Images are encoded bytes, paths, arrays uint8 [H, W] or [H, W, 3], or
+    Pillow images.
 
     Raises:
         InputError: This is no table of rows.

@@ -138,12 +138,9 @@ def prepare(
     A prepared file that is missing or damaged is prepared again. Several processes of one machine,
     or of a shared file system with locks, may call this at the same time.
 
-    Args:
-        data: the data section of an experiment, or the name of a public dataset.
-        cache: folder for prepared files.
-        hub: local mirror with the hub's layout, searched before the hub; None for no mirror.
-        progress: called with the stage and the fraction done.
-        download: whether to download rows that are on the hub alone.
+    ``data`` is that section of an experiment, or the name of a public dataset; ``hub`` a local
+    mirror with the hub's layout, searched before the hub. Without ``download``, rows that are on
+    the hub alone are missing.
 
     Raises:
         InputError: the name is unknown, or the dataset was not found; names the places searched.
@@ -253,8 +250,7 @@ def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> Prepared
             )
         columns = {name: dataset.split(name).read() for name in dataset.split_names}
         for name, rows in (("validation", held), ("train", ~held)):
-            kept = np.flatnonzero(rows)
-            columns[name] = {key: take_rows(c, kept) for key, c in train.read().items()}
+            columns[name] = take_rows(train.read(), np.flatnonzero(rows))
         return info, columns
 
     key = f"{dataset.fingerprint}\n{share!r}"
@@ -331,10 +327,7 @@ def remove_leftovers(
 ) -> list[Path]:
     """Remove failed preparations and old ones of own data from a cache, and return their folders.
 
-    Args:
-        cache: The cache folder.
-        keep: How many of a path are kept, those that were used last.
-        unused_seconds: Seconds without use before a folder is removed.
+    Of each path, the ``keep`` that were used last are kept, and all that were used lately.
     """
     found: dict[str, list[tuple[float, Path]]] = defaultdict(list)
     old: list[Path] = []
@@ -359,8 +352,8 @@ def _path_of(folder: Path) -> str:
     """Return where the rows of a prepared folder came from, as its description has it."""
     try:
         return Split(folder / "train.arrow").info.source.partition(", ")[0]
-    except (InputError, KeyError, TypeError):
-        return ""  # of an older version
+    except InputError:
+        return ""  # damaged
 
 
 def _remove(folder: Path) -> bool:
