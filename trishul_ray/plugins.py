@@ -182,7 +182,7 @@ def note_dataset(name: str, plugin: Plugin) -> None:
 def contents(kind: type) -> Iterator[tuple[Plugin, Any]]:
     """Yield the objects of a type at the top level of the plug-ins' modules, and their plug-ins."""
     load_installed()
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()) if _owners else ():
         if (plugin := _owner_of(name)) is None or not isinstance(module, ModuleType):
             continue
         if plugin.source is not None and _newest.get(plugin.name) != name:

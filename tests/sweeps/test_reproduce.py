@@ -316,7 +316,6 @@ def test_a_trial_that_hangs_ends_itself_and_finishes(
     assert any(re.fullmatch(r"no progress for [\d.]+ s: it ended itself", w) for w in whys), whys
     for cell in sweep.cells:
         assert_as_inline(cell.experiment, inline_result)
-    assert trials() == []
 
 
 def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file, tmp_path):

@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
-
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.targets import classifier_module
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.data.prepare import official_rows, prepare
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.on_ray.slices import usable_cores
+from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 
@@ -131,6 +128,8 @@ def work_of(experiment: Experiment) -> Work:
         InputError: The model or the number of test rows is not known on this machine, or the
             adapters do not fit the model.
     """
+    from trishul_ray.experiment.fit import build_site  # imports torch
+
     fed, options, model = experiment.federation, experiment.evaluation, experiment.model
     shape = _shape(model.model_copy(update={"content": None}), experiment.storage.places)
     n, m = shape.image_tokens or experiment.task.max_length, experiment.task.target_length
@@ -200,6 +199,8 @@ def _prox_operations(experiment: Experiment, adapters: Iterable[LayerAdapter]) -
     """Return the operations of the proximal maps, per local step."""
     if getattr(experiment.method, "lam", 0) == 0:
         return 0.0
+    from trishul_ray.adapters.multihead import MultiHead  # imports torch
+
     cubes = sum(a.heads * a.rank**3 for a in adapters if isinstance(a, MultiHead))
     return PROX_OPERATIONS * cubes / getattr(experiment.method, "prox_every", 1)
 
@@ -211,12 +212,14 @@ class _Shape:
     Attributes:
         module: The model on the meta device.
         widths: ``d_out * d_in`` of its linear layers, by name.
+        queries: ``d_out`` of those that compute an attention's queries, by name.
         image_tokens: Tokens of an image; None for texts.
         patch: Multiplications that embed one patch of an image.
     """
 
-    module: nn.Module
+    module: "torch.nn.Module"
     widths: Mapping[str, int]
+    queries: Mapping[str, int]
     image_tokens: int | None
     patch: int
 
@@ -246,11 +249,10 @@ class _Shape:
     def attention(self, n: int, m: int) -> float:
         """Return the operations of scores and means of one row."""
         total = 0
-        for name, module in self.module.named_modules():
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in QUERIES:
-                queries = self.tokens_through(name, n, m)
-                keys = n if "EncDecAttention" in name else queries
-                total += 4 * queries * keys * module.out_features
+        for name, width in self.queries.items():
+            queries = self.tokens_through(name, n, m)
+            keys = n if "EncDecAttention" in name else queries
+            total += 4 * queries * keys * width
         return float(total)
 
 
@@ -258,10 +260,16 @@ class _Shape:
 def _shape(model: ModelConfig, places: Places) -> _Shape:
     module = Backbone(model, places).meta_model()
     config: Any = module.config
-    widths = {n: x.weight.numel() for n, x in module.named_modules() if isinstance(x, nn.Linear)}
+    linear = {n: x for n, x in module.named_modules() if isinstance(x, torch.nn.Linear)}
+    widths = {name: layer.weight.numel() for name, layer in linear.items()}
+    queries = {
+        name: layer.out_features
+        for name, layer in linear.items()
+        if name.rpartition(".")[2] in QUERIES
+    }
     patch_size = getattr(config, "patch_size", None)
     if patch_size is None:
-        return _Shape(module, widths, None, 0)
+        return _Shape(module, widths, queries, None, 0)
     grid = (model.image_size or config.image_size) // patch_size
     patch = config.hidden_size * config.num_channels * patch_size**2
-    return _Shape(module, widths, grid**2 + 1, patch)
+    return _Shape(module, widths, queries, grid**2 + 1, patch)

@@ -7,12 +7,14 @@ it holds.
 """
 
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from trishul_ray.errors import InputError
@@ -188,42 +190,61 @@ class _Clock:
     def __init__(self, device: str, results: Iterable[Mapping[str, Any]]) -> None:
         self.device = device
         self.why_unknown: dict[str, None] = {}
-        self._measured: dict[str, list[Mapping[str, Any]]] = {}
+        self._results = results
         self._modelled: dict[tuple[frozenset[tuple[str, str]], int], float | None] = {}
-        for result in results:
-            if result["round_seconds"] and device_of(result) == device:
-                self._measured.setdefault(_kind(result["identity"]), []).append(result)
+
+    @cached_property
+    def _measured(self) -> Mapping[str, list[Mapping[str, Any]]]:
+        """The results on this device, by kind."""
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for result in self._results:
+            if result["round_seconds"] and device_of(result) == self.device:
+                found.setdefault(_kind(result["identity"]), []).append(result)
+        return found
 
     def estimate(self, experiment: Experiment) -> _Estimate:
         """Return what a run takes."""
         identity = experiment.identity()
+        every = experiment.evaluation.every
+        alike = self._measured.get(_kind(identity))
+        if not alike:
+            hours, scored = (self._model(experiment, identity, n) for n in (every, 1))
+            return _Estimate(hours, scored or 0.0, hours or 0.0)
         ours = _decisive(identity)
-        hours, scored = (self._model(experiment, ours, n) for n in (experiment.evaluation.every, 1))
-        if alike := self._measured.get(_kind(identity)):
-            nearest = min(alike, key=lambda result: len(ours ^ _decisive(result["identity"])))
-            # If other rounds of it were scored, the model says by how much that differs.
-            then = self._model(experiment, ours, nearest["config"]["evaluation"]["every"])
-            alone = _wall_hours(nearest, experiment.federation.rounds)
-            ratios = [modelled / then if modelled and then else 1 for modelled in (hours, scored)]
-            here, everywhere = (alone * ratio for ratio in ratios)
-            share = _share(nearest)
-            return _Estimate(here * share, everywhere * share, here, measured=True)
-        return _Estimate(hours, scored or 0.0, hours or 0.0)
+        nearest = min(alike, key=lambda result: len(ours ^ _decisive(result["identity"])))
+        alone = _wall_hours(nearest, experiment.federation.rounds)
+        # If other rounds of it were scored, the model says by how much that differs.
+        then = nearest["config"]["evaluation"]["every"]
+        here, everywhere = (
+            alone * self._ratio(experiment, identity, now, then) for now in (every, 1)
+        )
+        share = _share(nearest)
+        return _Estimate(here * share, everywhere * share, here, measured=True)
+
+    def _ratio(
+        self, experiment: Experiment, identity: Mapping[str, Any], now: int, then: int
+    ) -> float:
+        """Return how much longer a run takes that is scored every ``now`` rounds, not ``then``."""
+        if now == then:
+            return 1.0
+        both = [self._model(experiment, identity, every) for every in (now, then)]
+        return both[0] / both[1] if both[0] and both[1] else 1.0
 
     def _model(
-        self, experiment: Experiment, decisive: frozenset[tuple[str, str]], every: int
+        self, experiment: Experiment, identity: Mapping[str, Any], every: int
     ) -> float | None:
         """Return the hours by the cost model of a run that is scored every so many rounds."""
-        if (decisive, every) not in self._modelled:
+        key = _decisive(identity), every
+        if key not in self._modelled:
             evaluation = experiment.evaluation.model_copy(update={"every": every})
             run = experiment.model_copy(update={"evaluation": evaluation})
             try:
                 seconds = work_of(run).seconds(self.device, run.model.precision)
-                self._modelled[decisive, every] = seconds / 3600
+                self._modelled[key] = seconds / 3600
             except InputError as error:
                 self.why_unknown[str(error)] = None
-                self._modelled[decisive, every] = None
-        return self._modelled[decisive, every]
+                self._modelled[key] = None
+        return self._modelled[key]
 
 
 def device_of(result: Mapping[str, Any]) -> str:
@@ -260,10 +281,16 @@ def _wall_hours(result: Mapping[str, Any], rounds: int | None = None) -> float:
 
 def _share(result: Mapping[str, Any]) -> float:
     """Return how many GPUs a finished run held, or which share of its machine's cores."""
-    hardware = result["hardware"]
-    free = {"CPU": float(hardware["cpus"] or 1), "GPU": float(len(hardware["gpus"]))}
+    hardware, config = result["hardware"], result["config"]
+    sections = {name: config[name] for name in ("resources", "federation")}
+    return _share_of(json.dumps(sections), hardware["cpus"] or 1, len(hardware["gpus"]))
+
+
+@cache
+def _share_of(sections: str, cpus: float, gpus: int) -> float:
+    free = {"CPU": float(cpus), "GPU": float(gpus)}
     try:
-        slices = plan_slices(Experiment.model_validate(result["config"]), free)
+        slices = plan_slices(Experiment.model_validate_json(sections), free)
     except ValueError:
         return 1.0  # it ran on a cluster of several machines
     return slices.actors * (slices.gpus or slices.cpus / free["CPU"])
@@ -343,6 +370,10 @@ def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> lis
 
 def usual_device(profiles: Collection[str]) -> str:
     """Return the GPU of this machine, if its peak is known, or what profiles are made for."""
-    if torch.cuda.is_available() and (known := _known_gpu(torch.cuda.get_device_name())):
-        return known
+    drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # torch takes a second to import
+    if sys.platform != "linux" or any(map(os.path.exists, drivers)):
+        import torch
+
+        if torch.cuda.is_available() and (known := _known_gpu(torch.cuda.get_device_name())):
+            return known
     return "h100" if "paper" in profiles else "cpu"
