@@ -71,11 +71,11 @@ def running(tree):
             todo += ast.iter_child_nodes(node)
 
 
-def imported(path):
+def imported(path, nodes=running):
     """Every module a file imports, wherever in it; relative ones made absolute."""
     package = ["trishul_ray", *path.relative_to(ROOT).parts[:-1]]
     found = set()
-    for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -87,9 +87,10 @@ def imported(path):
     return found
 
 
-def ours(path):
+def ours(path, nodes=running):
     prefix = "trishul_ray."
-    return {name.removeprefix(prefix) for name in imported(path) if name.startswith(prefix)}
+    names = imported(path, nodes)
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def parts(path):
@@ -145,6 +146,13 @@ def test_no_circle_among_files():
     known = {module(path) for path in FILES if module(path)}
     graph = {module(path): (ours(path) & known) - {module(path)} for path in FILES}
     TopologicalSorter(graph).prepare()
+
+
+def test_no_circle_among_the_actors_and_what_drives_them_even_by_annotations():
+    files = {module(path): path for path in FILES if ".on_ray." in module(path)}
+    TopologicalSorter(
+        {name: (ours(path, ast.walk) & files.keys()) - {name} for name, path in files.items()}
+    ).prepare()
 
 
 @pytest.mark.parametrize("package", ONLY)

@@ -12,10 +12,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.on_ray.pool import cause_of
+from trishul_ray.federation.on_ray.pool import cause_of, run_error
 from trishul_ray.federation.on_ray.process import Assignment
 from trishul_ray.federation.on_ray.ray_internals import is_gone
 from trishul_ray.federation.on_ray.session import fits_now, slices_for_run
@@ -66,10 +66,7 @@ class RayDriver:
             InputError: The run cannot be built from this input.
             RunError: No actor started, or ``resources.max_restarts`` are used up.
         """
-        try:
-            return self._without_repeats(self._wait(self.actor.begin.remote(self._run)))
-        except RayError as error:
-            raise self._failure(error) from error
+        return self._without_repeats(self._ask(self.actor.begin))
 
     def step(self) -> RoundReport:
         """Run one round. If the coordinator dies in it, return where its successor starts.
@@ -98,16 +95,20 @@ class RayDriver:
 
     def final(self) -> RunResult:
         """Return the result of a finished run."""
-        try:
-            result: RunResult = self._wait(self.actor.final.remote(self._run))
-        except RayError as error:
-            raise self._failure(error) from error
+        result: RunResult = self._ask(self.actor.final)
         return result
 
     def processes(self) -> list[int]:
         """Return the process ids of the coordinator and its client actors."""
         pids: list[int] = ray.get(self.actor.processes.remote())
         return pids
+
+    def _ask(self, method: Any) -> Any:
+        """Return the answer of a method of the coordinator, which Ray repeats after a restart."""
+        try:
+            return self._wait(method.remote(self._run))
+        except RayError as error:
+            raise self._failure(error) from error
 
     def _wait(self, answer: Any) -> Any:
         """Return the coordinator's answer, and raise its errors as they were raised there."""
@@ -117,10 +118,7 @@ class RayDriver:
         try:
             return ray.get(answer)
         except RayTaskError as error:
-            # A RayError as cause: an object or actor was lost, nothing failed in our code.
-            if isinstance(error.cause, InputError | RunError | RayError):
-                raise error.cause from error
-            raise RunError(f"the coordinator failed: {cause_of(error)}") from error
+            raise run_error("the coordinator failed", error) from error
 
     def _without_repeats(self, report: RoundReport) -> RoundReport:
         """Drop records that were returned before: a successor of the coordinator repeats them."""

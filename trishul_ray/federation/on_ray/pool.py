@@ -50,6 +50,16 @@ def cause_of(error: Exception) -> str:
     return text.strip().splitlines()[0]
 
 
+def run_error(action: str, error: RayTaskError) -> Exception:
+    """Return our own errors and those of Ray unchanged, and any other as a failure of the run.
+
+    Ray's: an object was lost with its node, nothing failed in our code.
+    """
+    if isinstance(error.cause, InputError | RunError | RayError):
+        return error.cause
+    return RunError(f"{action}: {cause_of(error)}")
+
+
 class ActorPool:
     """The client actors during one run, owned by the process that started them; they end with it.
 
@@ -89,7 +99,7 @@ class ActorPool:
             self._drop(actor, error)
             return False
         except RayTaskError as error:
-            raise _run_error("a client actor could not start", error) from error
+            raise run_error("a client actor could not start", error) from error
         if self._blueprint is None:
             self._blueprint = blueprint
         elif other := changed_sources(self._blueprint.sources, blueprint.sources):
@@ -172,7 +182,7 @@ class ActorPool:
                 waiting.appendleft(index)
                 continue
             except RayTaskError as error:
-                raise _run_error(f"{describe(index)} failed", error) from error
+                raise run_error(f"{describe(index)} failed", error) from error
             self._note_restart(actor, process)
             idle.append(actor)
         return [results[index] for index in range(count)]
@@ -261,16 +271,6 @@ class ActorPool:
     def processes(self) -> list[int]:
         """Return the last known process ids of the started actors."""
         return [self._processes[actor].pid for actor in self.actors]
-
-
-def _run_error(action: str, error: RayTaskError) -> Exception:
-    """Return our own errors and those of Ray unchanged, and any other as a failure of the run.
-
-    Ray's: an object was lost with its node, nothing failed in our code.
-    """
-    if isinstance(error.cause, InputError | RunError | RayError):
-        return error.cause
-    return RunError(f"{action}: {cause_of(error)}")
 
 
 def _describe_job(job: Job) -> str:

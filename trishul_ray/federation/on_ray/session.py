@@ -42,8 +42,8 @@ _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: Seconds in which a cluster must accept a connection.
 CONNECT_TIMEOUT = 10.0
 
-#: Seconds between two looks at Ray's own processes, and at a cluster that was joined.
-WATCH_SECONDS, JOINED_WATCH_SECONDS = 1.0, 5.0
+#: Seconds between two looks at Ray's own processes, or at the cluster that was joined.
+WATCH_SECONDS = 2.0
 #: Seconds without an answer after which a joined cluster is lost; Ray aborts the process after 60.
 GONE_SECONDS = 40.0
 
@@ -74,7 +74,7 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(WATCH_SECONDS if self._own else JOINED_WATCH_SECONDS):
+        while not self._closed.wait(WATCH_SECONDS):
             if (why := self._loss()) is not None:
                 self._end(why)
 
