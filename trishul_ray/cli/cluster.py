@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from trishul_ray.errors import InputError, RunError, StorageError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
-    from trishul_ray.jobs.cluster import Cluster, Job, Node
+    from trishul_ray.jobs import Cluster, Job, Node
 
 #: Commands that make sense as a job.
 SUBMITTED: dict[str, Callable[..., None]] = {
@@ -76,7 +75,7 @@ def submit(
     Ctrl-C ends the output, not the job. The same command again shows the output of a job that is
     running, or continues one that has ended: finished runs are never repeated.
     """
-    from trishul_ray.jobs.cluster import check_directory, check_no_secret
+    from trishul_ray.jobs import check_directory, check_no_secret
 
     place = _place_of_runs(words, runs, cluster)
     check_no_secret([*words, place])
@@ -124,7 +123,7 @@ def status(
     Cells are read from the store of results, with the credentials of this machine. With
     `--cluster`, also show what the autoscaler waits for, and why machines could not be started.
     """
-    from trishul_ray.jobs.tunnel import shortages
+    from trishul_ray.jobs import shortages
 
     with _connect(cluster, address) as there:
         jobs, nodes = there.jobs(), there.nodes()
@@ -177,8 +176,7 @@ def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
         InputError: Both are given.
         RunError: It does not answer.
     """
-    from trishul_ray.jobs.cluster import Cluster
-    from trishul_ray.jobs.tunnel import open_tunnel, results_of
+    from trishul_ray.jobs import Cluster, open_tunnel, results_of
 
     if file is not None and address is not None:
         raise InputError("give either --cluster or --address")
@@ -196,7 +194,7 @@ def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) ->
     Raises:
         InputError: Nothing says it, or it is a folder relative to the job's directory.
     """
-    from trishul_ray.jobs.tunnel import results_of
+    from trishul_ray.jobs import results_of
 
     named = [word.partition("=")[2] for word in words if word.startswith("storage.runs=")]
     place = named[-1] if named else runs
@@ -268,17 +266,16 @@ def _show(job: "Job") -> None:
     """Print a job, and how far its cells are."""
     from trishul_ray.tracking.progress import format_duration
 
-    lasted = format_duration((job.ended or time.time()) - job.started)
-    ended = "" if job.active else f" after {lasted}"
-    since = f", {lasted} so far" if job.active else ""
-    print_field("job", f"{job.id}: {job.status.lower()}{ended}{since}")
+    lasted = format_duration(job.seconds)
+    lasted = f", {lasted} so far" if job.active else f" after {lasted}"
+    print_field("job", f"{job.id}: {job.status.lower()}{lasted}")
     print_field("", job.command)
     if job.words[0] in ("run", "table", "sweep"):
         print_field("cells", _describe_cells(job))
 
 
 def _describe_cells(job: "Job") -> str:
-    from trishul_ray.jobs.progress import read_progress
+    from trishul_ray.jobs import read_progress
     from trishul_ray.tracking.progress import format_duration
 
     try:
@@ -291,10 +288,9 @@ def _describe_cells(job: "Job") -> str:
     parts = [f"{states['finished']} of {progress.cells} done", f"{progress.running} running"]
     parts += [f"{states['stopped']} stopped early"] * bool(states["stopped"])
     parts += [f"{missing} missing", f"{states['failed']} failed"]
-    if progress.rounds_per_minute and job.active:
-        assert progress.minutes_left is not None
-        left = format_duration(60 * progress.minutes_left)
-        parts.append(f"{progress.rounds_per_minute:.3g} rounds a minute, about {left} left")
+    if progress.pace.done and job.active:
+        left = format_duration(progress.pace.seconds_for(progress.rounds_left))
+        parts.append(f"{60 * progress.pace.rate:.3g} rounds a minute, about {left} left")
     return ", ".join(parts)
 
 
@@ -327,9 +323,10 @@ def _end(job: "Job") -> None:
     if job.status == "STOPPED":
         print_line(f"{job.id}: was stopped. {_KEPT}: {_typed()}", err)
         raise typer.Exit(130)
-    if job.exit_code == 2:
+    code = job.details.driver_exit_code
+    if code == 2:
         raise InputError(f"{job.id}: its input is wrong; see above")
-    why = "see above" if job.exit_code is not None else " ".join(job.message.split())[:500]
+    why = "see above" if code is not None else " ".join((job.details.message or "").split())[:500]
     raise RunError(f"{job.id} failed: {why}. {_KEPT}: {_typed()}")
 
 
