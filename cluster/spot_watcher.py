@@ -11,16 +11,18 @@ with it is not counted as a failure. It needs nothing but Ray, and ends when it 
 """
 
 import argparse
-import subprocess
-import sys
+import logging
 import time
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+import ray
+from ray.scripts.scripts import cli
+
 #: Where every EC2 instance finds its metadata.
 METADATA = "http://169.254.169.254"
-#: Seconds in which the metadata, and Ray, must answer.
-METADATA_SECONDS, RAY_SECONDS = 2.0, 60.0
+#: Seconds in which the metadata must answer.
+METADATA_SECONDS = 2.0
 
 #: Never through a proxy: it would answer for another machine.
 _opener = build_opener(ProxyHandler({}))
@@ -28,11 +30,6 @@ _NOTICES = {
     "spot/instance-action": "EC2 will interrupt this spot instance",
     "events/recommendations/rebalance": "EC2 recommends to rebalance this spot instance",
 }
-_THIS_NODE = """
-import ray, sys
-ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
-print(ray.get_runtime_context().get_node_id())
-"""
 
 
 def has_page(url: str, page: str) -> bool:
@@ -59,21 +56,23 @@ def read(request: Request) -> str:
         return str(answer.read().decode())
 
 
-def call(*words: str) -> str:
-    """Return the output of a command.
-
-    Raises:
-        RuntimeError: It failed.
-    """
-    done = subprocess.run(words, capture_output=True, text=True, timeout=RAY_SECONDS)
-    if done.returncode:
-        raise RuntimeError(f"{words[0]}: {' '.join(done.stderr.split())[-500:]}")
-    return done.stdout
-
-
 def this_node(address: str) -> str:
     """Return the id of the node of a cluster that runs on this machine."""
-    return call(sys.executable, "-c", _THIS_NODE, address).split()[-1]
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        return str(ray.get_runtime_context().get_node_id())
+    finally:
+        ray.shutdown()
+
+
+def drain(address: str, node: str, message: str) -> None:
+    """Call ``ray drain-node``, in this process: another one would take seconds to start.
+
+    Without a deadline, whatever dies on the node from now on is no failure.
+    """
+    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", message]
+    words = ["drain-node", "--address", address, "--node-id", node, *reason]
+    cli.main(words, standalone_mode=False)
 
 
 def say(text: str) -> None:
@@ -100,21 +99,11 @@ def main() -> None:
             for page in pages:
                 if has_page(words.metadata, page):
                     message = _NOTICES[page]
-                    reason = (
-                        "--reason=DRAIN_NODE_REASON_PREEMPTION",
-                        f"--reason-message={message}",
-                    )
-                    call(
-                        "ray",
-                        "drain-node",
-                        f"--address={words.address}",
-                        f"--node-id={node}",
-                        *reason,
-                    )
+                    drain(words.address, node, message)
                     say(f"{message}: draining node {node}")
                     return
             problem = ""
-        except Exception as error:  # whatever it is, the next look may succeed
+        except (Exception, SystemExit) as error:  # whatever it is, the next look may succeed
             if str(error) != problem:  # once, not at every look
                 say(f"{error}; trying again every {words.interval:g} s")
             problem = str(error)

@@ -1,7 +1,6 @@
 """Several real Ray nodes on this machine, each with its own address, home and processes."""
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -110,7 +109,7 @@ class RayNodes:
                 sys.executable, Path(__file__).parents[1] / "cluster" / "spot_watcher.py",
                 "--address", f"127.0.0.2:{self.port}", "--metadata", node.metadata.url,
                 "--node-id", id, "--interval", "0.5", cwd=home, HOME=str(home),
-                RAY_AUTH_MODE="disabled", PATH=f"{RAY.parent}:{os.environ['PATH']}",
+                RAY_AUTH_MODE="disabled",
             )  # fmt: skip
         self.nodes.append(node)
         return node

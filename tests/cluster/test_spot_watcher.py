@@ -12,6 +12,19 @@ from ray_nodes import RayNodes
 
 SCRIPT = Path(__file__).parents[2] / "cluster" / "spot_watcher.py"
 NODE = "ab" * 28
+#: The command ``ray``, which notes its words.
+FAKE_RAY = """
+from pathlib import Path
+
+class cli:
+    def main(words, standalone_mode):
+        failures = Path("failures").read_text().splitlines(keepends=True)
+        Path("failures").write_text("".join(failures[1:]))
+        if failures:
+            raise RuntimeError(failures[0].strip())
+        with Path("called").open("a") as file:
+            file.writelines(f"{word}\\n" for word in words)
+"""
 
 
 @pytest.fixture
@@ -22,22 +35,18 @@ def served():
 
 @pytest.fixture
 def watch(served, start, tmp_path):
-    """``watch(...)`` -> the watcher under way; ``ray`` fails once for each line of ``failures``."""
-    ray = tmp_path / "ray"
-    ray.write_text(
-        "#!/bin/bash\n"
-        f"cd {tmp_path}\n"
-        "if [ -s failures ]; then head -1 failures >&2; sed -i 1d failures; exit 1; fi\n"
-        'printf "%s\\n" "$@" >>called\n'
-    )
-    ray.chmod(0o755)
+    """``watch(...)`` -> the watcher under way; Ray fails once for each line of ``failures``."""
+    package = tmp_path / "ray"
+    (package / "scripts").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "scripts" / "scripts.py").write_text(FAKE_RAY)
 
     def begin(*words, url=served.url, failures=()):
         (tmp_path / "failures").write_text("".join(f"{line}\n" for line in failures))
         return start(
             sys.executable, SCRIPT, "--address=10.0.0.1:6379", f"--node-id={NODE}",
             f"--metadata={url}", "--interval=0.1", *words,
-            PATH=f"{tmp_path}:/usr/bin:/bin", http_proxy="http://127.0.0.1:9",
+            PYTHONPATH=str(tmp_path), http_proxy="http://127.0.0.1:9",
             options={"stderr": subprocess.STDOUT},
         )  # fmt: skip
 
@@ -45,7 +54,7 @@ def watch(served, start, tmp_path):
 
 
 def called(tmp_path):
-    """The words of all calls of ``ray``."""
+    """The words of all calls of the command ``ray``."""
     file = tmp_path / "called"
     return file.read_text().splitlines() if file.exists() else []
 
@@ -67,10 +76,10 @@ def test_a_notice_drains_the_node_once_and_ends_the_watcher(served, watch, tmp_p
     assert code == 0 and f"EC2 will interrupt this spot instance: draining node {NODE}" in out
     assert called(tmp_path) == [
         "drain-node",
-        "--address=10.0.0.1:6379",
-        f"--node-id={NODE}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION",
-        "--reason-message=EC2 will interrupt this spot instance",
+        *("--address", "10.0.0.1:6379"),
+        *("--node-id", NODE),
+        *("--reason", "DRAIN_NODE_REASON_PREEMPTION"),
+        *("--reason-message", "EC2 will interrupt this spot instance"),
     ]
 
 
@@ -88,7 +97,7 @@ def test_what_fails_is_tried_again_and_reported_once(served, watch, tmp_path):
     watcher = watch(failures=["the control service does not answer"] * 3)
     code, out, _ = watcher.end()
     first, last = out.splitlines()
-    assert "ray: the control service does not answer; trying again every 0.1 s" in first
+    assert "the control service does not answer; trying again every 0.1 s" in first
     assert code == 0 and "draining node" in last
 
 

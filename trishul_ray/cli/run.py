@@ -68,10 +68,6 @@ def run(
     from trishul_ray.data.prepare import find_source
 
     find_source(experiment.data)  # an unknown name is refused before anything imports torch
-    if experiment.resources.backend == "ray" and sys.platform == "linux":
-        from trishul_ray.federation.on_ray.fork_server import fork_early
-
-        fork_early()  # before anything imports Ray
     from trishul_ray.cli.listing import client_sentence, summary_table
     from trishul_ray.runs.runner import central_twin
 

@@ -6,14 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 
 import psutil
 import pytest
 import ray
 
 from trishul_ray.federation.on_ray import fork_server as module
-from trishul_ray.federation.on_ray.fork_server import ForkServer, fork_early, take_early
+from trishul_ray.federation.on_ray.fork_server import ForkServer
 
 #: A worker's script: what it is, and what it was given.
 SCRIPT = """
@@ -98,11 +97,10 @@ def test_a_worker_ends_with_its_raylet(fork_server, tmp_path, before):
         started.stdout.read()  # until the worker has closed it
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_the_server_ends_with_the_process_that_started_it(forked):
+def test_the_server_ends_with_the_process_that_started_it():
     code = (
         "import sys, time; from trishul_ray.federation.on_ray.fork_server import *\n"
-        f"print(ForkServer(forked={forked}).pid, flush=True); time.sleep(60)"
+        "server = ForkServer(); print(server.pid, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     server = psutil.Process(int(process.stdout.readline()))
@@ -111,27 +109,6 @@ def test_the_server_ends_with_the_process_that_started_it(forked):
     process.communicate()
     gone, _ = psutil.wait_procs([server], timeout=60)  # it looks after its imports
     assert gone
-
-
-def test_a_server_is_forked_early_only_where_that_is_safe(monkeypatch):
-    forks = []
-    monkeypatch.setattr(module, "ForkServer", lambda **options: forks.append(options) or "server")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    fork_early()
-    assert "ray" in sys.modules and forks == []
-    monkeypatch.delitem(sys.modules, "ray")
-    with monkeypatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        fork_early()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "active_count", lambda: 2)
-        fork_early()
-    assert forks == [] and take_early() is None
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    fork_early()
-    fork_early()
-    assert forks == [{"forked": True}]
-    assert take_early() == "server" and take_early() is None
 
 
 @pytest.mark.slow

@@ -17,39 +17,21 @@ def version():
     """Names the version in every test."""
 
 
-@pytest.fixture
-def actor(local_ray):
-    """``actor()`` -> an actor."""
-
-    class Waiting:
+@pytest.mark.slow
+def test_an_actor_that_is_killed_is_gone(local_ray):
+    @ray.remote(num_cpus=0)
+    class Actor:
         def pid(self):
             return os.getpid()
 
-    started = []
-
-    def start():
-        started.append(ray.remote(num_cpus=0)(Waiting).remote())
-        return started[-1]
-
-    yield start
-    for each in started:
-        ray.kill(each)
-
-
-def until(condition):
+    actor = Actor.remote()
+    ray.get(actor.pid.remote())
+    assert not ray_internals.is_gone(actor)
+    ray.kill(actor)
     end = time.monotonic() + 60
-    while not condition():
+    while not ray_internals.is_gone(actor):
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_an_actor_that_is_killed_is_gone(actor):
-    lives, killed = actor(), actor()
-    ray.get([lives.pid.remote(), killed.pid.remote()])
-    ray.kill(killed)
-    until(lambda: ray_internals.is_gone(killed))
-    assert not ray_internals.is_gone(lives)
 
 
 @pytest.mark.slow

@@ -1,20 +1,19 @@
 """Fork the workers of a local Ray from a process that has already imported PyTorch.
 
-Importing torch and transformers takes an actor about six CPU seconds and 330 MiB. A local cluster
-starts many actors on few cores, so one process, the fork server, has imported them once, has run
-nothing, and every worker is a fork of it that shares the memory of the libraries. Ray's own
-preloading starts workers earlier, but each of them imports by itself (see
-benchmarks/starting.py). Ray starts its workers with the command of ``runtime_env.py_executable``,
-here this file as a script, which asks the fork server for a fork and ends, or becomes the worker
-itself if there is no answer.
+Importing torch and transformers takes an actor five CPU seconds and 320 MiB. A local cluster starts
+many actors on few cores, so one process, the fork server, has imported them once, has run nothing,
+and every worker is a fork of it that shares the memory of the libraries: 0.3 CPU seconds and 80
+MiB. Ray's own preloading starts workers earlier, but each of them imports by itself
+(benchmarks/starting.py compares both). Ray starts its workers with the command of
+``runtime_env.py_executable``, here this file as a script, which asks the fork server for a fork and
+ends, or becomes the worker itself if there is no answer.
 
     driver -- starts --> fork server             raylet -- starts --> this file as a script
                               |  <-- arguments, environment, streams --  |
                               +-- fork --> worker (registers with the raylet by its own process id)
 
 The fork server imports neither Ray, which reads its environment when it is imported, nor anything
-that initializes a GPU. A command that has to import torch itself forks the server from itself, by
-:func:`fork_early`; otherwise it is a new process. It ends with the process that started it.
+that initializes a GPU.
 """
 
 import gc
@@ -32,9 +31,8 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from importlib import import_module
-from typing import NoReturn, Self
+from typing import Self
 
 #: What a coordinator and a client import when their first run begins.
 PRELOADED = (
@@ -49,111 +47,47 @@ LOOK_SECONDS = 1.0
 class ForkServer:
     """A process that forks the workers of a local Ray; a context manager, ready at once.
 
-    Args:
-        forked: Fork the server from this process, which has imported :data:`PRELOADED`, has no
-            other threads, and has not imported Ray.
-
     Attributes:
         py_executable: The command for ``ray.init(runtime_env={"py_executable": ...})``.
         pid: The server's process id.
     """
 
-    def __init__(self, *, forked: bool = False) -> None:
+    def __init__(self) -> None:
         name = f"trishul-{secrets.token_hex(8)}"
         # -I -S: it imports nothing but the standard library.
         self.py_executable = shlex.join([sys.executable, "-I", "-S", __file__, name])
-        # In Linux's abstract namespace: no file is left behind.
+        search = os.pathsep.join(entry for entry in sys.path if entry)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"\0{name}")
+            listener.bind(f"\0{name}")  # in Linux's abstract namespace: no file is left behind
             listener.listen(128)
-            # By the end of this pipe the server ends with this process.
-            reader, self._pipe = os.pipe()
-            start = _fork if forked else _spawn
-            self.pid = start(listener, reader, self._pipe)
-            os.close(reader)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
+                stdin=subprocess.PIPE,  # by its end the server ends with this process
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": search},
+                pass_fds=[listener.fileno()],
+                start_new_session=True,  # Ctrl-C is for the driver
+            )
+        self.pid = self._process.pid
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End the fork server; its workers go on."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        with self._process:
+            self._process.kill()
 
 
-_early: ForkServer | None = None
+def _serve(listener: socket.socket) -> list[str]:
+    """Fork a worker for every request; return its arguments in each of them.
 
-
-def fork_early() -> None:
-    """Import what workers need, and fork the server of this process's first local Ray.
-
-    Does nothing where a fork would not be safe: beside other threads, after Ray was imported, and
-    on a machine with a GPU; nor if the process is to join a cluster.
+    The server itself ends when its standard input does.
     """
-    global _early
-    if os.environ.get("RAY_ADDRESS") not in (None, "", "local") or "ray" in sys.modules:
-        return
-    _preload()
-    import torch
-
-    if _early is None and threading.active_count() == 1 and torch.cuda.device_count() == 0:
-        _early = ForkServer(forked=True)
-
-
-def take_early() -> ForkServer | None:
-    """Return the server of :func:`fork_early`, once."""
-    global _early
-    server, _early = _early, None
-    return server
-
-
-def _preload() -> None:
-    for name in PRELOADED:
-        import_module(name)
-
-
-def _spawn(listener: socket.socket, reader: int, _: int) -> int:
-    search = os.pathsep.join(entry for entry in sys.path if entry)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, str(listener.fileno()), str(reader)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": search},
-        pass_fds=[listener.fileno(), reader],
-        start_new_session=True,  # Ctrl-C is for the driver
-    )
-    process.returncode = 0  # ForkServer.close waits for it
-    return process.pid
-
-
-def _fork(listener: socket.socket, reader: int, writer: int) -> int:
-    if pid := os.fork():
-        return pid
-    try:
-        os.setsid()
-        os.close(writer)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(nothing, stream)
-        _serve(listener, reader)
-    finally:
-        os._exit(1)  # never back into the caller's stack
-
-
-def _serve(listener: socket.socket, pipe: int) -> NoReturn:
-    """Fork a worker for every request, until the other end of a pipe is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end are no zombies
     gc.freeze()  # a collection in a worker would write to, and so copy, every shared page
-    while pipe not in select.select([listener.fileno(), pipe], [], [])[0]:
+    while 0 not in select.select([listener.fileno(), 0], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
             if not _same_user(connection):
@@ -162,46 +96,33 @@ def _serve(listener: socket.socket, pipe: int) -> NoReturn:
             request = connection.makefile().read()
             if os.fork() == 0:
                 listener.close()
-                _work(connection, streams, **json.loads(request))
+                arguments = _become(streams, **json.loads(request))
+                connection.sendall(b"1")
+                return arguments
             for stream in streams:
                 os.close(stream)
-    os._exit(0)
+    sys.exit()
 
 
-def _work(
-    connection: socket.socket,
-    streams: list[int],
-    arguments: list[str],
-    environment: dict[str, str],
-    directory: str,
-) -> NoReturn:
-    """Run a worker's script in this fork."""
-    try:
-        os.setsid()  # Ray ends the process group of a worker together with the worker
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for target, stream in enumerate(streams):
-            os.dup2(stream, target)
-            os.close(stream)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(directory)
-        random.seed()
-        raylet = int(environment["RAY_RAYLET_PID"])
-        threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
-        connection.sendall(b"1")
-        connection.close()
-        sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def _become(
+    streams: list[int], arguments: list[str], environment: dict[str, str], directory: str
+) -> list[str]:
+    """Take over what a worker was started with."""
+    os.setsid()  # Ray ends the process group of a worker together with the worker
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    random.seed()
+    raylet = environment["RAY_RAYLET_PID"]
+    threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
+    return arguments
 
 
-def _end_with(raylet: int) -> None:
+def _end_with(raylet: str) -> None:
     """End this process soon after its raylet: Ray may notice only after half a minute."""
     while os.path.exists(f"/proc/{raylet}"):
         time.sleep(LOOK_SECONDS)
@@ -232,8 +153,10 @@ def _ask(name: str, arguments: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():  # the server, as a new process
-        _preload()
-        _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    if sys.argv[1].isdigit():  # the server, and then each worker
+        for module in PRELOADED:
+            import_module(module)
+        sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+        runpy.run_path(sys.argv[0], run_name="__main__")
     elif not _ask(sys.argv[1], sys.argv[2:]):
         os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

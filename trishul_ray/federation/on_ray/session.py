@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError, first_line, last_words
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.fork_server import ForkServer, take_early
+from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
 from trishul_ray.federation.on_ray.old_sessions import mark_session, remove_old_sessions
 from trishul_ray.federation.on_ray.ray_internals import (
@@ -133,7 +133,7 @@ def ray_session(
         stack.callback(_restore, {name: os.environ.get(name) for name in _TOKEN_SETTINGS})
         stack.enter_context(without_messages())
         if not joins and fork_server is None and sys.platform == "linux" and not has_gpu():
-            fork_server = stack.enter_context(take_early() or ForkServer())
+            fork_server = stack.enter_context(ForkServer())
         stack.callback(ray.shutdown)  # also after an interrupted start
         try:
             with _held_signals():
