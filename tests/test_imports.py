@@ -237,7 +237,7 @@ def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
         "            pass\n"
         "    print(repr((words, out.getvalue())))\n"
         "    heavy = {'torch', 'transformers', 'ray', 'mlflow', 'datasets', 'pandas'}\n"
-        "    heavy |= {'pyarrow.parquet', 'pyarrow.compute'}\n"
+        "    heavy |= {'pyarrow.parquet', 'pyarrow.compute', 'matplotlib'}\n"
         "    heavy |= {'pyarrow', 'PIL'} if words[-1] in ('--help', 'methods') else set()\n"
         "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
     )

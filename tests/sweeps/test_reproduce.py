@@ -18,7 +18,7 @@ from rich.console import Console
 
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.report.sweep_tables import build_tables
+from trishul_ray.report.tables import build_tables
 from trishul_ray.runs.results import read_metrics
 from trishul_ray.sweeps import tuner
 from trishul_ray.sweeps.cells import TuneOptions, load_sweep

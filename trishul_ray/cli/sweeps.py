@@ -348,9 +348,9 @@ def _reproduce(
 
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
+    from trishul_ray.report.formats import to_rich
     from trishul_ray.report.page import write_report
-    from trishul_ray.report.sweep_tables import build_tables
-    from trishul_ray.report.table_formats import to_rich
+    from trishul_ray.report.tables import build_tables
 
     tables = build_tables(outcomes)
     for built in tables:

@@ -22,6 +22,12 @@ from markupsafe import Markup
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.files import digest
 from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.report.formats import (
+    escape_markdown,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
 from trishul_ray.report.outcomes import (
     CellOutcome,
     DrawnFigure,
@@ -31,17 +37,11 @@ from trishul_ray.report.outcomes import (
 )
 from trishul_ray.report.paper import figure_numbers, slips
 from trishul_ray.report.statistics import ALPHA, POWER
-from trishul_ray.report.sweep_tables import (
+from trishul_ray.report.tables import (
     SweepTable,
     build_tables,
     labels_text,
     make_slug,
-)
-from trishul_ray.report.table_formats import (
-    escape_markdown,
-    to_csv,
-    to_latex,
-    to_markdown,
 )
 from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import __version__
@@ -311,7 +311,7 @@ def write_report(
     Args:
         outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
         folder: Where to write; created if needed. Files of the same name are replaced.
-        tables: The sweeps' tables, as :func:`~trishul_ray.report.sweep_tables.build_tables` makes
+        tables: The sweeps' tables, as :func:`~trishul_ray.report.tables.build_tables` makes
             them; by default, they are made if the report is not there already.
         figures: Draws a figure; by default :func:`trishul_ray.report.figures.drawing.draw`.
     """

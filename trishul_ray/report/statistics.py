@@ -30,24 +30,17 @@ Block = tuple[NDArray[np.intp], NDArray[np.intp]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over seeds.
-
-    Attributes:
-        mean: Mean.
-        deviation: Standard deviation between seeds; None for one seed.
-        count: Number of seeds.
-    """
+    """Mean over ``count`` seeds, and their standard deviation; None for one seed."""
 
     mean: float
     deviation: float | None
     count: int
 
-    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Return Student's interval of the mean; None for one seed."""
+    def interval(self) -> tuple[float, float] | None:
+        """Return Student's 95 % interval of the mean; None for one seed."""
         if self.deviation is None:
             return None
-        quantile = float(special.stdtrit(self.count - 1, (1 + level) / 2))
-        half = quantile * self.deviation / math.sqrt(self.count)
+        half = float(special.stdtrit(self.count - 1, 0.975)) * self.deviation / self.count**0.5
         return self.mean - half, self.mean + half
 
 

@@ -16,7 +16,7 @@ from invented_outcomes import (
 
 from trishul_ray.report.outcomes import SweepOutcome, TableLayout
 from trishul_ray.report.paper import paper_value
-from trishul_ray.report.sweep_tables import TableCell, build_tables, make_slug
+from trishul_ray.report.tables import TableCell, build_tables, make_slug
 from trishul_ray.sweeps.cells import find_sweeps
 
 

@@ -8,9 +8,9 @@ import pytest
 from invented_outcomes import half_missing, initialization, invent_sweep, sensitivity, vision
 from rich.console import Console
 
+from trishul_ray.report.formats import to_csv, to_latex, to_markdown, to_rich
 from trishul_ray.report.paper import paper_value
-from trishul_ray.report.sweep_tables import build_tables
-from trishul_ray.report.table_formats import to_csv, to_latex, to_markdown, to_rich
+from trishul_ray.report.tables import build_tables
 
 HOSTILE = r"a|b & 50% of $x_1$ #{<script>alert(1)</script>} \n ~^ [red]λ±≤"
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from trishul_ray.report.sweep_tables import RowGroup, SweepTable, TableCell, TableRow
+from trishul_ray.report.tables import RowGroup, SweepTable, TableCell, TableRow
 
 #: Columns of :func:`to_csv` besides the axes.
 _CSV_HEAD = ("sweep", "sweep_profile", "table")

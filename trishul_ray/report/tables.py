@@ -1,6 +1,6 @@
 """Tables that the cells of sweeps form: means over seeds, the best in bold, and what is decided.
 
-:mod:`trishul_ray.report.table_formats` writes them.
+:mod:`trishul_ray.report.formats` writes them.
 """
 
 import itertools
@@ -20,7 +20,6 @@ from trishul_ray.report.outcomes import (
     SweepOutcome,
     TableLayout,
     is_loss,
-    shown_label,
 )
 from trishul_ray.report.paper import paper_value, slips, table_number
 from trishul_ray.report.statistics import (
@@ -364,7 +363,7 @@ def make_slug(*names: str) -> str:
 def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
     """Return the displayed labels of a cell in one line."""
     return ", ".join(
-        f"{SEED} {label}" if axis == SEED else shown_label(sweep.shown, axis, label)
+        f"{SEED} {label}" if axis == SEED else sweep.shown_label(axis, label)
         for axis, label in labels.items()
     )
 
@@ -469,10 +468,10 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
             found = [number(row, column) for column in columns]
             if layout.average:
                 found.append(average(row, found))
-            label = shown_label(sweep.shown, layout.rows[-1], row[-1]) if row else layout.title
+            label = sweep.shown_label(layout.rows[-1], row[-1]) if row else layout.title
             table_rows.append(TableRow(label, tuple(found)))
         label = ", ".join(
-            f"{axis}: {shown_label(sweep.shown, axis, name)}"
+            f"{axis}: {sweep.shown_label(axis, name)}"
             for axis, name in zip(layout.rows[:-1], head, strict=True)
         )
         groups.append(RowGroup(label, _mark_best(table_rows)))
@@ -489,7 +488,7 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
 
 def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
     """Return the head of a column: a label that is a number has its axis beside it."""
-    head = shown_label(sweep.shown, axis, label)
+    head = sweep.shown_label(axis, label)
     is_number = head == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
     return f"{SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else head
 
@@ -541,28 +540,24 @@ def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
 
     A mean that lacks seeds or columns which another has is not compared.
     """
-    marks = [[False] * len(row.cells) for row in rows]
-    for c in range(len(rows[0].cells)):
-        means = {
-            r: cell
-            for r, cell in enumerate(row.cells[c] for row in rows)
-            if cell.estimate is not None and not rows[r].is_reference
-        }
-        most = max((_size(cell) for cell in means.values()), default=(0, 0))
-        known = {
-            r: float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
-            for r, cell in means.items()
-            if cell.estimate is not None and _size(cell) == most
-        }
-        for r, value in known.items():
-            marks[r][c] = value == max(known.values()) > min(known.values())
-    return tuple(
-        replace(
-            row,
-            cells=tuple(replace(cell, best=m) for cell, m in zip(row.cells, mark, strict=True)),
-        )
-        for row, mark in zip(rows, marks, strict=True)
-    )
+    columns = [
+        _mark_column(column, [row.is_reference for row in rows])
+        for column in zip(*(row.cells for row in rows), strict=True)
+    ]
+    cells = zip(*columns, strict=True) if columns else [()] * len(rows)
+    return tuple(replace(row, cells=own) for row, own in zip(rows, cells, strict=True))
+
+
+def _mark_column(cells: Sequence[TableCell], skip: Sequence[bool]) -> list[TableCell]:
+    known = [cell for cell, out in zip(cells, skip, strict=True) if cell.estimate and not out]
+    most = max(map(_size, known), default=(0, 0))
+    values = {
+        id(cell): float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
+        for cell in known
+        if cell.estimate is not None and _size(cell) == most
+    }
+    best, least = max(values.values(), default=0.0), min(values.values(), default=0.0)
+    return [replace(cell, best=values.get(id(cell)) == best > least) for cell in cells]
 
 
 def _size(cell: TableCell) -> tuple[int, int]:
