@@ -50,7 +50,7 @@ class Checkpoint:
         test_rows: ``row``, index in the test split, and ``score`` of every row scored after
             the last round, in order; empty before, and for a task without scores of rows.
         sources: hashes of data and weights; see ``Blueprint``.
-        info: description of the data; None in a checkpoint of an older version.
+        info: description of the data.
     """
 
     experiment_id: str
@@ -112,7 +112,7 @@ class Checkpoint:
             round=meta["round"],
             state=State(np.zeros(0)),
             records=meta["records"],
-            sources=meta.get("sources", {}),
+            sources=meta["sources"],
             info=DatasetInfo.from_json(meta["info"]) if meta.get("info") else None,
         )
         state: Arrays = {}
@@ -122,8 +122,10 @@ class Checkpoint:
             if group == "client":
                 client, _, key = key.partition("/")
                 checkpoint.client_states.setdefault(int(client), {})[key] = value
-            else:
+            elif group in groups:
                 groups[group][key] = value
+            else:
+                raise ValueError(f"not a checkpoint of this version: it has {name}")
         checkpoint.state = _state(state)
         return checkpoint
 

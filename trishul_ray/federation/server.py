@@ -129,9 +129,10 @@ class Server:
         self.events: list[str] = list(checkpoints.skipped)
         if checkpoint is not None:
             self._restore(checkpoint)
-        else:
-            if self.events:
-                self.events.append("no valid checkpoint is left: the run starts over")
+        # The clients that have taken part so far.
+        self._known = {client for r in self.records for client in r.get("clients", ())}
+        if checkpoint is None and self.events:
+            self.events.append("no valid checkpoint is left: the run starts over")
         self.blueprint = executor.describe(self.state.survey)
         if checkpoint is None:
             with deterministic(experiment):
@@ -404,8 +405,8 @@ class Server:
             self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
         )
-        known = {client for record in self.records for client in record.get("clients", ())}
-        down += len(set(cohort) - known) * self.method.setup_parameters(tensors)
+        down += len(set(cohort) - self._known) * self.method.setup_parameters(tensors)
+        self._known |= set(cohort)
         sent = {r.client: r.uploaded for r in reports}
         up = sum(sent.values())
         return {

@@ -11,10 +11,9 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
-from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
+from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import ArrayState, changed_sources
-from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import (
     ModelBench,
@@ -115,17 +114,11 @@ def load_trained(experiment: Experiment) -> TrainedRun:
     method = build_method(experiment.method, experiment.adapter)
     with deterministic(experiment):
         broadcast = broadcast_of(method, checkpoint.state)
-        bench = _bench_of(checkpoint, experiment)
+        assert checkpoint.info is not None  # the server's checkpoints have it
+        bench = build_model_bench(experiment, checkpoint.info)
         if changed := changed_sources(checkpoint.sources, bench.sources):
             raise RunError(f"the {changed} of run {experiment.id} have changed since it was made")
         return trained_by(bench, broadcast, checkpoint.round)
-
-
-def _bench_of(checkpoint: Checkpoint, experiment: Experiment) -> ModelBench:
-    info = checkpoint.info
-    if info is None:  # a checkpoint of an older version does not say what the data are
-        info = prepare_run(experiment).dataset.info
-    return build_model_bench(experiment, info)
 
 
 def trained_by(bench: ModelBench, broadcast: ArrayState, round_number: int) -> TrainedRun:
