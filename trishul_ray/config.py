@@ -4,11 +4,8 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -163,21 +160,14 @@ class PartitionConfig(Section):
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
+#: The kinds of task in ``tasks/``, which needs torch; reading a configuration does not.
+TASK_KINDS = ("classification", "text2text", "verbalizer")
+
+
 def task_kinds() -> tuple[str, ...]:
-    """Return what ``task.kind`` may be: ``auto``, and what files in ``tasks/`` and plug-ins name.
-
-    The files are read, not imported: they need torch, and reading a configuration does not.
-    """
+    """Return what ``task.kind`` may be: ``auto``, the package's own kinds and those of plug-ins."""
     plugins.load_installed()
-    return ("auto", *sorted({*_own_task_kinds(), *plugins.provided("task.kind")}))
-
-
-@cache
-def _own_task_kinds() -> frozenset[str]:
-    files = [f for f in (resources.files("trishul_ray") / "tasks").iterdir() if f.is_file()]
-    sources = [f.read_text(encoding="utf-8") for f in files if f.name.endswith(".py")]
-    pattern = re.compile(r'^@register\("([^"]+)"\)$', re.MULTILINE)
-    return frozenset(kind for text in sources for kind in pattern.findall(text))
+    return ("auto", *sorted({*TASK_KINDS, *plugins.provided("task.kind")}))
 
 
 class TaskConfig(Section):

@@ -63,6 +63,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message with its line breaks as blanks; else the name of its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def describe_os_error(error: OSError) -> str:
     """Return the reason of a failed system call and its file, in one line."""
     return f"{error.strerror or error}: {error.filename or 'storage'}"

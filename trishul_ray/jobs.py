@@ -32,7 +32,7 @@ import yaml
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import InputError, RunError, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import round_of, run_folder
 from trishul_ray.federation.on_ray.ray_internals import nodes_since_start, send_token
@@ -285,7 +285,7 @@ def _node(fields: Mapping[str, Any]) -> Node:
 
 
 def _one_line(error: BaseException) -> str:
-    return redact(" ".join(str(error).split()))[:300] or type(error).__name__
+    return redact(one_line(error))[:300]
 
 
 # Before a command is submitted.

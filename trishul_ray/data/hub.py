@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, one_line
 from trishul_ray.network import check_depth, hub_fault, hub_or_cache
 
 #: Beginning of the key of rows that are read from the hub itself.
@@ -155,7 +155,7 @@ def _hub_errors_as_input_errors() -> Iterator[None]:
         with hub_or_cache():
             yield
     except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
-        reason = hub_fault() or " ".join(str(error).split()) or type(error).__name__
+        reason = hub_fault() or one_line(error)
         raise InputError(reason if len(reason) <= 300 else f"{reason[:297]}...") from error
     finally:
         hub_logging.set_verbosity(verbosity)

@@ -26,7 +26,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 
 from trishul_ray.data.columns import get_column
-from trishul_ray.errors import CorruptFileError
+from trishul_ray.errors import CorruptFileError, one_line
 
 # Python would print what Pillow logs on malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -278,7 +278,7 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
     except CorruptFileError:
         raise
     except _UNREADABLE as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise CorruptFileError(f"{where}: not a readable image ({reason})") from error
 
 

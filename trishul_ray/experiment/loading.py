@@ -22,13 +22,12 @@ from pydantic import BaseModel, ValidationError
 
 from trishul_ray import plugins
 from trishul_ray.config import SHORT_MODEL_NAMES
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import learning_rate
 from trishul_ray.experiment.yaml_files import (
     RepeatedKeyError,
-    in_one_line,
     parse_yaml,
     read_yaml,
 )
@@ -243,7 +242,7 @@ def split_override(text: str) -> tuple[str, Any]:
     except RepeatedKeyError as error:
         raise InputError(f"override {text!r}: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"override {text!r}: value is not YAML: {in_one_line(error)}") from error
+        raise InputError(f"override {text!r}: value is not YAML: {one_line(error)}") from error
 
 
 def set_field(fields: dict[str, Any], dotted: str, value: Any, override: str = "") -> None:

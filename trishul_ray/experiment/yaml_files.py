@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, one_line
 
 
 class _Loader(yaml.SafeLoader):
@@ -46,7 +46,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except RepeatedKeyError as error:
         raise InputError(f"config file {path}, {error.problem}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"config file {path} is not YAML: {in_one_line(error)}") from error
+        raise InputError(f"config file {path} is not YAML: {one_line(error)}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -56,8 +56,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"config file {path} must contain key: value pairs, not a {kind.get(name, name)}"
         )
     return loaded
-
-
-def in_one_line(error: Exception) -> str:
-    """Return the message of an error with its line breaks as blanks."""
-    return " ".join(str(error).split())

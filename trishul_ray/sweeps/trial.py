@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
 from trishul_ray.data.dataset import RowSet, score_name
-from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError
+from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
@@ -183,11 +183,11 @@ class CellTrial(tune.Trainable):
             self._waits = True  # and have said so
         except InputError as error:
             # Not raised: Tune would try again, with the same input.
-            self._add({FAILURE: _one_line(error), DONE: True})
+            self._add({FAILURE: one_line(error), DONE: True})
         except FailsAgainError as error:
-            self._add({FAILURE: f"{_one_line(error)} (it would fail again)", DONE: True})
+            self._add({FAILURE: f"{one_line(error)} (it would fail again)", DONE: True})
         except (RunError, OSError) as error:
-            raise RunError(_one_line(error)) from None
+            raise RunError(one_line(error)) from None
         return self._results.popleft()
 
     def _open(self, config: Mapping[str, Any]) -> None:
@@ -284,7 +284,3 @@ class CellTrial(tune.Trainable):
     def _close_run(self) -> None:
         with suppress(Exception):  # it has failed, or Tune has stopped it
             self._steps.close()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
