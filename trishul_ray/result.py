@@ -2,19 +2,22 @@
 
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from trishul_ray.adapters.export import merge_trained
 from trishul_ray.errors import InputError, own_errors
+from trishul_ray.experiment import Experiment
+from trishul_ray.models.passed import as_passed
+from trishul_ray.report.statistics import ScoreComparison, compare_scores
+from trishul_ray.runs import prediction
+from trishul_ray.runs.model_files import name_classes
+from trishul_ray.runs.results import read_metrics, read_test_rows
+from trishul_ray.runs.trained import TrainedRun, load_trained
 from trishul_ray.storage import Store
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pandas as pd
-    from torch import nn
-
-    from trishul_ray.experiment import Experiment
-    from trishul_ray.report.statistics import ScoreComparison
-    from trishul_ray.runs.trained import TrainedRun
 
 
 class Result:
@@ -27,7 +30,7 @@ class Result:
     """
 
     def __init__(
-        self, experiment: "Experiment", home: Store, summary: dict[str, Any], *, repeated: bool
+        self, experiment: Experiment, home: Store, summary: dict[str, Any], *, repeated: bool
     ) -> None:
         self._experiment, self._home = experiment, home
         self.summary = {key: value for key, value in summary.items() if key != "checksum"}
@@ -121,15 +124,11 @@ class Result:
         return scores
 
     @cached_property
-    def history(self) -> "pd.DataFrame":
+    def history(self) -> pd.DataFrame:
         """One row per round: metrics, traffic, seconds; what was not measured is NaN.
 
         Round 0 is the backbone before the first round.
         """
-        import pandas as pd
-
-        from trishul_ray.runs.results import read_metrics
-
         table = pd.DataFrame(read_metrics(self._home)).astype({"round": int})
         return table.set_index("round")
 
@@ -142,21 +141,15 @@ class Result:
         Raises:
             InputError: The task scores no single rows, or an older version ran it.
         """
-        import pandas as pd
-
-        from trishul_ray.runs.results import read_test_rows
-
         arrays = read_test_rows(self._home)
         return pd.Series(arrays["score"], index=pd.Index(arrays["row"], name="row"), name="score")
 
-    def compare(self, other: "Result") -> "ScoreComparison":
+    def compare(self, other: "Result") -> ScoreComparison:
         """Compare this run with another on the test rows that both scored: on the same rows.
 
         Raises:
             InputError: They scored other rows, or one has no scores of rows.
         """
-        from trishul_ray.report.statistics import compare_scores
-
         first, second = self.row_scores, other.row_scores
         data = [run.summary.get("sources", {}).get("rows") for run in (self, other)]
         if data[0] != data[1] or not first.index.equals(second.index):
@@ -177,9 +170,7 @@ class Result:
         return self._home.place("model") if self._home.exists("model") else None
 
     @cached_property
-    def _trained(self) -> "TrainedRun":
-        from trishul_ray.runs.trained import load_trained
-
+    def _trained(self) -> TrainedRun:
         return load_trained(self._experiment)
 
     @property
@@ -188,7 +179,7 @@ class Result:
         return self._trained.bench.info.classes
 
     @own_errors()
-    def model(self) -> "nn.Module":
+    def model(self) -> nn.Module:
         """Return the trained model, with the update in its weights, in evaluation mode.
 
         It is a plain model of transformers, or of the class that was passed, on the CPU or the
@@ -197,10 +188,6 @@ class Result:
         Raises:
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
-        from trishul_ray.adapters.export import merge_trained
-        from trishul_ray.models.passed import as_passed
-        from trishul_ray.runs.model_files import name_classes
-
         run = self._trained
         name_classes(run.bench.model.model, run.bench)
         return as_passed(merge_trained(run.bench.model, run.trained)).eval()
@@ -220,16 +207,12 @@ class Result:
             InputError: These are no rows of the run's dataset.
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
-        from trishul_ray.runs.prediction import predict
-
-        return predict(self._trained, rows, batch_size=batch_size)
+        return prediction.predict(self._trained, rows, batch_size=batch_size)
 
     @own_errors()
-    def predict_probabilities(self, rows: Any, *, batch_size: int = 64) -> "np.ndarray":
+    def predict_probabilities(self, rows: Any, *, batch_size: int = 64) -> np.ndarray:
         """Return the probability of every class, float32 [N, K], in the order of :attr:`classes`.
 
         See :meth:`predict`; a task that writes texts has no probabilities.
         """
-        from trishul_ray.runs.prediction import predict_probabilities
-
-        return predict_probabilities(self._trained, rows, batch_size=batch_size)
+        return prediction.predict_probabilities(self._trained, rows, batch_size=batch_size)
