@@ -37,8 +37,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import round_of, run_folder
 from trishul_ray.federation.on_ray.ray_internals import nodes_since_start, send_token
 from trishul_ray.redaction import redact
-from trishul_ray.report.outcomes import Status
-from trishul_ray.sweeps.state import CellState, examine
+from trishul_ray.report.outcomes import CellStatus
+from trishul_ray.sweeps.status import NOT_RUN, CellState, examine
 from trishul_ray.tracking.progress import Pace
 
 #: What is never shipped, in the syntax of .gitignore, besides what .gitignore itself names.
@@ -76,7 +76,7 @@ class Job:
         id: Its id on the cluster.
         words: The command, without ``trishul``.
         runs: Where its results are.
-        details: Status, times and exit code.
+        details: CellStatus, times and exit code.
     """
 
     id: str
@@ -430,7 +430,7 @@ class Progress:
         rounds_left: Rounds that unfinished cells still need.
     """
 
-    states: Counter[Status]
+    states: Counter[CellStatus]
     running: int
     pace: Pace
     rounds_left: int
@@ -449,7 +449,7 @@ def read_progress(experiments: Mapping[str, Experiment], now: float | None = Non
         StorageError: A store cannot be read.
     """
     now = time.time() if now is None else now
-    states: Counter[Status] = Counter()
+    states: Counter[CellStatus] = Counter()
     running = left = 0
     rate = 0.0
     for id, state in examine(experiments).items():
@@ -468,7 +468,7 @@ def read_progress(experiments: Mapping[str, Experiment], now: float | None = Non
 
 def _rounds(experiment: Experiment, state: CellState, now: float) -> tuple[int, Pace, bool]:
     """Return the rounds that are done, their pace, and whether the cell runs."""
-    if state.reason == "not run yet":
+    if state == NOT_RUN:
         return 0, Pace(), False
     home = run_folder(experiment)
     checkpoints = home.child("checkpoints").modified()

@@ -22,7 +22,7 @@ from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps import state as state_module
-from trishul_ray.sweeps.state import examine
+from trishul_ray.sweeps.status import examine
 from trishul_ray.tracking.progress import RunProgress
 
 MUTATIONS = 1000

@@ -10,7 +10,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.sweeps.cells import distinct, load_sweep, sweep_from_axes
 from trishul_ray.sweeps.cost import work_of
 from trishul_ray.sweeps.plan import device_of, make_plan, plan_notes, plan_table
-from trishul_ray.sweeps.state import CellState
+from trishul_ray.sweeps.status import CellState
 
 BASE = ["dataset=cifar100", "federation.rounds=10"]
 

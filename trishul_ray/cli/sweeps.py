@@ -205,7 +205,7 @@ def plan(
     """
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
-    from trishul_ray.sweeps.state import examine, other_results
+    from trishul_ray.sweeps.status import examine, other_results
     from trishul_ray.tracking.progress import RunProgress
 
     sweeps = load_sweeps(arguments, profile, runs)
@@ -249,7 +249,7 @@ def report(
     """
     from trishul_ray.report.page import write_report
     from trishul_ray.sweeps.cells import distinct
-    from trishul_ray.sweeps.state import collect, examine
+    from trishul_ray.sweeps.status import collect, examine
     from trishul_ray.tracking.progress import RunProgress
 
     sweeps = load_sweeps(arguments, profile, runs)

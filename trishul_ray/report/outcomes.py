@@ -18,7 +18,8 @@ from trishul_ray.storage import Store
 #: The axis whose labels are repetitions.
 SEED = "seed"
 
-Status = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
+#: Whether a cell has a result that can be used; see ``CellState``.
+CellStatus = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class CellOutcome:
 
     labels: Mapping[str, str]
     id: str
-    status: Status
+    status: CellStatus
     reason: str
     metric: str
     summary: Mapping[str, Any]

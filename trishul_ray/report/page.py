@@ -30,9 +30,9 @@ from trishul_ray.report.formats import (
 )
 from trishul_ray.report.outcomes import (
     CellOutcome,
+    CellStatus,
     DrawnFigure,
     FigureLayout,
-    Status,
     SweepOutcome,
 )
 from trishul_ray.report.paper import figure_numbers, slips
@@ -122,7 +122,7 @@ _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.al
 MOST_VALUES = 6
 
 
-_STATUSES: tuple[Status, ...] = (
+_STATUSES: tuple[CellStatus, ...] = (
     *("finished", "missing", "stopped"),
     *("failed", "stale", "corrupt"),
 )
@@ -192,9 +192,9 @@ class SweepPart:
         return _states(_distinct([self.sweep]))
 
     @property
-    def problems(self) -> list[tuple[Status, str, list[CellOutcome]]]:
+    def problems(self) -> list[tuple[CellStatus, str, list[CellOutcome]]]:
         """Runs that failed or cannot be used, by state and reason."""
-        found: dict[tuple[Status, str], list[CellOutcome]] = {}
+        found: dict[tuple[CellStatus, str], list[CellOutcome]] = {}
         for _, run in _distinct([self.sweep]).values():
             if run.status not in ("finished", "missing", "stopped"):
                 found.setdefault((run.status, run.reason), []).append(run)

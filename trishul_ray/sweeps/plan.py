@@ -20,15 +20,15 @@ from rich.table import Table
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
-from trishul_ray.report.outcomes import Status
+from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.runs.results import flatten
 from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.cost import DEVICES, work_of
-from trishul_ray.sweeps.state import CellState
+from trishul_ray.sweeps.status import CellState
 from trishul_ray.tracking.progress import Pace
 
 #: What a run's status should not be; shown where it is.
-RARE: tuple[Status, ...] = ("failed", "stale", "corrupt")
+RARE: tuple[CellStatus, ...] = ("failed", "stale", "corrupt")
 
 #: Fields that two runs must have in common if the time of one is to tell that of the other.
 _KIND = (
@@ -61,7 +61,7 @@ class SweepPlan:
     runs: int = 0
     shared: int = 0
     to_do: int = 0
-    states: Counter[Status] = field(default_factory=Counter)
+    states: Counter[CellStatus] = field(default_factory=Counter)
     measured: int = 0
     unknown: int = 0
     hours_left: float = 0.0
@@ -122,7 +122,7 @@ def make_plan(
         runs |= {id: shared[id] for id in runs if id in shared}
         own = {id: experiment for id, experiment in runs.items() if samples or id not in seen}
         if samples:
-            counts = Counter[Status]({"missing": samples * len(own)})
+            counts = Counter[CellStatus]({"missing": samples * len(own)})
             to_do, done = list(own.values()) * samples, []
         else:
             seen |= own.keys()
@@ -157,7 +157,7 @@ def _sum(plans: Sequence[SweepPlan]) -> SweepPlan:
         runs=sum(plan.runs for plan in plans),
         shared=sum(plan.shared for plan in plans),
         to_do=sum(plan.to_do for plan in plans),
-        states=sum((plan.states for plan in plans), Counter[Status]()),
+        states=sum((plan.states for plan in plans), Counter[CellStatus]()),
         measured=sum(plan.measured for plan in plans),
         unknown=sum(plan.unknown for plan in plans),
         hours_left=sum(plan.hours_left for plan in plans),
@@ -306,8 +306,8 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
-    usual: tuple[Status, ...] = ("finished", "missing")
-    others: tuple[Status, ...] = ("stopped", *RARE)
+    usual: tuple[CellStatus, ...] = ("finished", "missing")
+    others: tuple[CellStatus, ...] = ("stopped", *RARE)
     statuses = [*usual, *(status for status in others if plan.total.states[status])]
     numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", _unit(plan)]
     for name in numbers if price is None else [*numbers, "cost"]:

@@ -28,7 +28,7 @@ from trishul_ray.sweeps.cells import (
     with_random_samples,
     with_samples,
 )
-from trishul_ray.sweeps.state import CellState, collect, examine, read_failure
+from trishul_ray.sweeps.status import CellState, collect, examine, read_failure
 from trishul_ray.tracking.mlflow_run import Status, has_finished_in
 from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
 from trishul_ray.tracking.sweep_progress import SweepProgress

@@ -32,7 +32,7 @@ from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.results import NUMBERS, attempt_of, damaged_files, flat_metrics
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
-from trishul_ray.sweeps.state import read_failure
+from trishul_ray.sweeps.status import read_failure
 from trishul_ray.sweeps.sweep_file import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
 

@@ -35,10 +35,10 @@ from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
-from trishul_ray.report.outcomes import Status
+from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import TuneOptions, sampling_space
-from trishul_ray.sweeps.state import record_failure
+from trishul_ray.sweeps.status import record_failure
 from trishul_ray.sweeps.sweep_file import EarlyStopping, Search
 from trishul_ray.sweeps.trial import (
     FAILURE,
@@ -273,7 +273,7 @@ class Monitor(tune.Callback):
         """Return the cells that Tune has given up although they may be tried again."""
         return [id for id in ids if id not in self._finished and id not in self.failures]
 
-    def _fail(self, trial: Trial, why: str, status: Status = "failed") -> None:
+    def _fail(self, trial: Trial, why: str, status: CellStatus = "failed") -> None:
         id = self._id(trial)
         record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1), status)
         if status == "stopped":

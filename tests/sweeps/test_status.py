@@ -16,7 +16,7 @@ from trishul_ray.runs.results import result_json
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import sweep_from_axes
-from trishul_ray.sweeps.state import CellState, collect, examine, other_results, record_failure
+from trishul_ray.sweeps.status import CellState, collect, examine, other_results, record_failure
 from trishul_ray.tracking.progress import RunProgress
 
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]

@@ -17,7 +17,7 @@ from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.redaction import redact
-from trishul_ray.report.outcomes import CellOutcome, Status, SweepOutcome
+from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.runs.results import (
     FAILURE,
     NUMBERS,
@@ -54,7 +54,7 @@ class CellState:
         sources: Hashes of the data and weights of what is kept, if it is known.
     """
 
-    status: Status
+    status: CellStatus
     reason: str = ""
     summary: dict[str, Any] | None = None
     note: str = ""
@@ -64,6 +64,10 @@ class CellState:
     def fresh(self) -> bool:
         """Whether a result is in the way that the next run must delete first."""
         return self.status == "stale"
+
+
+#: What the store has of a run that has never begun.
+NOT_RUN = CellState("missing", "not run yet")
 
 
 def examine(
@@ -85,7 +89,7 @@ def examine(
         experiment = experiments[id]
         return _read_state(stores[experiment.storage.runs].child(id), experiment)
 
-    states = {id: CellState("missing", "not run yet") for id in experiments}
+    states = dict.fromkeys(experiments, NOT_RUN)
     found = [id for id, experiment in experiments.items() if id in runs[experiment.storage.runs]]
     read_now = _in_parallel(found, read, "reading results", progress)
     states |= zip(found, read_now, strict=True)
@@ -121,7 +125,7 @@ def other_results(
 
 
 def record_failure(
-    experiment: Experiment, reason: str, attempts: int, status: Status = "failed"
+    experiment: Experiment, reason: str, attempts: int, status: CellStatus = "failed"
 ) -> None:
     """Note beside a run's files why it has no result; its next finished run deletes the note.
 
@@ -214,7 +218,7 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
     if "result.json" not in names:
         if noted:
             return noted
-        return CellState("missing", "not finished yet" if names else "not run yet")
+        return CellState("missing", "not finished yet") if names else NOT_RUN
     sources = None
     try:
         summary = read_result(home)
