@@ -113,8 +113,7 @@ def _run(
 
     left = dict.fromkeys(missing)
     for part in work.parts:
-        compared = part.sweep.early_stopping or part.sweep.search
-        if compared is not None and not part.sweep.is_adaptive:
+        if part.sweep.compared is not None and not part.sweep.is_adaptive:
             own = [id for id in part.cells if id in left]
             _run_cells(work, own, options, part.sweep)
             left = {id: None for id in left if id not in own}
@@ -130,10 +129,9 @@ def _run(
             found = run_search(
                 _Samples(part.sweep, cell, part.parent_id),
                 cell.experiment,
-                part.sweep.search,
+                part.sweep,
                 options,
                 work.progress,
-                part.sweep.early_stopping,
             )
             samples += [(cell, values) for values in found]
         work.set_samples(part, samples)
@@ -146,8 +144,7 @@ def _run_cells(
 
     if ids:
         runs = {id: work.run_of(id) for id in ids}
-        stopping, search = (sweep.early_stopping, sweep.search) if sweep else (None, None)
-        run_cells(runs, options, work.progress, stopping, search)
+        run_cells(runs, options, work.progress, sweep)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import TuneOptions, sampling_space
+from trishul_ray.sweeps.cells import Sweep, TuneOptions, sampling_space
 from trishul_ray.sweeps.status import record_failure
-from trishul_ray.sweeps.sweep_file import EarlyStopping, Search
+from trishul_ray.sweeps.sweep_file import Search
 from trishul_ray.sweeps.trial import (
     FAILURE,
     FINISHED,
@@ -324,15 +324,14 @@ def run_cells(
     runs: Mapping[str, CellRun],
     options: TuneOptions,
     progress: SweepProgress,
-    early_stopping: EarlyStopping | None = None,
-    search: Search | None = None,
+    sweep: Sweep | None = None,
 ) -> dict[str, str]:
     """Run cells on the current Ray runtime; return why cells failed, by id.
 
     Those that early stopping ends have not failed.
 
     A cell that fails is tried again from its checkpoint; one that always fails is recorded in its
-    folder, and the others go on. ``early_stopping`` compares by the metric of ``search``.
+    folder, and the others go on. ``sweep`` says how they are compared with each other, if they are.
 
     Raises:
         InputError: The cluster cannot hold a cell, or no cell's data are available.
@@ -341,23 +340,21 @@ def run_cells(
     experiments = {id: run.experiment for id, run in runs.items()}
     nodes = possible_nodes()
     groups = group_cells(experiments, nodes, options.concurrency)
-    if search is None and early_stopping is not None:
-        search = Search(on=early_stopping.on)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
-    failures = prepare_inputs(experiments, progress, search)
+    failures = prepare_inputs(experiments, progress, sweep)
     for id, why in failures.items():
         record_failure(experiments[id], why, 1)
         progress.end(id, failure=why)
     for group in groups:
         left = [id for id in group.ids if id not in failures]
-        monitor = Monitor(_Listed(runs), options, progress, search)
+        monitor = Monitor(_Listed(runs), options, progress, sweep.compared if sweep else None)
         before = -1
         # Tune counts the death of an actor between two cells twice, and gives up a cell too early;
         # after a preemption, too.
         while left and monitor.interruptions > before:
             before = monitor.interruptions
-            scheduler = _scheduler(early_stopping, search, [experiments[id] for id in left])
+            scheduler = _scheduler(sweep, [experiments[id] for id in left])
             _fit(group, _Listed(runs), {"cell": tune.grid_search(left)}, scheduler, monitor)
             left = monitor.unfinished(left)
         failures |= monitor.failures
@@ -367,10 +364,9 @@ def run_cells(
 def run_search(
     find: FindRun,
     experiment: Experiment,
-    search: Search,
+    sweep: Sweep,
     options: TuneOptions,
     progress: SweepProgress,
-    early_stopping: EarlyStopping | None = None,
 ) -> list[dict[str, Any]]:
     """Run samples that Optuna suggests, by the results of those before.
 
@@ -379,10 +375,9 @@ def run_search(
     Args:
         find: Returns what to run for a sample.
         experiment: The run whose fields are sampled; it decides the resources of every sample.
-        search: Space, number of samples, metric.
+        sweep: Says what is sampled and compared, and how runs that lag behind are stopped.
         options: How cells are run.
         progress: Where to show progress.
-        early_stopping: How runs that lag behind are stopped.
 
     Returns:
         All samples: values by field name.
@@ -391,12 +386,14 @@ def run_search(
         InputError: The task has no such metric, or the cluster cannot hold a run.
         RunError: Ray Tune failed.
     """
+    search = sweep.search
+    assert search is not None
     nodes = possible_nodes()
     names = [str(number) for number in range(search.samples)]
     (group,) = group_cells(dict.fromkeys(names, experiment), nodes, options.concurrency)
-    prepare_inputs({experiment.id: experiment}, progress, search)
+    prepare_inputs({experiment.id: experiment}, progress, sweep)
     monitor = Monitor(find, options, progress, search)
-    scheduler = _scheduler(early_stopping, search, [experiment])
+    scheduler = _scheduler(sweep, [experiment])
     _fit(group, find, sampling_space(search), scheduler, monitor, _optuna(search), search.samples)
     return monitor.samples
 
@@ -443,7 +440,7 @@ def _answer(exists: "ray.ObjectRef[bool]") -> bool:
 
 
 def prepare_inputs(
-    experiments: Mapping[str, Experiment], progress: SweepProgress, search: Search | None = None
+    experiments: Mapping[str, Experiment], progress: SweepProgress, sweep: Sweep | None = None
 ) -> dict[str, str]:
     """Prepare the data and pretrain the backbones of all cells, each once.
 
@@ -459,7 +456,7 @@ def prepare_inputs(
         task, storage = experiment.task.model_dump_json(), experiment.storage
         key = "\n".join((*inputs_of(experiment), task, f"{storage.cache} {storage.hub}"))
         if key not in outcomes:
-            outcomes[key] = _prepare(experiment, progress, search)
+            outcomes[key] = _prepare(experiment, progress, sweep)
         if (error := outcomes[key]) is not None:
             failures[id] = error
     if experiments and len(failures) == len(experiments):
@@ -468,15 +465,17 @@ def prepare_inputs(
 
 
 def _prepare(
-    experiment: Experiment, progress: SweepProgress, search: Search | None
+    experiment: Experiment, progress: SweepProgress, sweep: Sweep | None
 ) -> InputError | None:
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     try:
         label = f"preparing {experiment.data.name}"
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
-        if search is not None and search.metric not in (None, *task.metrics.names):
+        search = sweep.search if sweep else None
+        if sweep and search and search.metric not in (None, *task.metrics.names):
             return InputError(
-                f"search.metric={search.metric}: the task has {', '.join(task.metrics.names)}"
+                f"{sweep.search_place}: search.metric={search.metric}: the task has "
+                f"{', '.join(task.metrics.names)}"
             )
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:
@@ -548,13 +547,11 @@ def _fit(
                 shutil.rmtree(monitor.staging, ignore_errors=True)
 
 
-def _scheduler(
-    early_stopping: EarlyStopping | None, search: Search | None, experiments: Sequence[Experiment]
-) -> TrialScheduler | None:
-    if early_stopping is None:
+def _scheduler(sweep: Sweep | None, experiments: Sequence[Experiment]) -> TrialScheduler | None:
+    if sweep is None or sweep.early_stopping is None or sweep.compared is None:
         return None
+    early_stopping, search = sweep.early_stopping, sweep.compared
     rounds = max(experiment.federation.rounds for experiment in experiments)
-    assert search is not None
     return AsyncHyperBandScheduler(
         time_attr=ROUND,
         metric=search.compared,
