@@ -76,7 +76,7 @@ class Job:
         id: Its id on the cluster.
         words: The command, without ``trishul``.
         runs: Where its results are.
-        details: CellStatus, times and exit code.
+        details: Status, times and exit code.
     """
 
     id: str

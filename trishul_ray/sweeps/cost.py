@@ -21,7 +21,6 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method
-from trishul_ray.models.backbone import Backbone
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
@@ -258,6 +257,8 @@ class _Shape:
 
 @lru_cache(maxsize=32)
 def _shape(model: ModelConfig, places: Places) -> _Shape:
+    from trishul_ray.models.backbone import Backbone  # imports torch
+
     module = Backbone(model, places).meta_model()
     config: Any = module.config
     linear = {n: x for n, x in module.named_modules() if isinstance(x, torch.nn.Linear)}
