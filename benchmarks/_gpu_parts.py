@@ -19,7 +19,7 @@ import torch
 from _gpu import Place
 from _results import Goal, Section, hardware_slug, versions
 
-from trishul_ray.runs.results import hardware
+from trishul_ray.runs.summary import hardware
 
 PARTS = {
     "right": _gpu_right.measure,

@@ -27,8 +27,7 @@ from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps.cells import Sweep, TuneOptions, sweep_from_axes
 from trishul_ray.sweeps.reproduce import reproduce
-from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 #: Seconds of a trial beyond its rounds, and throughput of two trials at once against one.
 BOUND_SECONDS, BOUND_LOSS = 1.0, 0.1

@@ -19,8 +19,8 @@ from trishul_ray.experiment.loading import build_experiment, load_experiment
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class, register
 from trishul_ray.methods.fedit import FedIT, FedITConfig
+from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.runs.trained import open_run
 from trishul_ray.tracking.progress import RunProgress
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trishul_ray.api import load, run, sweep
     from trishul_ray.plugins import load_plugin
     from trishul_ray.result import Result
-    from trishul_ray.runs.results import table_of_runs as runs
+    from trishul_ray.runs.summary import table_of_runs as runs
 
 __all__ = [
     "CorruptFileError",

@@ -84,8 +84,8 @@ def run(
     set_environment()  # before torch is imported
     from trishul_ray.experiment.loading import experiment_of_arguments
     from trishul_ray.result import Result
-    from trishul_ray.runs.results import flat_metrics
     from trishul_ray.runs.runner import run_steps
+    from trishul_ray.runs.summary import flat_metrics
 
     if on_round is not None and not callable(on_round):
         raise InputError(f"on_round of type {type(on_round).__name__}: it must be a function")
@@ -166,7 +166,7 @@ def sweep(
     set_environment()
     from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.reproduce import reproduce
-    from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tracking.progress import SweepProgress
 
     read = _read_sweep(file, axes, fields)
     with (
@@ -210,20 +210,20 @@ def load(
     """
     set_environment()
     from trishul_ray.result import Result
-    from trishul_ray.runs.results import damaged_files, read_result
-    from trishul_ray.runs.trained import open_run
+    from trishul_ray.runs.export import open_run
+    from trishul_ray.runs.summary import RunSummary
 
     if model is not None:
         _pass_module(model, tokenizer)
     home, experiment = open_run(str(run), runs)
     try:
-        summary = read_result(home)
+        summary = RunSummary.read(home)
     except FileNotFoundError:
         raise InputError(
             f"run {experiment.id} has not finished: no result.json in {home.uri}; run it again to "
             "continue it"
         ) from None
-    for name, fault in damaged_files(summary, home).items():
+    for name, fault in summary.damaged_files(home).items():
         if fault == "corrupt":
             again = "run it again to restore the file from its last checkpoint"
             raise CorruptFileError(f"{home.place(name)} is corrupt (checksum differs); {again}")
@@ -249,6 +249,7 @@ def _pass_module(module: Any, tokenizer: "PreTrainedTokenizerBase | None") -> di
     """Return the section ``model`` of a module, which becomes known to this process."""
     from torch import nn
 
+    from trishul_ray.config import Noted
     from trishul_ray.models.passed import pass_model
 
     if not isinstance(module, nn.Module):
@@ -256,7 +257,7 @@ def _pass_module(module: Any, tokenizer: "PreTrainedTokenizerBase | None") -> di
             f"model of type {type(module).__name__}: it must be a name, a section, or an nn.Module"
         )
     passed = pass_model(module, tokenizer)
-    return {"name": passed.name, "content": f"{passed.content} {passed.name}"}
+    return {"name": passed.name, "content": Noted(passed.content, passed.name)}
 
 
 @contextmanager

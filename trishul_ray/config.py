@@ -7,9 +7,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from trishul_ray import plugins
 from trishul_ray.spectral.bases import BasisInit
@@ -61,9 +70,26 @@ def _usable_path(text: str) -> str:
     return text
 
 
-def _noted_hash(note: str | None, path: str | None) -> str | None:
-    hash_, _, noted_path = (note or "").partition(" ")
-    return hash_ if hash_ and noted_path == path else None
+class Noted(NamedTuple):
+    """The content of your own data or model as it was noted; one line ``hash path`` in files."""
+
+    hash: str
+    path: str
+
+    @classmethod
+    def parse(cls, line: Any) -> Any:
+        """Return the note that a line holds; anything else as it is."""
+        return cls(*line.partition(" ")[::2]) if isinstance(line, str) else line
+
+    def __str__(self) -> str:
+        return f"{self.hash} {self.path}"
+
+    def hash_of(self, path: str | None) -> str | None:
+        """Return the hash; None if the note is on another path."""
+        return self.hash if self.hash and self.path == path else None
+
+
+NotedText = Annotated[Noted, BeforeValidator(Noted.parse), PlainSerializer(str, return_type=str)]
 
 
 def default_in_id(default: Any, description: str, **limits: Any) -> Any:
@@ -94,7 +120,7 @@ class DataConfig(Section):
     path: PathText | None = Field(
         None, description="your own data (dataset images, table or hub): folder, file or hub name"
     )
-    content: str | None = not_in_id(
+    content: NotedText | None = not_in_id(
         None,
         "noted when loaded: the hash of what is at data.path, and that path; in the id, the "
         "hash replaces the path",
@@ -134,7 +160,7 @@ class DataConfig(Section):
     @property
     def content_hash(self) -> str | None:
         """The noted hash of what is at ``path``; a note on another path does not count."""
-        return _noted_hash(self.content, self.path)
+        return self.content and self.content.hash_of(self.path)
 
 
 class PartitionConfig(Section):
@@ -208,7 +234,7 @@ class ModelConfig(Section):
         description="a built-in model, a hub or mirror name owner/model, a local folder, or a "
         "short name: " + ", ".join(SHORT_MODEL_NAMES),
     )
-    content: str | None = not_in_id(
+    content: NotedText | None = not_in_id(
         None,
         "noted when loaded: the hash of a folder of your own, and its name; in the id, the "
         "hash replaces the name",
@@ -235,7 +261,7 @@ class ModelConfig(Section):
     @property
     def content_hash(self) -> str | None:
         """The noted hash of the folder ``name``; a note on another name does not count."""
-        return _noted_hash(self.content, self.name)
+        return self.content and self.content.hash_of(self.name)
 
     @field_validator("name")
     @classmethod

@@ -14,9 +14,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.models.passed import as_passed
 from trishul_ray.report.statistics import ScoreComparison, compare_scores
 from trishul_ray.runs import prediction
-from trishul_ray.runs.model_files import name_classes
-from trishul_ray.runs.results import read_metrics, read_test_rows
-from trishul_ray.runs.trained import TrainedRun, load_trained
+from trishul_ray.runs.export import TrainedRun, load_trained, name_classes
+from trishul_ray.runs.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.storage import Store
 
 
@@ -30,12 +29,12 @@ class Result:
     """
 
     def __init__(
-        self, experiment: Experiment, home: Store, summary: dict[str, Any], *, repeated: bool
+        self, experiment: Experiment, home: Store, summary: RunSummary, *, repeated: bool
     ) -> None:
         self._experiment, self._home = experiment, home
-        self.summary = {key: value for key, value in summary.items() if key != "checksum"}
+        self.summary = {name: value for name, value in vars(summary).items() if name != "checksum"}
         self.repeated = repeated
-        self.id = str(summary["id"])
+        self.id = summary.id
 
     def __repr__(self) -> str:
         final, headline = self.final, self.summary["headline"]

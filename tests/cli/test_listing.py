@@ -5,6 +5,7 @@ import re
 
 import pytest
 from rich.console import Console
+from summaries import invented_summary
 
 from trishul_ray.cli.listing import (
     allowed,
@@ -85,8 +86,8 @@ def test_what_a_field_allows():
 
 def test_clients_are_named_in_a_line_the_worst_first():
     scores = {"Bern": 0.5, "Genf": 0.25}
-    summary = {"headline": "accuracy", "per_client": scores}
+    summary = invented_summary(per_client=scores)
     assert client_sentence(summary) == "mean accuracy of 2: 37.50%; Genf 25.00%, Bern 50.00%"
-    summary["per_client"] = {str(n): n / 10 for n in range(10)}
+    summary = invented_summary(per_client={str(n): n / 10 for n in range(10)})
     assert client_sentence(summary).endswith("6 60.00%, 7 70.00%, and 2 better ones")
-    assert client_sentence({"headline": "accuracy"}) == ""
+    assert client_sentence(invented_summary()) == ""

@@ -16,10 +16,10 @@ import pytest
 
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import redact
-from trishul_ray.runs.results import read_metrics
-from trishul_ray.runs.tracked import grouped_metrics
+from trishul_ray.runs.mlflow_log import grouped_metrics
+from trishul_ray.runs.summary import read_metrics
 from trishul_ray.storage import Store
-from trishul_ray.tracking.mlflow_run import MlflowRun
+from trishul_ray.tracking.mlflow import MlflowRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

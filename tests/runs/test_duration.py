@@ -10,8 +10,8 @@ from rich.console import Console
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.runs import duration
-from trishul_ray.runs.duration import DurationNote
+from trishul_ray.runs import runner
+from trishul_ray.runs.runner import DurationNote
 from trishul_ray.tracking.progress import RunProgress
 
 TEXTS = DatasetInfo("films", "text", "hub:films", ("bad", "good"), fields=("text",))
@@ -29,7 +29,7 @@ def clock(monkeypatch):
     """``clock.append(seconds)`` -> how long each next round takes."""
     times = []
     now = iter(lambda: times.pop(0), None)
-    monkeypatch.setattr(duration.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: next(now))
     return times
 
 
@@ -67,8 +67,8 @@ def test_a_resumed_run_counts_what_is_left(clock):
 
 
 def test_a_long_round_is_noted_while_it_runs(monkeypatch):
-    monkeypatch.setattr(duration, "LEAST_SECONDS", 0.01)
-    monkeypatch.setattr(duration, "UNREMARKED_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "UNREMARKED_SECONDS", 0.1)
     noted = threading.Event()
     monkeypatch.setattr(RunProgress, "note", lambda self, text: (lines.append(text), noted.set()))
     lines = []

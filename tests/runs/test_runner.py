@@ -1,7 +1,9 @@
 """A run driven step by step: closed early, continued, without extras, and its result checked."""
 
+import hashlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +16,8 @@ from tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.runs.results import TABLES, read_metrics, read_result, result_json
 from trishul_ray.runs.runner import run_experiment, run_steps
+from trishul_ray.runs.summary import TABLES, RunSummary, read_metrics
 from trishul_ray.tracking.progress import RunProgress, format_count
 
 
@@ -52,8 +54,8 @@ def test_steps_are_the_rounds_and_end_with_the_result(tiny):
     records = [record for report in reports for record in report.records]
     assert [record["round"] for record in records] == [0, 1, 2]
     whole = run_experiment(twin, quiet())
-    assert finished.summary["state_sha256"] == whole.summary["state_sha256"]
-    assert set(finished.summary["files"]) == set(whole.summary["files"])
+    assert finished.summary.state_sha256 == whole.summary.state_sha256
+    assert set(finished.summary.files) == set(whole.summary.files)
     # A finished run has no steps.
     reports, again = drain(run_steps(experiment, quiet()))
     assert reports == [] and again.repeated
@@ -80,7 +82,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
     reports, finished = drain(run_steps(experiment, quiet()))
     assert [report.round for report in reports] == [1, 2, 2]
     undisturbed = run_experiment(tiny(runs="twin"), quiet())
-    assert finished.summary["state_sha256"] == undisturbed.summary["state_sha256"]
+    assert finished.summary.state_sha256 == undisturbed.summary.state_sha256
     (run,) = client.search_runs([stopped.info.experiment_id])
     assert run.info.run_id == stopped.info.run_id and run.info.status == "FINISHED"
     assert not home.exists("failure.json")
@@ -120,13 +122,13 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
     # What a comparison needs, in both.
     for each in (original, run):
         summary = first.summary
-        assert each.data.metrics["total/uploaded_bytes"] == summary["uploaded_bytes"]
-        assert each.data.metrics["total/wall_seconds"] == summary["wall_seconds"]
+        assert each.data.metrics["total/uploaded_bytes"] == summary.uploaded_bytes
+        assert each.data.metrics["total/wall_seconds"] == summary.wall_seconds
         assert each.data.metrics.keys() >= run.data.metrics.keys()
-        assert each.data.metrics["best_on_test/accuracy"] == summary["best"]["accuracy"]
-        assert each.data.metrics["untouched/accuracy"] == summary["untouched"]["accuracy"]
-        assert each.data.tags["hardware.processor"] == summary["hardware"]["processor"]
-        assert each.data.tags["source.rows"] == summary["sources"]["rows"]
+        assert each.data.metrics["best_on_test/accuracy"] == summary.best["accuracy"]
+        assert each.data.metrics["untouched/accuracy"] == summary.untouched["accuracy"]
+        assert each.data.tags["hardware.processor"] == summary.hardware["processor"]
+        assert each.data.tags["source.rows"] == summary.sources["rows"]
         assert {i.dataset.name for i in each.inputs.dataset_inputs} >= {
             "digits train", "digits test",
         }  # fmt: skip
@@ -171,8 +173,8 @@ def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expec
     assert [report.round for report in reports] == expected
     assert ("extending run" in console.file.getvalue()) == (expected[0] > 0)
     whole = drain(run_steps(tiny(*longer, runs="twin"), quiet(), extras=False))[1]
-    assert extended.summary["state_sha256"] == whole.summary["state_sha256"]
-    assert extended.summary["attempt"] == json.loads(extended.home.read("attempt.json"))["attempt"]
+    assert extended.summary.state_sha256 == whole.summary.state_sha256
+    assert extended.summary.attempt == json.loads(extended.home.read("attempt.json"))["attempt"]
     assert numbers(extended) == numbers(whole)
 
 
@@ -183,7 +185,7 @@ def test_the_numbers_of_a_run_do_not_depend_on_which_rounds_are_scored(tiny):
         )
         for every in (1, 2, 0)
     }
-    scored = {every: run.summary["scored_rounds"] for every, run in runs.items()}
+    scored = {every: run.summary.scored_rounds for every, run in runs.items()}
     assert scored == {1: [0, 1, 2, 3], 2: [0, 2, 3], 0: [0, 3]}
     whole = runs.pop(1)
     for every, run in runs.items():
@@ -199,13 +201,13 @@ def test_a_result_serves_where_fewer_rounds_are_scored_and_not_where_more_are(ti
     first = run_experiment(few, quiet())
     console = Console(file=io.StringIO(), width=200)
     second = run_experiment(all_, RunProgress(3, console))
-    assert not second.repeated and second.summary["scored_rounds"] == [0, 1, 2, 3]
+    assert not second.repeated and second.summary.scored_rounds == [0, 1, 2, 3]
     said = "no score of round 1 and 1 more, which evaluation.every=1 asks for: the run starts over"
     assert said in console.file.getvalue()
-    assert second.summary["state_sha256"] == first.summary["state_sha256"]
-    assert second.summary["attempt"] != first.summary["attempt"]  # another run in MLflow
+    assert second.summary.state_sha256 == first.summary.state_sha256
+    assert second.summary.attempt != first.summary.attempt  # another run in MLflow
     again = run_experiment(few, quiet())
-    assert again.repeated and again.summary["scored_rounds"] == [0, 1, 2, 3]
+    assert again.repeated and again.summary.scored_rounds == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_a_stopped_run_goes_on_unless_its_rounds_lack_a_score(tiny, before, now,
     goes_on = run_steps(tiny(*words, f"evaluation.every={now}"), quiet(), extras=False)
     reports, finished = drain(goes_on)
     assert [report.round for report in reports] == expected
-    assert finished.summary["scored_rounds"] == ([0, 1, 2, 3] if now else [0, 1, 3])
+    assert finished.summary.scored_rounds == ([0, 1, 2, 3] if now else [0, 1, 3])
 
 
 @pytest.mark.slow
@@ -228,7 +230,7 @@ def test_a_new_run_is_compared_with_the_most_similar_related_one(tiny, vit_folde
         console = Console(file=io.StringIO(), width=400)
         finished = run_experiment(tiny(*overrides), RunProgress(2, console))
         said = [line for line in console.file.getvalue().splitlines() if "a new run" in line]
-        return finished.summary["id"], said
+        return finished.summary.id, said
 
     first, said = differs()
     assert said == []
@@ -257,53 +259,62 @@ def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
     console = Console(file=io.StringIO(), width=200)
     finished = drain(run_steps(experiment, RunProgress(4, console), extras=False))[1]
     (last,) = [line for line in console.file.getvalue().splitlines() if line.startswith("round 4")]
-    assert f"{format_count(finished.summary['uploaded_parameters'])} up" in last
-    before = sum(finished.summary["round_seconds"][:3])
-    assert finished.summary["wall_seconds"] == pytest.approx(before, abs=0.002)
+    assert f"{format_count(finished.summary.uploaded_parameters)} up" in last
+    before = sum(finished.summary.round_seconds[:3])
+    assert finished.summary.wall_seconds == pytest.approx(before, abs=0.002)
 
 
 def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch):
     experiment = tiny()
     plain = drain(run_steps(experiment, quiet(), extras=False))[1]
-    assert plain.summary["files"] == sorted(TABLES)
+    assert plain.summary.files == sorted(TABLES)
     assert not plain.home.exists("figures") and not plain.home.exists("adapter")
     again = drain(run_steps(experiment, quiet(), extras=False))[1]
-    assert again.repeated and again.summary["files"] == plain.summary["files"]
+    assert again.repeated and again.summary.files == plain.summary.files
     monkeypatch.setattr("trishul_ray.federation.server.Server.step", None)
     full = run_experiment(experiment, quiet())
     assert full.repeated and full.home.exists("adapter/adapter_model.safetensors")
-    recorded = read_result(full.home)
-    assert recorded["export"]["form"] == "adapter" and plain.summary["export"] is None
-    assert recorded["files"] == full.summary["files"]
-    assert sorted(recorded["sha256"]) == recorded["files"]
+    recorded = RunSummary.read(full.home)
+    assert recorded.export["form"] == "adapter" and plain.summary.export is None
+    assert recorded.files == full.summary.files
+    assert sorted(recorded.sha256) == recorded.files
     timeless = {"files", "sha256", "checksum", "export"}
-    assert {k: v for k, v in recorded.items() if k not in timeless} == json.loads(
-        json.dumps({k: v for k, v in plain.summary.items() if k not in timeless})
-    )
+    assert {k: v for k, v in vars(recorded).items() if k not in timeless} == {
+        k: v for k, v in vars(plain.summary).items() if k not in timeless
+    }
     monkeypatch.undo()
     # The files of a run with extras.
-    assert run_experiment(tiny(runs="twin"), quiet()).summary["files"] == recorded["files"]
+    assert run_experiment(tiny(runs="twin"), quiet()).summary.files == recorded.files
+
+
+def checked(fields):
+    """Return a result.json of other fields with the right checksum."""
+    text = json.dumps(fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(fields | {"checksum": checksum}).encode()
 
 
 def test_a_corrupt_result_is_named(tiny):
     home = drain(run_steps(tiny(), quiet(), extras=False))[1].home
-    summary = read_result(home)
-    assert yaml.safe_load(home.read("config.yaml")) == summary["config"]
-    older = {key: value for key, value in summary.items() if key != "checksum"}
+    summary = RunSummary.read(home)
+    assert yaml.safe_load(home.read("config.yaml")) == summary.config
+    fields = vars(summary)
+    older = {key: value for key, value in fields.items() if key != "checksum"}
     for content, message in [
         (b"{", "result.json is unreadable"),
         (b"[]", "result.json is unreadable"),
-        (json.dumps(summary | {"wall_seconds": -1}).encode(), r"corrupt \(checksum differs\)"),
+        (json.dumps(fields | {"wall_seconds": -1}).encode(), r"corrupt \(checksum differs\)"),
         (json.dumps(older, sort_keys=True).encode(), "result.json has no checksum"),
-        (result_json(older | {"id": "0" * 12}), "belongs to run 000000000000"),
+        (replace(summary, id="0" * 12).to_json(), "belongs to run 000000000000"),
+        (checked(older | {"more": 1}), "has other fields"),
     ]:
         home.write("result.json", content)
         with pytest.raises(CorruptFileError, match=message) as caught:
-            read_result(home)
+            RunSummary.read(home)
         assert "\n" not in str(caught.value)
     home.remove("result.json")
     with pytest.raises(FileNotFoundError):
-        read_result(home)
+        RunSummary.read(home)
 
 
 def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
@@ -320,8 +331,8 @@ def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
         finished = run_experiment(experiment, RunProgress(2, Console(file=screen, width=400)))
         assert ("vit-digits takes images of 8x8 pixels" in screen.getvalue()) == warned
         assert ("100x100, are scaled down" in screen.getvalue()) == warned
-        data = finished.summary["data"]
-        assert data["skipped"] == (str(tmp_path / "photos/a/9.png"),)
+        data = finished.summary.data
+        assert data["skipped"] == [str(tmp_path / "photos/a/9.png")]
         assert data["sentence"].endswith(
             "8 of 8 images resized and cropped to 100x100, 1 broken image skipped"
         )

@@ -10,8 +10,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.sweeps.cells import TuneOptions, load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
-from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 
 def test_a_reused_result_is_a_run_below_the_sweep_once(tmp_path, cache):

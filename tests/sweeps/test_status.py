@@ -1,5 +1,6 @@
 """What the store has of the cells of a sweep: only whole, right and up-to-date results are used."""
 
+import dataclasses
 import io
 import json
 import re
@@ -12,8 +13,8 @@ from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.runs.results import result_json
 from trishul_ray.runs.runner import run_steps
+from trishul_ray.runs.summary import RunSummary
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import sweep_from_axes
 from trishul_ray.sweeps.status import CellState, collect, examine, other_results, record_failure
@@ -70,8 +71,8 @@ def test_a_finished_result_is_used_and_others_are_missing(cell, place, cache):
     assert states[other.id] == CellState("missing", "not run yet")
     state = states[cell.id]
     assert (state.status, state.reason, state.note, state.fresh) == ("finished", "", "", False)
-    assert state.summary["id"] == cell.id and state.summary["final"]["accuracy"] > 0
-    assert [s["id"] for s in other_results({other.id: other})] == [cell.id]
+    assert state.summary.id == cell.id and state.summary.final["accuracy"] > 0
+    assert [s.id for s in other_results({other.id: other})] == [cell.id]
     assert other_results({cell.id: cell}) == []
     (place / f"runs/{other.id}/checkpoints").mkdir(parents=True)
     assert state_of(other) == CellState("missing", "not finished yet")
@@ -86,7 +87,8 @@ def flip(file, share):
 
 def rewrite(file, **changes):
     """Write a result with a right checksum."""
-    file.write_bytes(result_json(json.loads(file.read_text()) | changes))
+    summary = RunSummary(**json.loads(file.read_text()))
+    file.write_bytes(dataclasses.replace(summary, **changes).to_json())
 
 
 DAMAGES = {
@@ -204,7 +206,7 @@ def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):
     assert statuses == ["finished", "failed", "corrupt", *["missing"] * 37]
     sweep = sweep_from_axes(["seed=0..2"], [*WORDS, f"storage.runs={runs}"])
     outcome = collect([sweep], states)[0].cells[0]
-    assert len(outcome.records) == 3 and outcome.value == outcome.summary["final"]["accuracy"]
+    assert len(outcome.records) == 3 and outcome.value == outcome.summary.final["accuracy"]
     lost = experiment_in(place, cache, f"storage.runs={s3_bucket('runs', 'no-such-bucket')}")
     with pytest.raises(InputError, match=r"bucket 'no-such-bucket' does not exist"):
         examine({lost.id: lost})

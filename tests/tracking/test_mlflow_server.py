@@ -8,7 +8,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from ports import free_port
 
-from trishul_ray.tracking.mlflow_run import MlflowRun
+from trishul_ray.tracking.mlflow import MlflowRun
 
 pytestmark = pytest.mark.slow
 

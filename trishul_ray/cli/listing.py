@@ -19,12 +19,14 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Column, Table
 
+from trishul_ray.config import Noted
 from trishul_ray.plugins import Plugin
 from trishul_ray.tracking.progress import format_count, format_duration
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
     from trishul_ray.report.outcomes import LabelCounts
+    from trishul_ray.runs.summary import RunSummary
 
 #: Clients that :func:`client_sentence` names.
 MAX_NAMED = 8
@@ -37,6 +39,7 @@ _TYPES = {
     bool: "true or false",
     str: "text",
     Plugin: "Python file",
+    Noted: "text",
 }
 
 
@@ -143,6 +146,7 @@ def allowed(field: FieldInfo) -> str:
 def _fields(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        value = str(value) if isinstance(value, Noted) else value
         if isinstance(value, BaseModel):
             yield from _fields(value, f"{prefix}{name}.")
         else:
@@ -180,14 +184,14 @@ def _flat(metadata: list[Any]) -> Iterator[Any]:
         yield from _flat(each.metadata) if isinstance(each, FieldInfo) else [each]
 
 
-def client_sentence(summary: dict[str, Any]) -> str:
+def client_sentence(summary: "RunSummary") -> str:
     """Return the scores of the clients of a result in one line, the worst first; empty if none.
 
     If clients have models of their own, those of both models.
     """
-    headline = summary["headline"]
-    line = _scores_line(f"mean {headline}", summary.get("per_client") or {})
-    if own := summary.get("personal"):
+    headline = summary.headline
+    line = _scores_line(f"mean {headline}", summary.per_client)
+    if own := summary.personal:
         line = f"global model: {line}; own models: {_scores_line(f'mean {headline}', own)}"
     return line
 
@@ -202,28 +206,28 @@ def _scores_line(what: str, scores: dict[str, float]) -> str:
     return f"{what} of {len(scores)}: {mean:.2%}; {named}{more}"
 
 
-def summary_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Compare final metrics and cost of runs (label, result.json) with the untouched backbone."""
-    headline = results[0][1]["headline"]
-    coverage = ["part" if summary["data"]["part"] else "" for _, summary in results]
+def summary_table(results: Sequence[tuple[str, "RunSummary"]]) -> Table:
+    """Compare final metrics and cost of runs (label, summary) with the untouched backbone."""
+    headline = results[0][1].headline
+    coverage = ["part" if summary.data["part"] else "" for _, summary in results]
     column = ("data",) if any(coverage) else ()
     table = Table("", *column, headline, "loss", "trained", "up / down", "time")
-    first = results[0][1]["untouched"]
+    first = results[0][1].untouched
     cells = (f"{first[headline]:.2%}", f"{first['loss']:.4f}")
     table.add_row("untouched backbone", *coverage[: len(column)], *cells)
     for part, (label, summary) in zip(coverage, results, strict=True):
-        final = summary["final"]
-        up, down = summary["uploaded_parameters"], summary["downloaded_parameters"]
+        final = summary.final
+        up, down = summary.uploaded_parameters, summary.downloaded_parameters
         table.add_row(
-            f"{label} {summary['config']['method']['name']}",
+            f"{label} {summary.config['method']['name']}",
             *([part] if column else []),
             f"{final[headline]:.2%}",
             f"{final['loss']:.4f}",
-            format_count(sum(summary["parameters"].values())),
+            format_count(summary.trained_parameters),
             f"{format_count(up)} / {format_count(down)}",
-            format_duration(sum(summary["round_seconds"])),
+            format_duration(summary.seconds),
         )
-    table.caption = f"after the last round, {results[0][1]['final']['round']}"
+    table.caption = f"after the last round, {results[0][1].final['round']}"
     return table
 
 

@@ -59,8 +59,13 @@ def ui(
     ] = None,
 ) -> None:
     """Open MLflow's page of the runs on this machine, on localhost, until Ctrl-C."""
-    from trishul_ray.tracking.store import tracking_uri
-    from trishul_ray.tracking.ui import FIRST_PORT, free_port, page_of_run, serve
+    from trishul_ray.tracking.mlflow import (
+        FIRST_PORT,
+        free_port,
+        page_of_run,
+        serve_ui,
+        tracking_uri,
+    )
 
     if "/" in run:
         runs, run = str(Path(run).parent), Path(run).name
@@ -72,6 +77,6 @@ def ui(
     chosen = free_port(FIRST_PORT if port is None else port)
     if port is not None and chosen != port:
         raise InputError(f"--port {port} is in use")
-    serve(
+    serve_ui(
         store, chosen, lambda address: print_field("MLflow", f"{address}{page}  (Ctrl-C ends it)")
     )

@@ -77,10 +77,10 @@ def run(
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
     out.print(summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
-    print_field("data", first.summary["data"]["sentence"])
+    print_field("data", first.summary.data["sentence"])
     if clients := client_sentence(first.summary):
         print_field("clients", clients)
-    exported = first.summary.get("export") or {"note": "PEFT or merged"}
+    exported = first.summary.export or {"note": "PEFT or merged"}
     for label, name, note in (
         ("result", "result.json", ""),
         ("figures", "figures", ""),
@@ -110,7 +110,7 @@ def export(
     Beside it are a model card, the class names, and the image processor or the tokenizer. Full
     fine-tuning has no adapter: its model is written.
     """
-    from trishul_ray.runs.trained import export_run
+    from trishul_ray.runs.export import export_run
 
     written = export_run(run_id, directory, merged=merged, runs=runs)
     print_line(f"{written.note}, after round {written.round}: {directory}")
@@ -168,8 +168,8 @@ def _meant_override(words: list[str]) -> str:
 
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
+    from trishul_ray.runs.mlflow_log import describe
     from trishul_ray.runs.runner import run_experiment
-    from trishul_ray.runs.tracked import describe
     from trishul_ray.tracking.progress import RunProgress
 
     print_line(f"{label}: {describe(experiment)}", err)

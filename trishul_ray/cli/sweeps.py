@@ -330,7 +330,7 @@ def _reproduce(
 ) -> "Reproduced":
     from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.reproduce import reproduce
-    from trishul_ray.tracking.sweep_progress import SweepProgress
+    from trishul_ray.tracking.progress import SweepProgress
 
     options = TuneOptions(retries, stall_minutes, concurrency)
     with (

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trishul_ray import plugins
+from trishul_ray.config import Noted
 from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ def note_content(experiment: "Experiment") -> "Experiment":
     """
     data, model = experiment.data, experiment.model
     if (found := _data_content(data)) is not None:
-        data = data.model_copy(update={"content": f"{found} {data.path}"})
+        data = data.model_copy(update={"content": Noted(found, str(data.path))})
     if (found := _model_content(model)) is not None:
-        model = model.model_copy(update={"content": f"{found} {model.name}"})
+        model = model.model_copy(update={"content": Noted(found, model.name)})
     return experiment.model_copy(update={"data": data, "model": model})
 
 

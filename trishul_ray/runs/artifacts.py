@@ -20,7 +20,7 @@ from trishul_ray.report.figures.heads import draw_bars, heads_of_run
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
 from trishul_ray.report.outcomes import LabelCounts
-from trishul_ray.runs.trained import Export, fits_adapter, trained_by, write_model
+from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_model
 
 
 def write_artifacts(

@@ -20,7 +20,7 @@ from trishul_ray.data.images import NamedImage, resize_images
 from trishul_ray.data.own import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.runs.trained import TrainedRun
+from trishul_ray.runs.export import TrainedRun
 from trishul_ray.tasks.base import Classification
 
 #: Columns of texts that rows of questions must have.

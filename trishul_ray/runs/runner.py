@@ -12,30 +12,26 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from threading import Timer
 
-import yaml
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import GENERAL_DEFAULT
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.own import CUSTOM
+from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import (
     BusyError,
-    CorruptFileError,
     InputError,
-    RunError,
     StorageError,
     StorageRefusedError,
     at_loss,
 )
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, random_weights_line
-from trishul_ray.experiment.identity import local_sources
-from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
-from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.messages import changed_sources
+from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.on_ray.workers import Workers
@@ -46,23 +42,14 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.plugins import find_plugin
 from trishul_ray.redaction import redact
-from trishul_ray.runs.duration import DurationNote
-from trishul_ray.runs.related import extend_shorter, note_differences
-from trishul_ray.runs.results import (
-    FAILURE,
-    TABLES,
-    attempt_of,
-    damaged_files,
-    file_hashes,
-    flat_metrics,
-    read_result,
-    result_json,
-    seconds_until,
-    summarize,
-    unscored,
-    write_tables,
+from trishul_ray.runs.earlier import (
+    check_sources,
+    extend_shorter,
+    note_differences,
+    read_finished,
+    restore_files,
 )
-from trishul_ray.runs.tracked import (
+from trishul_ray.runs.mlflow_log import (
     grouped_metrics,
     log_data,
     log_reused,
@@ -71,13 +58,26 @@ from trishul_ray.runs.tracked import (
     mlflow_command,
     open_tracker,
 )
+from trishul_ray.runs.summary import (
+    FAILURE,
+    RunSummary,
+    attempt_of,
+    file_hashes,
+    flat_metrics,
+    seconds_until,
+    write_tables,
+)
 from trishul_ray.storage import Store, reason
 from trishul_ray.tasks.build import unread_fields
-from trishul_ray.tracking.mlflow_run import Tracker
-from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.mlflow import Tracker
+from trishul_ray.tracking.progress import RunProgress, format_duration
 
 #: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
 LOCK_SECONDS = 5.0
+#: Seconds up to which a run needs no remark.
+UNREMARKED_SECONDS = 3600.0
+#: Least seconds of a round before anything is said: the first one also starts workers.
+LEAST_SECONDS = 60.0
 #: What a run does: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
@@ -86,7 +86,7 @@ RunSteps = Generator[RoundReport, None, "FinishedRun"]
 class FinishedRun:
     """The result of :func:`run_experiment`."""
 
-    summary: dict[str, Any]  # the content of result.json
+    summary: RunSummary
     home: Store  # the run's folder
     repeated: bool  # whether it had finished before, so that nothing was run
     mlflow_command: str | None  # opens its tracking store
@@ -161,13 +161,13 @@ def run_steps(
             f"storage.runs={shown!r}: bucket {bucket!r} does not exist; create it or choose another"
         )
     with _locked(home, experiment, read_only=not fresh):
-        summary = None if fresh else _read_result(home, progress)
-        if not fresh and (why := _without_scores(experiment, summary, home)):
-            progress.note(f"{why}: the run starts over, and its numbers are the same")
+        summary, lacks = (None, "") if fresh else read_finished(experiment, home, progress)
+        if lacks:
+            progress.note(f"{lacks}: the run starts over, and its numbers are the same")
             summary, fresh = None, True
         if summary is not None:
-            _check_sources(experiment, summary, progress)
-            summary = _restore_files(experiment, summary, home, progress, extras=extras)
+            check_sources(experiment, summary, progress)
+            summary = restore_files(experiment, summary, home, progress, extras=extras)
             for refused in log_reused(experiment, summary, home, tags or {}):
                 progress.note(f"not logged to MLflow: {refused}")
             return FinishedRun(summary, home, True, mlflow_command(experiment))
@@ -231,105 +231,6 @@ def personal_line(experiment: Experiment) -> str | None:
     )
 
 
-def _read_result(home: Store, progress: RunProgress) -> dict[str, Any] | None:
-    """Return the content of result.json; None if it is missing or corrupt."""
-    try:
-        return read_result(home)
-    except FileNotFoundError:
-        return None
-    except CorruptFileError as error:
-        progress.note(f"{error}; it will be written again")
-        return None
-
-
-def _without_scores(experiment: Experiment, summary: dict[str, Any] | None, home: Store) -> str:
-    """Return what an earlier call of the run left out of the scores that are asked for now."""
-    if summary is not None:
-        return unscored(experiment, summary)
-    try:
-        config = yaml.safe_load(home.read("config.yaml"))
-        before = experiment.evaluation.model_copy(update={"every": config["evaluation"]["every"]})
-        scored = before.scored_rounds(experiment.federation.rounds)
-    except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError):
-        return ""  # not begun, or damaged: the result will say which rounds are scored
-    return unscored(experiment, {"scored_rounds": scored})
-
-
-def _check_sources(experiment: Experiment, summary: dict[str, Any], progress: RunProgress) -> None:
-    """Raise an InputError if data or weights on this machine are not those of the run."""
-    now, unknown = local_sources(experiment, progress.task_progress("checking data"))
-    if unknown:
-        progress.note(f"not compared with this finished run: {unknown}")
-    if changed := changed_sources(summary.get("sources", {}), now):
-        raise InputError(
-            f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
-            "or start over with --fresh"
-        )
-
-
-def _restore_files(
-    experiment: Experiment,
-    summary: dict[str, Any],
-    home: Store,
-    progress: RunProgress,
-    *,
-    extras: bool,
-) -> dict[str, Any]:
-    """Write damaged files of a finished run again, from its last checkpoint; return its result.
-
-    With ``extras``, also those that a run without them left out; result.json then lists them.
-    """
-    listed = summary["files"]
-    damaged = damaged_files(summary, home)
-    adds = extras and not any(n.startswith("figures/") for n in listed)
-    if not damaged and not adds:
-        return summary
-    faults = " and ".join(dict.fromkeys(damaged.values())) or "missing"
-    wanted = list(damaged)
-    names = ", ".join(wanted[:3]) + (f" and {len(wanted) - 3} more" if wanted[3:] else "")
-    names = names or "figures and model"
-    try:
-        checkpoint = open_checkpoints(experiment).newest()
-        last = experiment.federation.rounds
-        if checkpoint is None or checkpoint.round < last or "loss" not in checkpoint.records[-1]:
-            raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            write_tables(experiment, checkpoint, folder)
-            if adds or not damaged.keys() <= set(TABLES):
-                report = progress.task_progress
-                prepared = prepare_run(experiment, report("preparing data"))
-                ensure_pretrained(
-                    Backbone.of(experiment.model, experiment.storage.places),
-                    report("backbone"),
-                    on_ray=False,
-                )
-                result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                # Imports matplotlib and PEFT, which takes seconds.
-                from trishul_ray.runs.artifacts import write_artifacts
-
-                coverage = coverage_of(experiment, prepared.dataset)
-                export = write_artifacts(experiment, prepared, result, folder, coverage)
-                summary = {**summary, "export": asdict(export)}
-            hashes = file_hashes(folder)
-            if adds:
-                wanted += [name for name in hashes if name not in listed]
-            for name in wanted:
-                parent, _, file = name.rpartition("/")
-                (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
-            written = {name: hashes[name] for name in wanted}
-            before = summary["sha256"]
-            if adds or written.items() - before.items():
-                files = sorted({*listed, *wanted})
-                summary = {**summary, "files": files, "sha256": {**before, **written}}
-                home.write("result.json", result_json(summary))
-    except (InputError, RunError, FileNotFoundError) as error:
-        progress.note(f"{faults} in {home.uri} and cannot be restored: {names} ({error})")
-    else:
-        progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
-    return summary
-
-
 def _run(
     experiment: Experiment,
     prepared: Prepared,
@@ -384,12 +285,16 @@ def _run(
                 export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
             wall = time.perf_counter() - began + seconds_until(earlier, result.records)
-            summary = summarize(experiment, result, coverage, wall, tracker.run_id)
-            summary["export"] = None if export is None else asdict(export)
             hashes = file_hashes(folder)
-            summary["files"], summary["sha256"] = list(hashes), hashes
-            summary["logged_to"], summary["unread_fields"] = tracker.place, sorted(unread)
-            content = result_json(summary)
+            summary = replace(
+                RunSummary.of(experiment, result, coverage, wall, tracker.run_id),
+                export=None if export is None else asdict(export),
+                files=list(hashes),
+                sha256=hashes,
+                logged_to=tracker.place,
+                unread_fields=sorted(unread),
+            ).written()
+            content = summary.to_json()
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", content)
             home.remove(FAILURE)
@@ -404,6 +309,96 @@ def _run(
     finally:
         for refused in tracker.finish(status):  # type: ignore[arg-type]  # three literals
             progress.note(f"MLflow refused: {refused}")
+
+
+class DurationNote:
+    """Notes once, in the first round or after it, that a run will take more than an hour.
+
+    Args:
+        experiment: The run.
+        info: Its dataset.
+        coverage: How many rows it trains on and scores.
+        progress: Where to note it.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        info: DatasetInfo,
+        coverage: Coverage,
+        progress: RunProgress,
+    ) -> None:
+        self._experiment, self._info, self._coverage = experiment, info, coverage
+        self._progress = progress
+        self._noted = False
+
+    @contextmanager
+    def round(self, done: int) -> Iterator[None]:
+        """Run a round inside; ``done`` rounds are over.
+
+        A round that takes so long that all of them take more than an hour is noted while it runs.
+        """
+        left = self._experiment.federation.rounds - done
+        if self._noted or left < 1:
+            yield
+            return
+        enough = max(LEAST_SECONDS, UNREMARKED_SECONDS / left)
+        timer = Timer(enough, self._note, (enough, left, "more than "))
+        timer.daemon = True
+        timer.start()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        seconds = time.perf_counter() - began
+        if not self._noted and seconds * left > UNREMARKED_SECONDS:
+            self._note(seconds, left, "about ")
+        self._noted = True
+
+    def _note(self, seconds: float, left: int, how: str) -> None:
+        self._noted = True
+        total = format_duration(seconds * left)
+        each = f"{left} rounds of {how}{format_duration(seconds)}" if left > 1 else "its last round"
+        remedies = "; ".join(shorter(self._experiment, self._info, self._coverage, seconds))
+        self._progress.note(f"this run will take {how}{total}: {each}. Shorter: {remedies}")
+
+
+def shorter(
+    experiment: Experiment, info: DatasetInfo, coverage: Coverage, round_seconds: float
+) -> list[str]:
+    """Return what would make a run shorter, as settings with the values that they have now."""
+    fed, rows = experiment.federation, coverage.test.used
+    found = []
+    fewer = int(UNREMARKED_SECONDS / round_seconds)
+    if 1 <= fewer < fed.rounds:
+        found.append(f"federation.rounds={fewer} takes an hour")
+    if rows > fed.clients_per_round * fed.local_steps * fed.batch_size / 4:
+        limit = min(1000, max(100, rows // 10))
+        found.append(f"evaluation.limit={limit} or a larger evaluation.every ({rows:,} test rows)")
+    if info.kind == "image":
+        found += filter(None, [_smaller_images(experiment, info)])
+    else:
+        found.append(f"a smaller task.max_length ({experiment.task.max_length})")
+    found.append("a smaller backbone (trishul models)")
+    if experiment.model.precision == "fp32":
+        found.append("model.precision=bf16")
+    found.append("more cores or a GPU")
+    return found
+
+
+def _smaller_images(experiment: Experiment, info: DatasetInfo) -> str | None:
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    try:
+        side = backbone.preprocessing.image_size
+    except InputError:
+        return None
+    patch = getattr(backbone.architecture, "patch_size", None)
+    stored = max(info.image_shape[1:])
+    if side is None or not isinstance(patch, int) or side <= stored:
+        return None
+    smaller = min(side, max(-(-stored // patch), 4) * patch)
+    return f"model.image_size={smaller} ({side})" if smaller < side else None
 
 
 def _train(

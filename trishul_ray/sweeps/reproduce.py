@@ -16,8 +16,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import SweepOutcome, shown_label
-from trishul_ray.runs.results import attempt_of, read_metrics
-from trishul_ray.runs.tracked import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
+from trishul_ray.runs.mlflow_log import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
+from trishul_ray.runs.summary import attempt_of, read_metrics
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import (
     Cell,
@@ -29,10 +29,16 @@ from trishul_ray.sweeps.cells import (
     with_samples,
 )
 from trishul_ray.sweeps.status import CellState, collect, examine, read_failure
-from trishul_ray.tracking.mlflow_run import Status, has_finished_in
-from trishul_ray.tracking.store import sqlite_file, tracking_uri, ui_command
-from trishul_ray.tracking.sweep_progress import SweepProgress
-from trishul_ray.tracking.sweep_run import SWEEP_TAG, SweepRun
+from trishul_ray.tracking.mlflow import (
+    SWEEP_TAG,
+    Status,
+    SweepRun,
+    has_finished_in,
+    sqlite_file,
+    tracking_uri,
+    ui_command,
+)
+from trishul_ray.tracking.progress import SweepProgress
 
 if TYPE_CHECKING:
     from trishul_ray.sweeps.trial import CellRun
@@ -274,7 +280,7 @@ class _Work:
             if status == "KILLED":
                 part.parent.stop_waiting()
             finished = {
-                id: state.summary.get("mlflow_run_id")
+                id: state.summary.mlflow_run_id
                 for id, state in self.states.items()
                 if state.summary is not None and id in part.cells
             }
@@ -302,7 +308,7 @@ class _Work:
     def _results(self, part: _Part) -> dict[str, str]:
         """Return the checksums of a sweep's results, by id."""
         summaries = {id: self.states[id].summary for id in part.cells}
-        return {id: summary["checksum"] for id, summary in summaries.items() if summary is not None}
+        return {id: summary.checksum for id, summary in summaries.items() if summary is not None}
 
     def _log_reused(self, part: _Part, tags: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Log results that were made for another MLflow experiment or store."""

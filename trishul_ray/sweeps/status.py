@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError, InputError
@@ -18,14 +18,7 @@ from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
-from trishul_ray.runs.results import (
-    FAILURE,
-    NUMBERS,
-    damaged_files,
-    read_result,
-    run_ids,
-    unscored,
-)
+from trishul_ray.runs.summary import FAILURE, NUMBERS, RunSummary, run_ids
 from trishul_ray.storage import Store
 from trishul_ray.version import NUMERICS
 
@@ -56,7 +49,7 @@ class CellState:
 
     status: CellStatus
     reason: str = ""
-    summary: dict[str, Any] | None = None
+    summary: RunSummary | None = None
     note: str = ""
     sources: Mapping[str, str] | None = field(default=None, repr=False, compare=False)
 
@@ -105,12 +98,12 @@ def examine(
 
 def other_results(
     experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
-) -> list[dict[str, Any]]:
+) -> list[RunSummary]:
     """Return the readable results in the experiments' stores that are not theirs."""
 
-    def read(home: Store) -> dict[str, Any] | None:
+    def read(home: Store) -> RunSummary | None:
         try:
-            return read_result(home)
+            return RunSummary.read(home)
         except (FileNotFoundError, CorruptFileError):
             return None
 
@@ -142,7 +135,7 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
     for cell in (cell for sweep in sweeps for cell in sweep.cells):
         summary = states[cell.experiment.id].summary
         if summary is not None:
-            headlines[_task_of(cell.experiment)] = summary["headline"]
+            headlines[_task_of(cell.experiment)] = summary.headline
 
     def outcome(cell: "Cell") -> CellOutcome:
         experiment = cell.experiment
@@ -221,23 +214,23 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
         return CellState("missing", "not finished yet") if names else NOT_RUN
     sources = None
     try:
-        summary = read_result(home)
-        sources = summary["sources"]
+        summary = RunSummary.read(home)
+        sources = summary.sources
         theirs, ours = (
-            json.dumps(x, sort_keys=True) for x in (summary["identity"], experiment.identity())
+            json.dumps(x, sort_keys=True) for x in (summary.identity, experiment.identity())
         )
-        if theirs != ours or summary["versions"]["numerics"] != str(NUMERICS):
+        if theirs != ours or summary.versions["numerics"] != str(NUMERICS):
             reason = f"{home.place('result.json')} is that of another experiment"
             return CellState("stale", f"{reason}; {failure}" if failure else reason)
-        for name, fault in damaged_files(summary, home, NUMBERS).items():
+        for name, fault in summary.damaged_files(home, NUMBERS).items():
             raise CorruptFileError(f"{home.place(name)} is {fault}")
-    except (CorruptFileError, KeyError) as error:
-        reason = f"result.json has no {error}" if isinstance(error, KeyError) else str(error)
+    except CorruptFileError as error:
+        reason = str(error)
         if sources is None and (checkpoint := open_checkpoints(experiment).newest()) is not None:
             sources = checkpoint.sources
         reason = f"{reason}; {failure}" if failure else reason
         return CellState("corrupt", reason, sources=sources)
-    if why := unscored(experiment, summary):
+    if why := summary.unscored(experiment):
         return CellState("stale", why)
     return CellState("finished", "", summary, sources=sources)
 

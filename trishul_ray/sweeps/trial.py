@@ -30,8 +30,8 @@ from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
-from trishul_ray.runs.results import NUMBERS, attempt_of, damaged_files, flat_metrics
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
+from trishul_ray.runs.summary import NUMBERS, attempt_of, flat_metrics
 from trishul_ray.sweeps.status import read_failure
 from trishul_ray.sweeps.sweep_file import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
@@ -220,7 +220,7 @@ class CellTrial(tune.Trainable):
         )
         old = run.replaces is not None and run.replaces == attempt_of(home)
         finished = yield from steps(fresh=old)
-        if finished.repeated and damaged_files(finished.summary, home, NUMBERS):
+        if finished.repeated and finished.summary.damaged_files(home, NUMBERS):
             # Its last checkpoint is lost, too.
             finished = yield from steps(fresh=True)
         return finished
@@ -255,10 +255,10 @@ class CellTrial(tune.Trainable):
                 next(self._steps)
         except StopIteration as end:
             finished: FinishedRun = end.value
-            self._notes.headline = finished.summary["headline"]
+            self._notes.headline = finished.summary.headline
             if not self._results:
-                self._metrics = finished.summary["final"]
-                self._add({ROUND: finished.summary["final"]["round"]})
+                self._metrics = finished.summary.final
+                self._add({ROUND: finished.summary.final["round"]})
             last = self._results[-1]
             last |= {FINISHED: True, DONE: True, NOTES: [*last[NOTES], *self._take_notes()]}
 

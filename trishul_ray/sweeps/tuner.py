@@ -51,8 +51,7 @@ from trishul_ray.sweeps.trial import (
     CellTrial,
     FindRun,
 )
-from trishul_ray.tracking.progress import format_duration
-from trishul_ray.tracking.sweep_progress import SweepProgress
+from trishul_ray.tracking.progress import SweepProgress, format_duration
 
 #: Seconds without a running trial before it is reported that trials wait for resources.
 WAITING_NOTICE_SECONDS = 60.0

@@ -1,14 +1,16 @@
 """Names, groups and parameters of runs in MLflow."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from mlflow.utils.validation import _validate_metric_name
+from summaries import invented_summary
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.runs.tracked import grouped_metrics, log_totals, run_name
+from trishul_ray.runs.mlflow_log import grouped_metrics, log_totals, run_name
 from trishul_ray.tasks.build import unread_fields
 
 
@@ -70,12 +72,12 @@ def test_fields_that_a_task_does_not_read(rows, model, unread):
 
 def test_clients_have_a_metric_each_by_name():
     clients = {"Genf": 0.5, "Zürich, 1/2": 0.25}
-    summary = {
-        "headline": "accuracy", "round_seconds": [1.0], "wall_seconds": 2.0, "per_client": clients,
-        "best": {"round": 1, "accuracy": 0.5}, "untouched": {"accuracy": 0.1}, "sources": {},
-        "hardware": {"cpus": 1, "gpus": []}, "uploaded_parameters": 1, "uploaded_bytes": 4,
-        "downloaded_parameters": 1, "downloaded_bytes": 4,
-    }  # fmt: skip
+    summary = invented_summary(
+        per_client=clients,
+        best={"round": 1, "accuracy": 0.5, "chosen_on": "test"},
+        untouched={"accuracy": 0.1},
+        hardware={"processor": "one", "cpus": 1, "gpus": []},
+    )
     logged = {}
     tracker = SimpleNamespace(log_totals=lambda step, metrics, tags: logged.update(metrics))
     log_totals(tracker, summary)
@@ -83,5 +85,5 @@ def test_clients_have_a_metric_each_by_name():
     for name in logged:
         _validate_metric_name(name)
     logged.clear()
-    log_totals(tracker, summary | {"per_client": {str(n): 0.5 for n in range(101)}})
+    log_totals(tracker, replace(summary, per_client={str(n): 0.5 for n in range(101)}))
     assert not any(name.startswith("client/") for name in logged)

@@ -11,13 +11,13 @@ import torch
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
-from trishul_ray.runs.results import flat_metrics, hardware, kernels, summarize
+from trishul_ray.runs.summary import RunSummary, flat_metrics, hardware, kernels
 
 
 def test_the_kernels_in_use_are_recorded():
     """In another process: limits of the instruction set are read when torch is loaded."""
     code = (
-        "import json; from trishul_ray.runs.results import hardware;print(json.dumps(hardware()))"
+        "import json; from trishul_ray.runs.summary import hardware;print(json.dumps(hardware()))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     done = subprocess.run(
@@ -57,7 +57,7 @@ def summary_of(small):
             for record, value in zip(records, values, strict=True):
                 record[name] = value
         coverage = coverage_of(experiment, prepare_run(experiment).dataset)
-        return summarize(experiment, replace(result, records=records), coverage, 1.0, None)
+        return RunSummary.of(experiment, replace(result, records=records), coverage, 1.0, None)
 
     return summary
 
@@ -75,12 +75,12 @@ def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
         accuracy=(0.9, 0.8, 0.3, 0.4),
         validation_accuracy=(0.9, 0.1, 0.7, 0.2),
     )
-    best = found["best"]
+    best = found.best
     assert (best["round"], best["accuracy"], best["validation_accuracy"]) == (2, 0.3, 0.7)
-    assert best["chosen_on"] == "validation" and found["final"]["validation_accuracy"] == 0.2
+    assert best["chosen_on"] == "validation" and found.final["validation_accuracy"] == 0.2
     assert (
-        found["data"]["validation"] == 64
-        and "64 validation rows and 64 of" in (found["data"]["sentence"])
+        found.data["validation"] == 64
+        and "64 validation rows and 64 of" in (found.data["sentence"])
     )
 
 
@@ -90,5 +90,5 @@ def test_the_untouched_backbone_is_never_the_best_and_the_choice_is_named(
 ):
     experiment = small()
     found = summary_of(experiment, final_of(experiment), accuracy=accuracies)
-    assert found["best"]["round"] == 2 and found["best"]["chosen_on"] == "test"
-    assert "validation_accuracy" not in found["final"] and "validation" not in found["data"]
+    assert found.best["round"] == 2 and found.best["chosen_on"] == "test"
+    assert "validation_accuracy" not in found.final and "validation" not in found.data

@@ -15,11 +15,19 @@ from typing import Any
 from trishul_ray.config import SET_BY_HAND
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.runs.results import flat_config, flatten, read_metrics, versions
+from trishul_ray.runs.summary import RunSummary, flat_config, flatten, read_metrics, versions
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
-from trishul_ray.tracking.mlflow_run import MlflowRun, Tracker
-from trishul_ray.tracking.store import tracking_uri, ui_command
+from trishul_ray.tracking.mlflow import (
+    ID_TAG,
+    MlflowRun,
+    Tracker,
+    has_finished,
+    place_of,
+    replace_run,
+    tracking_uri,
+    ui_command,
+)
 
 #: Tags of a sweep's cell: its name, and the beginning of those of its labels, by axis. The latter
 #: are parameters, too: MLflow compares runs by the first that differ, in the order of names.
@@ -73,7 +81,7 @@ def open_tracker(
     axes = {key: text for key, text in tags.items() if key.startswith(AXIS_TAG)}
     name = tags.get(CELL_TAG) or run_name(experiment)
     own_tags = {
-        "trishul.id": experiment.id,
+        ID_TAG: experiment.id,
         "mlflow.note.content": f"{describe(experiment)}, {name}; {data['sentence']}",
         "trishul.data": data["sentence"],
         "trishul.part": str(data["part"]),
@@ -155,31 +163,31 @@ def log_data(tracker: Tracker, data: Mapping[str, Any], sources: Mapping[str, st
         )
 
 
-def log_totals(tracker: Tracker, summary: Mapping[str, Any]) -> None:
-    """Log what a comparison of finished runs needs and no round has, from its result.json."""
-    headline, hardware = summary["headline"], summary["hardware"]
-    best = summary["best"]
-    # A result of an older version does not say.
-    chosen = f"best_on_{best.get('chosen_on', 'test')}"
-    traffic = ("uploaded_parameters", "downloaded_parameters", "uploaded_bytes", "downloaded_bytes")
+def log_totals(tracker: Tracker, summary: RunSummary) -> None:
+    """Log what a comparison of finished runs needs and no round has."""
+    headline, hardware, sources = summary.headline, summary.hardware, summary.sources
+    chosen = f"best_on_{summary.best['chosen_on']}"
     totals = {
-        f"{chosen}/{headline}": best[headline],
-        f"{chosen}/round": best["round"],
-        f"untouched/{headline}": summary["untouched"][headline],
-        **{f"total/{name}": summary[name] for name in traffic},
-        "total/wall_seconds": summary["wall_seconds"],
-        **_by_client("client", summary.get("per_client") or {}),
-        **_by_client("personal", summary.get("personal") or {}),
+        f"{chosen}/{headline}": summary.best[headline],
+        f"{chosen}/round": summary.best["round"],
+        f"untouched/{headline}": summary.untouched[headline],
+        "total/uploaded_parameters": summary.uploaded_parameters,
+        "total/downloaded_parameters": summary.downloaded_parameters,
+        "total/uploaded_bytes": summary.uploaded_bytes,
+        "total/downloaded_bytes": summary.downloaded_bytes,
+        "total/wall_seconds": summary.wall_seconds,
+        **_by_client("client", summary.per_client),
+        **_by_client("personal", summary.personal),
     }
     tags = {
-        "hardware.processor": hardware.get("processor", "unknown"),
+        "hardware.processor": hardware["processor"],
         "hardware.cpus": hardware["cpus"],
         "hardware.gpus": ", ".join(hardware["gpus"]) or "none",
-        **{f"source.{name}": source for name, source in summary["sources"].items()},
+        **{f"source.{name}": source for name, source in sources.items()},
     }
-    tracker.log_totals(len(summary["round_seconds"]), totals, tags)
-    if (backbone := summary["sources"].get("backbone")) is not None:
-        name = summary["config"]["model"]["name"]
+    tracker.log_totals(len(summary.round_seconds), totals, tags)
+    if (backbone := sources.get("backbone")) is not None:
+        name = summary.config["model"]["name"]
         tracker.log_data(name, _digest(backbone), f"model:{name}", "backbone", {"hash": backbone})
 
 
@@ -191,16 +199,13 @@ def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def log_reused(
-    experiment: Experiment,
-    summary: Mapping[str, Any],
-    home: Store,
-    tags: Mapping[str, str],
+    experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
 ) -> list[str]:
     """Log a finished run where the experiment asks for it, unless it is there already.
 
     Args:
         experiment: The experiment, with its fields ``tracking`` as they are now.
-        summary: The content of its result.json.
+        summary: Its result.
         home: Its folder.
         tags: Further tags.
 
@@ -211,32 +216,24 @@ def log_reused(
     if not options.mlflow:
         return []
     try:
-        uri, attempt = _uri(experiment), summary["attempt"]
-        if summary.get("logged_to") == MlflowRun.place_of(uri, options.experiment):
+        uri, attempt = _uri(experiment), summary.attempt
+        if summary.logged_to == place_of(uri, options.experiment):
             return []
-        if summary.get("data") is None:  # of an older version
-            return []
-        if MlflowRun.has_finished(uri, options.experiment, attempt):
+        if has_finished(uri, options.experiment, attempt):
             return []
         records = read_metrics(home)
-        tracker = open_tracker(
-            experiment,
-            attempt,
-            summary["data"],
-            {**tags, REUSED_TAG: str(True)},
-            summary.get("unread_fields", ()),
-        )
-        log_data(tracker, summary["data"], summary["sources"])
+        marks = {**tags, REUSED_TAG: str(True)}
+        tracker = open_tracker(experiment, attempt, summary.data, marks, summary.unread_fields)
+        log_data(tracker, summary.data, summary.sources)
         for record in records:
             tracker.log_round(int(record["round"]), grouped_metrics(record))
         log_totals(tracker, summary)
         with tempfile.TemporaryDirectory() as scratch:
-            for name in (*summary.get("files", ()), "result.json"):
+            for name in (*summary.files, "result.json"):
                 if home.exists(name):
                     file = Path(scratch, name)
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    parent, _, last = name.rpartition("/")
-                    file.write_bytes((home.child(parent) if parent else home).read(last))
+                    file.write_bytes(home.read(name))
             tracker.log_artifacts(scratch)
         return tracker.finish()
     except (InputError, StorageError, FileNotFoundError) as error:
@@ -259,7 +256,7 @@ def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]
     if not (experiment.tracking.mlflow and attempt):
         return []
     try:
-        MlflowRun.replace(_uri(experiment), experiment.tracking.experiment, attempt, by)
+        replace_run(_uri(experiment), experiment.tracking.experiment, attempt, by)
     except InputError as error:
         return [str(error)]
     return []

@@ -1,0 +1,588 @@
+"""Runs in MLflow: the store, the run of an experiment and of a sweep, and the page of them."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+
+import pytest
+from mlflow.entities import Experiment, Run, RunData, RunInfo
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from tiny_run import TINY
+
+from trishul_ray.errors import InputError
+from trishul_ray.redaction import is_secret_name, redact
+from trishul_ray.tracking.mlflow import (
+    Connection,
+    MlflowRun,
+    SweepRun,
+    Tracker,
+    free_port,
+    get_or_create_experiment,
+    open_client,
+    page_of_run,
+    sqlite_file,
+    store_lock,
+    tracking_uri,
+    ui_command,
+)
+
+
+def test_the_default_store_is_in_the_runs_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking_uri(None, "runs") == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert tracking_uri(None, f"file://{tmp_path}/r") == f"sqlite:///{tmp_path}/r/mlflow.db"
+
+
+def test_a_bare_database_path_is_sqlite(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking_uri("my.db", "runs") == f"sqlite:///{tmp_path}/my.db"
+    assert tracking_uri("http://host:5000", "s3://b/runs") == "http://host:5000"
+
+
+@pytest.mark.parametrize(
+    ("uri", "runs", "message"),
+    [
+        (None, "s3://bucket/runs", "storage.runs='s3://bucket/runs' is remote"),
+        ("mlruns", "runs", "no longer writes folders of files"),
+        ("file:///tmp/mlruns", "runs", "no longer writes folders of files"),
+        ("sqlite://", "runs", "name a file"),
+        ("sqlite:///:memory:", "runs", "name a file"),
+    ],
+)
+def test_a_wrong_store_is_refused_in_one_line(uri, runs, message):
+    with pytest.raises(InputError) as caught:
+        tracking_uri(uri, runs)
+    assert message in str(caught.value)
+    assert "tracking.uri" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sqlite_file(tmp_path):
+    assert sqlite_file(f"sqlite:///{tmp_path}/a.db") == tmp_path / "a.db"
+    assert sqlite_file(f"sqlite:///{tmp_path}/a.db?timeout=3") == tmp_path / "a.db"
+    assert sqlite_file("http://host") is None
+    assert sqlite_file("sqlite:///:memory:") is None
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path):
+    file = tmp_path / "mlflow.db"
+    file.write_bytes(b"this is not a database, and long enough not to be taken for an empty one")
+    with pytest.raises(InputError, match=r"mlflow\.db.*does not answer: .*not a database"):
+        open_client(f"sqlite:///{file}")
+
+
+KILLED = """
+    import sys
+    from trishul_ray.tracking.mlflow import open_client
+    open_client(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [100_000, 400_000, 600_000])
+def test_a_store_whose_creation_was_killed_is_created_again(tmp_path, size):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED), uri])
+    new = tmp_path / ".mlflow.db.new"
+    while process.poll() is None and not (new.exists() and new.stat().st_size >= size):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "mlflow.db").exists()
+    assert open_client(uri).search_experiments()[0].name == "Default"
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_an_unreachable_server_is_named(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(InputError, match=r"127\.0\.0\.1:9.*does not answer") as caught:
+        open_client("http://user:hunter2@127.0.0.1:9")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_deleted_experiment_is_named(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = open_client(uri)
+    client.delete_experiment(get_or_create_experiment(client, "gone", None).experiment_id)
+    with pytest.raises(InputError, match=r"tracking\.experiment='gone' was deleted"):
+        get_or_create_experiment(client, "gone", None)
+
+
+def test_a_folder_that_cannot_exist_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(InputError, match="cannot write in"),
+        store_lock(f"sqlite:///{tmp_path}/file/mlflow.db"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("postgresql://me:pw@db/mlflow", "postgresql://***@db/mlflow"),
+        ("s3://key:secret@bucket/runs", "s3://***@bucket/runs"),
+        ("https://h/p?token=abc&x=1", "https://h/p?token=***&x=1"),
+        ("https://h/p?x=1&X-Amz-Signature=abc", "https://h/p?x=1&X-Amz-Signature=***"),
+        ("hf_" + "a" * 30, "***"),
+        ("sqlite:////home/me/runs/mlflow.db", "sqlite:////home/me/runs/mlflow.db"),
+        ("google/vit-base-patch16-224-in21k", "google/vit-base-patch16-224-in21k"),
+        ("a note to me@example.org", "a note to me@example.org"),
+    ],
+)
+def test_redact(text, clean):
+    assert redact(text) == clean
+    assert redact(clean) == clean
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["token", "hub.token", "HF_TOKEN", "aws-secret-access-key", "storage.api_key", "db.password"],
+)
+def test_secret_names(key):
+    assert is_secret_name(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tokenizer",
+        "data.max_tokens",
+        "method.lam",
+        "adapter.targets",
+        "keyword",
+        "evaluation.top_k",
+    ],
+)
+def test_ordinary_names(key):
+    assert not is_secret_name(key)
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory):
+    """A database with MLflow's schema and nothing else, created once: it takes a second."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def uri(tmp_path, empty_store):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_store, tmp_path / "runs" / "mlflow.db")
+    return f"sqlite:///{tmp_path}/runs/mlflow.db"
+
+
+def open_run(uri, attempt="abc123", params=None, **more):
+    return MlflowRun.open(uri, "trishul", attempt, "a run", params or {}, **more)
+
+
+def history(uri, run_id, key):
+    return sorted(
+        (point.step, point.value) for point in MlflowClient(uri).get_metric_history(run_id, key)
+    )
+
+
+def test_a_run_holds_what_was_logged(uri, tmp_path):
+    run = open_run(
+        uri, params={"method.lam": 0.01, "seed": 0}, tags={"profile": "smoke"}, parent_run="f00d"
+    )
+    run.log_round(1, {"accuracy": 0.5, "loss": 1.25})
+    run.log_round(2, {"accuracy": 0.75, "loss": 1.0})
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    (tmp_path / "out" / "config.yaml").write_text("seed: 0")
+    (tmp_path / "out" / "figures" / "a.png").write_bytes(b"png")
+    run.log_artifacts(tmp_path / "out")
+    assert run.finish() == []
+
+    stored = MlflowClient(uri).get_run(run.run_id)
+    assert stored.data.params == {"method.lam": "0.01", "seed": "0"}
+    assert stored.data.tags["mlflow.parentRunId"] == "f00d"
+    assert stored.data.tags["profile"] == "smoke"
+    assert stored.info.run_name == "a run"
+    assert stored.info.status == "FINISHED"
+    assert history(uri, run.run_id, "accuracy") == [(1, 0.5), (2, 0.75)]
+    assert history(uri, run.run_id, "loss") == [(1, 1.25), (2, 1.0)]
+    kept = tmp_path / "runs" / "mlartifacts" / run.run_id / "artifacts"
+    assert (kept / "config.yaml").read_text() == "seed: 0"
+    assert (kept / "figures" / "a.png").read_bytes() == b"png"
+
+
+def test_the_same_attempt_continues_its_run_and_another_does_not(uri):
+    first = open_run(uri)
+    first.log_round(1, {"accuracy": 0.5})
+    first.finish("KILLED")
+    again = open_run(uri)
+    other = open_run(uri, attempt="def456")
+    assert again.run_id == first.run_id != other.run_id
+    client = MlflowClient(uri)
+    assert client.get_run(again.run_id).info.status == "RUNNING"
+    assert again.logged_steps() == {1}
+    assert other.logged_steps() == set()
+
+
+def test_a_round_is_logged_once(uri):
+    first = open_run(uri)
+    first.log_round(1, {"accuracy": 0.5})
+    first.log_round(1, {"accuracy": 0.6})
+    again = open_run(uri)
+    again.log_round(1, {"accuracy": 0.7})
+    again.log_round(2, {"accuracy": 0.8})
+    assert history(uri, first.run_id, "accuracy") == [(1, 0.5), (2, 0.8)]
+
+
+def test_changed_parameters_go_into_a_tag(uri):
+    open_run(uri, params={"resources.actors": 2, "seed": 0})
+    again = open_run(uri, params={"resources.actors": 4, "seed": 0, "new": 1})
+    stored = MlflowClient(uri).get_run(again.run_id).data
+    assert stored.params == {"resources.actors": "2", "seed": "0", "new": "1"}
+    assert json.loads(stored.tags["trishul.resumed_with"]) == {"resources.actors": "4"}
+
+
+def test_long_values_are_cut_many_are_batched_and_secrets_stay_out(uri):
+    params = {f"p{i:03d}": i for i in range(250)}
+    params |= {
+        "long": "x" * 7000,
+        "hub.token": "t0ps3cret",
+        "odd[key]": 1,
+        "tracking.uri": "postgresql://me:t0ps3cret@db/x",
+    }
+    run = open_run(uri, params=params, tags={"password": "t0ps3cret", "note": "y" * 9000})
+    stored = MlflowClient(uri).get_run(run.run_id).data
+    assert len(stored.params) == 253
+    assert len(stored.params["long"]) == 6000 and stored.params["long"].endswith("x…")
+    assert stored.params["odd_key_"] == "1"
+    assert stored.params["tracking.uri"] == "postgresql://***@db/x"
+    assert len(stored.tags["note"]) == 5000
+    assert "t0ps3cret" not in json.dumps(stored.params | stored.tags)
+
+
+def test_more_metrics_than_one_request_takes(uri):
+    run = open_run(uri)
+    run.log_round(3, {f"m/{i}": float(i) for i in range(2500)})
+    assert history(uri, run.run_id, "m/2499") == [(3, 2499.0)]
+    assert run.logged_steps() == {3}
+
+
+def test_a_lost_store_does_not_stop_the_run_and_nothing_is_lost(uri, tmp_path):
+    run = open_run(uri)
+    run.log_round(1, {"accuracy": 0.1})
+    database, aside = tmp_path / "runs" / "mlflow.db", tmp_path / "runs" / "aside.db"
+    run._store.client._tracking_client.store.engine.dispose()
+    database.rename(aside)
+    run.log_round(2, {"accuracy": 0.2})
+    assert [line for line in run.finish("FAILED") if line.startswith("round")] == ["round 2"]
+    run._store.client._tracking_client.store.engine.dispose()
+    aside.replace(database)
+    run.log_round(3, {"accuracy": 0.3})
+    assert run.finish() == []
+    assert history(uri, run.run_id, "accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+@pytest.mark.timeout(60)  # and not OUTAGE_SECONDS
+@pytest.mark.parametrize("kind", [MlflowRun, SweepRun])
+def test_a_stopped_run_does_not_wait_for_a_server(kind, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))  # nobody listens
+        uri = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        known = Run(RunInfo("f" * 32, "0", "me", "RUNNING", 0, None, "active"), RunData())
+        experiment = Experiment("0", "mine", "", "active")
+        run = kind(Connection(MlflowClient(uri, uri), uri), experiment, known)
+        rejected = []
+        if isinstance(run, SweepRun):
+            run.stop_waiting()
+            rejected += run.settle({}, {}, lambda id: False, lambda id: None)
+            assert rejected != []
+            run.close({"missing": 3}, "KILLED")
+        rejected += run.finish("KILLED")
+    assert rejected[-1] == "status KILLED"
+
+
+def test_a_metric_name_mlflow_refuses_is_an_error(uri):
+    run = open_run(uri)
+    with pytest.raises(MlflowException, match="Invalid value"):
+        run.log_round(1, {"accuracy[0]": 0.5})
+
+
+@pytest.mark.parametrize("attempt", ["", "it's", "λ"])
+def test_a_wrong_attempt_is_refused(uri, attempt):
+    with pytest.raises(InputError, match="attempt="):
+        open_run(uri, attempt=attempt)
+
+
+def test_artifacts_must_be_a_folder(uri, tmp_path):
+    with pytest.raises(InputError, match="is not a folder"):
+        open_run(uri).log_artifacts(tmp_path / "absent")
+
+
+def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRISHUL_RUNS", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = open_run(uri)
+    monkeypatch.chdir(tmp_path)
+    assert run.ui_command() == "trishul ui"
+    assert run.ui_command("abc") == "trishul ui abc"
+    (tmp_path / "else where").mkdir()
+    monkeypatch.chdir(tmp_path / "else where")
+    assert run.ui_command("abc") == f"trishul ui abc --runs {tmp_path}/runs"
+    monkeypatch.chdir(tmp_path.parent)
+    assert run.ui_command() == f"trishul ui --runs {tmp_path.name}/runs"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
+    assert run.ui_command() == f"trishul ui --uri {uri}"
+    assert ui_command("sqlite:////x/my.db") == "trishul ui --uri sqlite:////x/my.db"
+    assert ui_command("http://me:secret@host:5000", "abc") == "http://***@host:5000"
+
+
+def test_the_base_tracker_discards_everything(tmp_path):
+    run = Tracker()
+    run.log_round(1, {"accuracy": 0.5})
+    run.log_data("digits train", "abc", "scikit-learn", "training", {"used": 3})
+    run.log_artifacts(tmp_path)
+    assert run.finish() == []
+    assert run.run_id is None and run.ui_command() is None
+
+
+SCRIPT = """
+    import sys
+    import mlflow.tracking
+    from trishul_ray.tracking.mlflow import MlflowRun
+    uri, attempt = sys.argv[1:]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    run = MlflowRun.open(uri, "trishul", attempt, attempt, {"seed": 0})
+    run.log_round(1, {"accuracy": 0.5})
+    print(run.run_id, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def start_driver(uri, attempt):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), uri, attempt],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def send(driver, text="\n"):
+    driver.stdin.write(text)
+    driver.stdin.flush()
+
+
+@pytest.mark.slow
+def test_four_processes_open_a_fresh_store_at_once(tmp_path):
+    uri = f"sqlite:///{tmp_path}/fresh/mlflow.db"
+    drivers = [start_driver(uri, attempt) for attempt in ("a", "b", "c", "c")]
+    assert [driver.stdout.readline() for driver in drivers] == ["ready\n"] * 4
+    for driver in drivers:
+        send(driver)
+    outputs = [driver.communicate("\n", timeout=120) for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0] * 4, outputs
+    ids = [out.strip() for out, _ in outputs]
+    assert len(set(ids)) == 3 and ids[2] == ids[3]
+    assert not any("INFO" in err for _, err in outputs), outputs
+    client = MlflowClient(uri)
+    [experiment] = [e for e in client.search_experiments() if e.name == "trishul"]
+    assert len(client.search_runs([experiment.experiment_id])) == 3
+
+
+@pytest.mark.chaos
+def test_a_killed_driver_continues_its_run(uri):
+    driver = start_driver(uri, "abc123")
+    assert driver.stdout.readline() == "ready\n"
+    send(driver)
+    run_id = driver.stdout.readline().strip()
+    driver.kill()
+    driver.communicate(timeout=30)
+    again = open_run(uri)
+    assert again.run_id == run_id
+    assert again.logged_steps() == {1}
+
+
+def test_a_resumed_run_logs_its_rows_once(uri):
+    for _ in range(2):
+        run = open_run(uri)
+        run.log_data("mine train", "abc", "mirror:me/mine", "training", {"used": 3, "official": 9})
+        assert run.finish() == []
+    (found,) = MlflowClient(uri).get_run(run.run_id).inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("mine train", "abc")
+    assert json.loads(found.dataset.source) == {"source": "mirror:me/mine"}
+    assert json.loads(found.dataset.profile) == {"used": 3, "official": 9}
+    assert {tag.key: tag.value for tag in found.tags} == {"mlflow.data.context": "training"}
+
+
+def open_parent(uri, name):
+    tags = {"sweep": name, "profile": "smoke"}
+    return SweepRun.open(uri, "trishul", f"sweep-{name}", name, {"axis.seed": "0, 1"}, tags)
+
+
+def open_cell(uri, id, name, parent=None):
+    marks = {"trishul.id": id, **({f"sweep.{name}": "smoke"} if name else {})}
+    return MlflowRun.open(uri, "trishul", f"attempt-{id}", id, {}, marks, parent)
+
+
+def test_every_run_is_settled_by_what_its_cell_became(uri):
+    parent = open_parent(uri, "first")
+    for id in ("done", "killed-at-the-end", "failed", "running", "stopped"):
+        open_cell(uri, id, "first", parent.run_id).log_round(0, {"accuracy": 0.1})
+    open_cell(uri, "interrupted", "first", parent.run_id).finish("FAILED")
+    done = open_cell(uri, "done", "first")
+    done.finish("FINISHED")
+    single = open_cell(uri, "single", None)
+    single.finish("FINISHED")
+    rounds = [{"round": 0, "accuracy": 0.1}, {"round": 1, "accuracy": 0.2, "loss": 1.5}]
+    tags = {"sweep.first": "smoke", "table": "t"}
+    cells = dict.fromkeys(
+        ("done", "killed-at-the-end", "failed", "running", "stopped", "interrupted", "single"),
+        tags,
+    )
+    finished = {"done": done.run_id, "killed-at-the-end": None, "single": single.run_id}
+    finished["elsewhere"] = "0" * 32  # logged to another store
+    cells["elsewhere"] = tags
+
+    def settle():
+        return parent.settle(
+            cells,
+            finished,
+            lambda id: id == "failed",
+            lambda id: rounds if id in finished else None,
+            {"stopped": "stopped early after round 1"},
+        )
+
+    assert settle() == []
+    counts = {"finished": 3, "failed": 1, "missing": 1}
+    assert parent.close(counts, "FAILED") == []
+
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "trishul"]
+    runs = {
+        r.data.tags.get("trishul.id"): r for r in client.search_runs([experiment.experiment_id])
+    }
+    assert {id: run.info.status for id, run in runs.items()} == {
+        None: "FAILED",
+        "done": "FINISHED",
+        "killed-at-the-end": "FINISHED",
+        "failed": "FAILED",
+        "running": "KILLED",
+        "stopped": "KILLED",
+        "interrupted": "KILLED",
+        "single": "FINISHED",
+    }
+    completed = runs["killed-at-the-end"].info.run_id
+    history = client.get_metric_history(completed, "accuracy")
+    assert sorted((p.step, p.value) for p in history) == [(0, 0.1), (1, 0.2)]
+    assert runs[None].data.metrics == {f"cells.{name}": n for name, n in counts.items()}
+    assert runs["stopped"].data.tags["trishul.stopped"] == "stopped early after round 1"
+    # A run of its own keeps that it has no parent.
+    assert runs["single"].data.tags.items() >= tags.items()
+    assert "mlflow.parentRunId" not in runs["single"].data.tags
+    assert "table" not in runs["done"].data.tags  # its tags were set when it began
+
+
+class FailsOnce:
+    """A client whose methods each fail once, as they do while a server is gone."""
+
+    def __init__(self, client):
+        self._client = client
+        self.failed = set()
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            if name not in self.failed:
+                self.failed.add(name)
+                raise MlflowException("no answer")
+            return getattr(self._client, name)(*args, **kwargs)
+
+        return call
+
+
+def test_a_sweep_ends_while_its_server_is_gone_for_a_moment(uri):
+    parent = open_parent(uri, "outage")
+    cell = open_cell(uri, "killed-in-outage", "outage", parent.run_id)
+    single = open_cell(uri, "single-in-outage", None)
+    single.finish("FINISHED")
+    parent._store.client = client = FailsOnce(parent._store.client)
+    parent._store.patience = 60.0
+    tags = {"sweep.outage": "smoke"}
+    rejected = parent.settle(
+        {"killed-in-outage": tags, "single-in-outage": tags},
+        {"killed-in-outage": None, "single-in-outage": single.run_id},
+        lambda id: False,
+        lambda id: [{"round": 0, "accuracy": 0.1}],
+    )
+    assert rejected + parent.close({"finished": 2}, "FINISHED") == []
+    assert client.failed >= {"search_runs", "get_run", "set_tag", "log_batch", "set_terminated"}
+
+    store = MlflowClient(uri)
+    runs = [store.get_run(run.run_id) for run in (parent, cell, single)]
+    assert [run.info.status for run in runs] == ["FINISHED"] * 3
+    assert runs[0].data.metrics == {"cells.finished": 2}
+    assert [p.value for p in store.get_metric_history(cell.run_id, "accuracy")] == [0.1]
+    assert runs[2].data.tags.items() >= tags.items()
+
+
+def test_a_repeated_sweep_has_the_same_run(uri):
+    first = open_parent(uri, "again")
+    first.close({"finished": 0}, "KILLED")
+    second = open_parent(uri, "again")
+    assert second.run_id == first.run_id
+    assert MlflowClient(uri).get_run(first.run_id).info.status == "RUNNING"
+    assert open_parent(uri, "another").run_id != first.run_id
+
+
+@pytest.mark.slow
+def test_the_printed_command_opens_the_page_of_the_run_and_leaves_nothing(start, tmp_path):
+    # Only the environment of `make demo` has the command: it is typed by its path.
+    program = tmp_path / ".venv" / "bin" / "trishul"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!{sys.executable}\nfrom trishul_ray.cli import main\nmain()\n")
+    program.chmod(0o755)
+    words = [".venv/bin/trishul", "run", *TINY, "tracking.mlflow=true"]
+    code, said, error = start(*words, PATH="/usr/bin:/bin").end()
+    assert code == 0, error
+    (printed,) = re.findall(r"^MLflow +(.*)$", said, re.MULTILINE)
+    assert printed.startswith(".venv/bin/trishul ui ")
+
+    page = start(*shlex.split(printed), PATH="/usr/bin:/bin")
+    line = page.process.stdout.readline()
+    address = re.match(r"MLflow +(http://127\.0\.0\.1:\d+)(/#\S+)", line)
+    assert address, line
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert address[2] == f"/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    with urllib.request.urlopen(address[1], timeout=30) as answer:
+        assert "MLflow" in answer.read().decode()
+    page.process.send_signal(signal.SIGINT)
+    assert page.end()[0] == 130
+    assert page.left_behind() == []
+
+
+def test_a_port_in_use_is_passed_over():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) > port
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"mlflow\.db does not exist: no run has logged to it"):
+        page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "")
+    (tmp_path / "mlflow.db").touch()
+    with pytest.raises(InputError, match="run 'nosuch' is not in sqlite:"):
+        page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "nosuch")
+    assert page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "") == "/"

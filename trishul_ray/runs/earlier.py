@@ -1,0 +1,203 @@
+"""What earlier runs mean for a call: a finished run is read and mended, a shorter one extended."""
+
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trishul_ray.errors import CorruptFileError, InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.identity import local_sources
+from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.messages import changed_sources
+from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
+from trishul_ray.federation.schedule import depends_on_rounds
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.pretraining import ensure_pretrained
+from trishul_ray.runs.summary import (
+    TABLES,
+    RunSummary,
+    file_hashes,
+    flatten,
+    unscored,
+    write_tables,
+)
+from trishul_ray.storage import Store
+from trishul_ray.tracking.progress import RunProgress
+
+#: How many finished runs a new one is compared with.
+_COMPARED_RUNS = 50
+
+
+def read_finished(
+    experiment: Experiment, home: Store, progress: RunProgress
+) -> tuple[RunSummary | None, str]:
+    """Return the result of an earlier call, and what it lacks of the scores asked for now.
+
+    There is none if the run has not finished, or its result.json is corrupt.
+    """
+    try:
+        summary = RunSummary.read(home)
+    except FileNotFoundError:
+        pass
+    except CorruptFileError as error:
+        progress.note(f"{error}; it will be written again")
+    else:
+        return summary, summary.unscored(experiment)
+    try:
+        config = yaml.safe_load(home.read("config.yaml"))
+        before = experiment.evaluation.model_copy(update={"every": config["evaluation"]["every"]})
+        return None, unscored(experiment, before.scored_rounds(experiment.federation.rounds))
+    except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError):
+        return None, ""  # not begun, or damaged: the result will say which rounds are scored
+
+
+def check_sources(experiment: Experiment, summary: RunSummary, progress: RunProgress) -> None:
+    """Raise an InputError if data or weights on this machine are not those of the run."""
+    now, unknown = local_sources(experiment, progress.task_progress("checking data"))
+    if unknown:
+        progress.note(f"not compared with this finished run: {unknown}")
+    if changed := changed_sources(summary.sources, now):
+        raise InputError(
+            f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
+            "or start over with --fresh"
+        )
+
+
+def restore_files(
+    experiment: Experiment,
+    summary: RunSummary,
+    home: Store,
+    progress: RunProgress,
+    *,
+    extras: bool,
+) -> RunSummary:
+    """Write damaged files of a finished run again, from its last checkpoint; return its result.
+
+    With ``extras``, also those that a run without them left out; result.json then lists them.
+    """
+    listed = summary.files
+    damaged = summary.damaged_files(home)
+    adds = extras and not any(n.startswith("figures/") for n in listed)
+    if not damaged and not adds:
+        return summary
+    faults = " and ".join(dict.fromkeys(damaged.values())) or "missing"
+    wanted = list(damaged)
+    names = ", ".join(wanted[:3]) + (f" and {len(wanted) - 3} more" if wanted[3:] else "")
+    names = names or "figures and model"
+    try:
+        checkpoint = open_checkpoints(experiment).newest()
+        last = experiment.federation.rounds
+        if checkpoint is None or checkpoint.round < last or "loss" not in checkpoint.records[-1]:
+            raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            write_tables(experiment, checkpoint, folder)
+            if adds or not damaged.keys() <= set(TABLES):
+                report = progress.task_progress
+                prepared = prepare_run(experiment, report("preparing data"))
+                ensure_pretrained(
+                    Backbone.of(experiment.model, experiment.storage.places),
+                    report("backbone"),
+                    on_ray=False,
+                )
+                result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
+                # Imports matplotlib and PEFT, which takes seconds.
+                from trishul_ray.runs.artifacts import write_artifacts
+
+                coverage = coverage_of(experiment, prepared.dataset)
+                export = write_artifacts(experiment, prepared, result, folder, coverage)
+                summary = replace(summary, export=asdict(export))
+            hashes = file_hashes(folder)
+            if adds:
+                wanted += [name for name in hashes if name not in listed]
+            for name in wanted:
+                parent, _, file = name.rpartition("/")
+                (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
+            written = {name: hashes[name] for name in wanted}
+            before = summary.sha256
+            if adds or written.items() - before.items():
+                files = sorted({*listed, *wanted})
+                summary = replace(summary, files=files, sha256={**before, **written})
+                home.write("result.json", summary.to_json())
+    except (InputError, RunError, FileNotFoundError) as error:
+        progress.note(f"{faults} in {home.uri} and cannot be restored: {names} ({error})")
+    else:
+        progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
+    return summary
+
+
+def note_differences(experiment: Experiment, home: Store, progress: RunProgress) -> None:
+    """Name the fields in which a new run differs from the most similar finished one, if related.
+
+    Related are runs of the same name on the dataset and backbone of the same names or paths, whose
+    content may have changed; the newest are looked at.
+    """
+    if home.exists("config.yaml") or not home.is_local:
+        return
+    now, subject = flatten(experiment.identity()), _subject(experiment.to_dict())
+    files = Path(home.root).parent.glob("*/result.json")
+    newest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[:_COMPARED_RUNS]
+    differences: list[tuple[str, list[str]]] = []
+    for path in newest:
+        try:
+            summary = RunSummary.read(Store.open(str(path.parent)))
+        except (FileNotFoundError, CorruptFileError):
+            continue
+        if (summary.name, *_subject(summary.config)) != (experiment.name, *subject):
+            continue
+        before = flatten(summary.identity)
+        changed = [
+            f"{name}: {before.get(name)} -> {now.get(name)}"
+            for name in sorted(before | now)
+            if before.get(name) != now.get(name)
+        ]
+        differences.append((summary.id, changed))
+    if differences:
+        id, changed = min(differences, key=lambda each: len(each[1]))
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        fields = ", ".join(changed[:5])
+        progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}{more}")
+
+
+def _subject(config: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the dataset and the backbone that a configuration names."""
+    return config["data"]["name"], config["data"].get("path"), config["model"]["name"]
+
+
+def extend_shorter(
+    experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
+) -> None:
+    """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
+
+    Its rounds are the same where nothing but the end depends on that number: not with a schedule
+    over the run, nor where the last round was diagnosed because it was the last, or rounds that are
+    asked for have no score.
+    """
+    own = open_checkpoints(experiment)
+    if depends_on_rounds(experiment.optimizer) or own.store.names():
+        return
+    there = set(home.parent().names())
+    measured = experiment.evaluation
+    for rounds in range(experiment.federation.rounds - 1, 0, -1):
+        federation = experiment.federation.model_copy(update={"rounds": rounds})
+        shorter = experiment.model_copy(update={"federation": federation})
+        if shorter.id not in there:
+            continue
+        try:
+            checkpoint = open_checkpoints(shorter).newest()
+        except FileNotFoundError:  # it is being run, and has a newer one by now
+            continue
+        if checkpoint is None or changed_sources(checkpoint.sources, prepared.sources):
+            continue
+        if checkpoint.round == rounds and rounds % (measured.diagnostics_every or 1):
+            continue
+        scored = {record["round"] for record in checkpoint.records if "loss" in record}
+        if any(r not in scored for r in experiment.scored_rounds if r < checkpoint.round):
+            continue
+        own.save(replace(checkpoint, experiment_id=experiment.id, attempt=attempt))
+        progress.note(f"extending run {shorter.id}, which has {checkpoint.round} of these rounds")
+        return

@@ -1,0 +1,510 @@
+"""The files a run leaves under ``runs/<id>/``, except its figures and its model.
+
+They are config.yaml, metrics.parquet, diagnostics.npz, test_rows.npz and result.json.
+"""
+
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from trishul_ray.data.dataset import RowSet, score_name
+from trishul_ray.errors import CorruptFileError, InputError, own_errors
+from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
+from trishul_ray.files import digest
+from trishul_ray.lazy import pq, torch
+from trishul_ray.spectral.diagnostics import DIAGNOSTICS
+from trishul_ray.storage import Store
+from trishul_ray.version import NUMERICS, __version__
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from trishul_ray.data.prepare import Coverage
+    from trishul_ray.federation.checkpoint import Checkpoint
+    from trishul_ray.federation.server import RunResult
+
+#: Of the folder of a run: why a sweep gave it up.
+FAILURE = "failure.json"
+#: Files of a finished run's numbers, which reports read.
+NUMBERS = ("metrics.parquet", "diagnostics.npz")
+#: Files of a finished run that need no backbone to be written.
+TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
+
+_ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
+
+_PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
+
+#: Variables that limit the instructions which torch and its libraries may use.
+_KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of the software that a run's numbers depend on."""
+    return {
+        "trishul_ray": __version__,
+        "numerics": str(NUMERICS),
+        "python": platform.python_version(),
+        **_package_versions(),
+    }
+
+
+@cache
+def _package_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _PACKAGES}
+
+
+def hardware() -> dict[str, Any]:
+    """Describe the machine of this process."""
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
+        "kernels": kernels(),
+    }
+
+
+@cache
+def processor() -> str:
+    """Return the processor's model name."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def kernels() -> dict[str, Any]:
+    """Describe what determines the kernels of this process, besides the processor.
+
+    These are ``blas`` and ``libraries`` of torch, the ``environment`` variables that limit
+    instruction sets, if set, and ``cuda`` on a GPU.
+    """
+    built = torch.__config__.show()
+    blas = re.search(r"BLAS_INFO=(\w+)", built)
+    description: dict[str, Any] = {
+        "blas": blas.group(1) if blas else "unknown",
+        "libraries": re.findall(r"(?m)^ *- (.*(?:Math Kernel Library|MKL-DNN).*?)$", built),
+        "environment": {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
+    }
+    if torch.cuda.is_available():
+        description["cuda"] = {
+            "version": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        }
+    return description
+
+
+def flat_metrics(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of one record, for MLflow and the metrics table."""
+    numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "round"}
+    numbers["refused_uploads"] = len(record.get("refused", {}))
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def metrics_parquet(records: list[dict[str, Any]]) -> bytes:
+    """Return one row per round as Parquet; a metric not measured in a round is null."""
+    rows = [{"round": r["round"], **flat_metrics(r)} for r in records]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+def read_metrics(home: Store) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.parquet; a metric not measured in a round is missing."""
+    rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pylist()
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def write_tables(experiment: Experiment, result: "RunResult | Checkpoint", folder: Path) -> None:
+    """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
+    (folder / "config.yaml").write_bytes(experiment.to_yaml())
+    (folder / "metrics.parquet").write_bytes(metrics_parquet(result.records))
+    if result.spectra or result.matrices:
+        # The arrays of all diagnosed rounds, and the last spectra.
+        arrays: dict[str, Any] = dict(result.matrices)
+        arrays |= {f"spectrum_{key}": value for key, value in result.spectra.items()}
+        np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
+    if result.test_rows:
+        test_rows: dict[str, Any] = dict(result.test_rows)
+        np.savez_compressed(folder / "test_rows.npz", **dict(sorted(test_rows.items())))
+
+
+def read_test_rows(home: Store) -> dict[str, np.ndarray]:
+    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz.
+
+    Raises:
+        InputError: The run has none.
+    """
+    try:
+        content = home.read("test_rows.npz")
+    except FileNotFoundError:
+        raise InputError(
+            f"{home.uri} has no test_rows.npz: its task scores no single rows"
+        ) from None
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        return dict(file)
+
+
+def file_hashes(folder: Path) -> dict[str, str | None]:
+    """Return the SHA-256 of every file below a folder, by its path in it, in order.
+
+    None for config.yaml, which the run's id checks, and whose places may change.
+    """
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return {n: None if n == "config.yaml" else digest(files[n]) for n in sorted(files)}
+
+
+@dataclass(frozen=True)
+class RunSummary(Mapping[str, Any]):
+    """The content of result.json, with which a run has finished.
+
+    The last round counts; the best is given as well. The best round has the largest headline metric
+    on the validation rows, or without those on the test rows, as its ``chosen_on`` says. The
+    untouched backbone is never the best.
+
+    Attributes:
+        headline: The metric that runs are compared by; see ``Task.headline``.
+        data: How many rows it has used, as ``Coverage.to_json``.
+        final: The metrics of the last round, and its number, ``round``.
+        best: The metrics of the best round, ``round``, and by which rows it was ``chosen_on``.
+        untouched: The metrics of the untouched backbone.
+        recall: Of the test rows of each class, after the last round.
+        per_client: The headline of the global model on each client's test rows.
+        personal: The headline of each client's own model on them.
+        parameters: Trained parameters, by group.
+        round_seconds: How long each round took.
+        wall_seconds: Of the process that finished the run, and of the rounds before it was resumed.
+        diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
+        heads: How many heads each adapted block has, if the method has heads.
+        block_squared_norms: What they were allocated by.
+        attempt: Names this run of the experiment, of all that started over.
+        identity: What the id is the hash of.
+        sources: What names of public data and weights stood for; see ``Blueprint``.
+        export: The exported model, as ``Export``; None if it was left out.
+        files: The files of the run, and their SHA-256; None for config.yaml, which the run's id
+            checks, and whose places may change.
+        logged_to: See ``Tracker.place``.
+        unread_fields: Fields of the experiment that nothing has read.
+        checksum: Of everything else; empty until it is written.
+    """
+
+    id: str
+    name: str
+    status: str
+    headline: str
+    data: dict[str, Any]
+    scored_rounds: list[int]
+    final: dict[str, Any]
+    best: dict[str, Any]
+    untouched: dict[str, Any]
+    recall: dict[str, float | None]
+    per_client: dict[str, float]
+    personal: dict[str, float]
+    parameters: dict[str, int]
+    uploaded_parameters: int
+    downloaded_parameters: int
+    uploaded_bytes: int
+    downloaded_bytes: int
+    refused_uploads: int
+    round_seconds: list[float]
+    wall_seconds: float
+    diagnostics: dict[str, Any]
+    heads: dict[str, int]
+    block_squared_norms: dict[str, float]
+    state_sha256: str
+    attempt: str
+    mlflow_run_id: str | None
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    config: dict[str, Any]
+    identity: dict[str, Any]
+    sources: dict[str, str]
+    export: dict[str, Any] | None = None
+    files: list[str] = field(default_factory=list)
+    sha256: dict[str, str | None] = field(default_factory=dict)
+    logged_to: list[str] | None = None
+    unread_fields: list[str] = field(default_factory=list)
+    checksum: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        result: "RunResult",
+        coverage: "Coverage",
+        wall_seconds: float,
+        run_id: str | None,
+    ) -> "RunSummary":
+        """Return the summary of a result, without what is known once its files are written."""
+        records, blueprint = result.records, result.blueprint
+        headline = blueprint.metrics.headline
+        measured = [r for r in records if headline in r]
+        trained = [r for r in records if "train_loss" in r]
+        chosen_on: RowSet = "validation" if "validation" in blueprint.scored else "test"
+        best = max(measured[1:], key=lambda r: r[score_name(headline, chosen_on)])
+        names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
+        last = measured[-1]
+
+        def total(name: str) -> int:
+            return sum(record.get(name, 0) for record in records)
+
+        return cls(
+            id=experiment.id,
+            name=experiment.name,
+            status="finished",
+            headline=headline,
+            data=coverage.to_json(),
+            scored_rounds=[r["round"] for r in measured],
+            final=_metrics(last, ["round", *names]),
+            best=_metrics(best, ["round", *names]) | {"chosen_on": chosen_on},
+            untouched=_metrics(measured[0], names),
+            recall=dict(zip(blueprint.info.classes, last.get("recall", ()), strict=False)),
+            per_client=last.get("per_client", {}),
+            personal=last.get("personal", {}),
+            parameters=blueprint.parameters,
+            uploaded_parameters=total("uploaded_parameters"),
+            downloaded_parameters=total("downloaded_parameters"),
+            uploaded_bytes=total("uploaded_bytes"),
+            downloaded_bytes=total("downloaded_bytes"),
+            refused_uploads=sum(len(r["refused"]) for r in trained),
+            round_seconds=[round(r["seconds"], 4) for r in trained],
+            wall_seconds=round(wall_seconds, 3),
+            diagnostics=_last_diagnostics(records),
+            heads=blueprint.heads,
+            block_squared_norms=blueprint.block_norms,
+            state_sha256=result.digest,
+            attempt=result.attempt,
+            mlflow_run_id=run_id,
+            versions=versions(),
+            hardware=hardware(),
+            config=experiment.to_dict(),
+            identity=experiment.identity(),
+            sources=blueprint.sources,
+        )
+
+    @classmethod
+    def read(cls, home: Store) -> "RunSummary":
+        """Return the content of a run's result.json.
+
+        Raises:
+            FileNotFoundError: The run has not finished.
+            CorruptFileError: The file is not JSON, does not match its checksum, has other fields,
+                or belongs to another run.
+        """
+        place = home.place("result.json")
+        content = home.read("result.json")
+        try:
+            fields = json.loads(content)
+        except ValueError as error:
+            raise CorruptFileError(f"{place} is unreadable ({error})") from error
+        if not isinstance(fields, dict) or "id" not in fields:
+            raise CorruptFileError(f"{place} is unreadable (not the result of a run)")
+        if (checksum := fields.get("checksum")) != _checksum(fields):
+            fault = "has no checksum" if checksum is None else "is corrupt (checksum differs)"
+            raise CorruptFileError(f"{place} {fault}")
+        if fields["id"] != home.root.rpartition("/")[2]:
+            raise CorruptFileError(f"{place} belongs to run {fields['id']}")
+        try:
+            return cls(**fields)
+        except TypeError as error:  # names the fields
+            raise CorruptFileError(f"{place} has other fields ({error})") from error
+
+    def written(self) -> "RunSummary":
+        """Return the summary as it is read again: with its checksum, and plain JSON values."""
+        plain = json.loads(json.dumps(vars(self)))
+        return RunSummary(**{**plain, "checksum": _checksum(plain)})
+
+    def to_json(self) -> bytes:
+        """Return the bytes of result.json."""
+        content = vars(self.written())
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    @property
+    def trained_parameters(self) -> int:
+        """How many parameters were trained."""
+        return sum(self.parameters.values())
+
+    @property
+    def seconds(self) -> float:
+        """How long all rounds took."""
+        return sum(self.round_seconds)
+
+    def unscored(self, experiment: Experiment) -> str:
+        """Return what the run lacks of the scores that are asked for now; see :func:`unscored`."""
+        return unscored(experiment, self.scored_rounds)
+
+    def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
+        """Return which files in the run's folder are ``missing`` or ``corrupt``, by name.
+
+        Args:
+            home: The folder.
+            among: The files to look at; None is all. They are read as a whole.
+        """
+        damaged: dict[str, str] = {}
+        for name, expected in self.sha256.items():
+            if among is not None and name not in among:
+                continue
+            if expected is None:
+                if not home.exists(name):
+                    damaged[name] = "missing"
+                continue
+            try:
+                content = home.read(name)
+            except FileNotFoundError:
+                damaged[name] = "missing"
+            else:
+                if hashlib.sha256(content).hexdigest() != expected:
+                    damaged[name] = "corrupt"
+        return damaged
+
+    # Until all who read a summary do so by attribute.
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+
+def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
+    """Return what a run that has scored these rounds lacks of those asked for; empty if nothing.
+
+    A result with more scored rounds serves where fewer are asked for, since its numbers are equal.
+    """
+    lacking = experiment.scored_rounds - {*scored}
+    if not lacking:
+        return ""
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    every = experiment.evaluation.every
+    return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
+
+
+def _last_diagnostics(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last diagnosed round's spectral metrics; empty for methods without cores."""
+    names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
+    for record in reversed(records):
+        metrics = {k: v for k, v in record.items() if k in names or k.startswith("svt_")}
+        if metrics:
+            return {"round": record["round"]} | metrics
+    return {}
+
+
+def _metrics(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    # A metric of a group of test rows is missing if the evaluated subset holds none of them.
+    return {name: record[name] for name in names if name in record}
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of plain JSON values as canonical JSON, without the checksum itself."""
+    plain = {key: value for key, value in fields.items() if key != "checksum"}
+    text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested sections to dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        nested = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | None]:
+    """Return every field by its dotted name, for MLflow parameters."""
+    flat = flatten(experiment.to_dict())
+    return {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
+
+
+def seconds_until(last: int, records: list[dict[str, Any]]) -> float:
+    """Return how long the rounds up to ``last`` took."""
+    return float(sum(r["seconds"] for r in records if 0 < r["round"] <= last))
+
+
+def attempt_of(home: Store) -> str:
+    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
+    try:
+        return str(json.loads(home.read("attempt.json"))["attempt"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return ""
+
+
+def run_ids(store: Store) -> list[str]:
+    """Return the ids of the runs that have a folder in a storage, sorted.
+
+    Other things may lie beside them, such as mlflow.db.
+    """
+    return [name for name in store.names() if _ID.fullmatch(name)]
+
+
+def table_of_runs(store: str = "runs") -> "pd.DataFrame":
+    """Return the finished runs of a folder or URI: one row per run, by id.
+
+    The columns are what usually tells runs apart, the name of the headline metric, and its value
+    after the last round and at its best. A result that cannot be read is left out.
+
+    Raises:
+        InputError: The storage cannot be opened.
+        RunError: It failed.
+    """
+    import pandas as pd
+
+    rows = []
+    with own_errors():
+        opened = Store.open(store)
+        for name in run_ids(opened):
+            with suppress(FileNotFoundError, CorruptFileError):
+                rows.append(_row_of(RunSummary.read(opened.child(name))))
+    return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["id"]).set_index("id")
+
+
+def _row_of(summary: RunSummary) -> dict[str, Any]:
+    """Return the row of a finished run in :func:`table_of_runs`."""
+    config, headline = summary.config, summary.headline
+    return {
+        "id": summary.id,
+        "name": config["name"],
+        "method": config["method"]["name"],
+        "dataset": config["data"]["name"],
+        "model": config["model"]["name"],
+        "budget": config["budget"],
+        "partition": config["partition"]["kind"],
+        "alpha": config["partition"]["alpha"],
+        "rounds": config["federation"]["rounds"],
+        "seed": config["seed"],
+        "headline": headline,
+        "final": summary.final[headline],
+        "best": summary.best[headline],
+    }

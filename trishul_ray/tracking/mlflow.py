@@ -1,0 +1,775 @@
+"""Runs in MLflow: the store, one run per experiment, and the parent run of a sweep.
+
+An experiment has one run, however often it is stopped and resumed. All calls go through
+``MlflowClient`` with an explicit run id. There is no active run and no global tracking URI, so that
+one process can hold any number of runs. A run is found again by a tag that the request that creates
+it sets, so a driver that is killed at any moment continues its run.
+
+MLflow creates the schema of a SQLite store on first use, table by table, and cannot do so
+concurrently: of four processes that open a new file together, three fail, and the file of a process
+that is killed meanwhile never opens again. Hold :func:`store_lock`, a lock file beside the
+database, while opening; a new database gets its name when it is complete.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from urllib.parse import urlsplit
+
+import tenacity
+from filelock import FileLock, Timeout
+
+from trishul_ray.errors import InputError, RunError, first_line
+from trishul_ray.redaction import is_secret_name, redact
+
+if TYPE_CHECKING:
+    from mlflow.entities import Experiment, Run
+    from mlflow.tracking import MlflowClient
+
+ATTEMPT_TAG = "trishul.attempt"
+#: Tag of a run: the id of its experiment.
+ID_TAG = "trishul.id"
+#: Tag of a deleted run: the attempt that has replaced it.
+REPLACED_TAG = "trishul.replaced_by"
+#: Tag of the run of a cell that early stopping ended: after which round, at which score.
+STOPPED_TAG = "trishul.stopped"
+#: Beginning of the tag of the run of a cell that names a sweep; the value is the profile.
+SWEEP_TAG = "sweep."
+PARENT_TAG = "mlflow.parentRunId"
+#: Metric logged last in every round: a round that has it was logged completely.
+ROUND_METRIC = "round"
+
+#: Seconds to wait for another process that is creating or migrating a store.
+LOCK_SECONDS = 120.0
+#: Seconds for which a server that has answered before may be gone. It takes a minute to start.
+OUTAGE_SECONDS = 300.0
+
+#: MLflow's own port, which is tried first for its page.
+FIRST_PORT = 5000
+
+_PARAM_VALUE_LIMIT = 6000  # MLflow's MAX_PARAM_VAL_LENGTH
+_TAG_VALUE_LIMIT = 5000  # the smallest limit among MLflow's stores
+_KEY_LIMIT = 250
+_PARAMS_PER_BATCH = 100
+_METRICS_PER_BATCH = 1000
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+Scalar = str | int | float | bool | None
+T = TypeVar("T")
+
+
+def tracking_uri(uri: str | None, runs: str) -> str:
+    """Return the MLflow tracking URI of a run.
+
+    Args:
+        uri: ``tracking.uri`` of the experiment; a bare path is a SQLite file. Without one, it is
+            that of the environment variable ``MLFLOW_TRACKING_URI``.
+        runs: ``storage.runs``; without any ``uri``, the store is ``<runs>/mlflow.db``.
+
+    Raises:
+        InputError: The store is a folder of files (which MLflow no longer writes) or an in-memory
+            database; or there is no ``uri`` and ``runs`` is remote.
+    """
+    uri = uri if uri is not None else os.environ.get("MLFLOW_TRACKING_URI") or None
+    if uri is None:
+        if "://" in runs and not runs.startswith("file://"):
+            raise InputError(
+                f"tracking.uri: name an MLflow server, since storage.runs={runs!r} is remote and "
+                "cannot hold a SQLite file (or set tracking.mlflow=false)"
+            )
+        return f"sqlite:///{Path(runs.removeprefix('file://')).absolute() / 'mlflow.db'}"
+    scheme = urlsplit(uri).scheme
+    if scheme == "file" or (not scheme and not uri.endswith(".db")):
+        raise InputError(
+            f"tracking.uri={uri!r}: MLflow no longer writes folders of files; "
+            "name sqlite:///<file>.db or http(s)://<server>"
+        )
+    if not scheme:
+        return f"sqlite:///{Path(uri).absolute()}"
+    if scheme == "sqlite" and sqlite_file(uri) is None:
+        raise InputError(f"tracking.uri={uri!r}: name a file, sqlite:///<path>.db")
+    return uri
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of a ``sqlite:///`` URI; None for other stores and in-memory databases."""
+    head, _, path = uri.partition(":///")
+    path = path.partition("?")[0]
+    if head.partition("+")[0] != "sqlite" or not path or path == ":memory:":
+        return None
+    return Path(path).absolute()
+
+
+def is_server(uri: str) -> bool:
+    """Return whether a store is a server, which is reached over HTTP."""
+    return uri.startswith(("http://", "https://"))
+
+
+def open_client(uri: str) -> "MlflowClient":
+    """Return an MLflow client whose store exists and answers; the caller holds its lock.
+
+    Raises:
+        InputError: The store cannot be created, is not a database, or does not answer.
+    """
+    # MLflow reads these when it is first imported. Send no telemetry. Do not let a lost server
+    # block a run for minutes, as the default of 7 retries of 120 s would. Do not let MLflow print
+    # the address of the run: the run prints it.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    from mlflow.exceptions import MlflowException
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow.tracking import MlflowClient
+    from sqlalchemy.exc import SQLAlchemyError
+
+    # Hide the page of "Running upgrade ..." that MLflow logs for every new store.
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    file = sqlite_file(uri)
+    new = file.with_name(f".{file.name}.new") if file is not None and not file.exists() else None
+    try:
+        if new is not None and file is not None:
+            new.unlink(missing_ok=True)  # of a process that was killed
+            # Without the client, whose stores live as long as the process.
+            SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
+            new.replace(file)
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)  # migrates the schema
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        if new is not None:
+            new.unlink(missing_ok=True)
+        cause = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0][:300]
+        raise InputError(
+            f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {redact(cause)}"
+        ) from error
+    return client
+
+
+@contextlib.contextmanager
+def store_lock(uri: str) -> Iterator[None]:
+    """Hold the lock that serializes opening a SQLite store; do nothing for a server.
+
+    Raises:
+        InputError: The folder cannot be written, or another process keeps the lock for
+            :data:`LOCK_SECONDS`.
+    """
+    file = sqlite_file(uri)
+    if file is None:
+        yield
+        return
+    lock = FileLock(f"{file}.lock", timeout=LOCK_SECONDS)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise InputError(
+            f"tracking.uri: another process has held {file}.lock for {LOCK_SECONDS:.0f} s"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"tracking.uri: cannot write in {file.parent}: {error.strerror}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
+    """Open a store and its experiment of this name, and keep the store's lock.
+
+    Raises:
+        InputError: The store does not answer or cannot be written, or the experiment was deleted.
+    """
+    with store_lock(uri):
+        client = open_client(uri)
+        yield client, get_or_create_experiment(client, name, sqlite_file(uri))
+
+
+def get_or_create_experiment(
+    client: "MlflowClient", name: str, database: Path | None
+) -> "Experiment":
+    """Return the MLflow experiment ``name``; create it if it does not exist.
+
+    The artifacts of a new one go to ``mlartifacts/`` beside the database, or are left to a server.
+
+    Raises:
+        InputError: The experiment was deleted in MLflow.
+    """
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        artifacts = (database.parent / "mlartifacts").absolute().as_uri() if database else None
+        try:
+            client.create_experiment(name, artifact_location=artifacts)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
+                raise
+        experiment = client.get_experiment_by_name(name)
+    if experiment is None or experiment.lifecycle_stage != "active":
+        raise InputError(
+            f"tracking.experiment={name!r} was deleted in MLflow: restore it there or choose "
+            "another name"
+        )
+    return experiment
+
+
+def _all_runs(client: "MlflowClient", experiment: "Experiment", wanted: str) -> "list[Run]":
+    """Return the runs that MLflow's filter finds, the oldest first."""
+    runs: list[Run] = []
+    token: str | None = None
+    while token is None or token:
+        page = client.search_runs(
+            [experiment.experiment_id], wanted, order_by=["start_time ASC"], page_token=token
+        )
+        runs += page
+        token = page.token or ""
+    return runs
+
+
+def _runs_of(client: "MlflowClient", experiment: "Experiment", attempt: str) -> "list[Run]":
+    return _all_runs(client, experiment, f"tags.`{ATTEMPT_TAG}` = '{attempt}'")
+
+
+def has_finished(uri: str, experiment_name: str, attempt: str) -> bool:
+    """Return whether the run of an attempt has finished in an experiment of a store.
+
+    Raises:
+        InputError: The store does not answer or cannot be written, or the experiment was deleted.
+    """
+    with _opened(uri, experiment_name) as (client, experiment):
+        found = _runs_of(client, experiment, attempt)
+    return any(run.info.status == "FINISHED" for run in found)
+
+
+def has_finished_in(file: Path, attempt: str) -> bool:
+    """Return whether the run of an attempt has finished in a SQLite store, read without MLflow.
+
+    False if the file is missing, busy, or not such a store.
+    """
+    wanted = (
+        "select 1 from tags join runs using (run_uuid) where tags.key = ? and tags.value = ?"
+        " and runs.status = 'FINISHED' and runs.lifecycle_stage = 'active'"
+    )
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=1)
+        ) as database:
+            return database.execute(wanted, (ATTEMPT_TAG, attempt)).fetchone() is not None
+    except sqlite3.Error:
+        return False
+
+
+def replace_run(uri: str, experiment_name: str, attempt: str, by: str) -> None:
+    """Delete the runs of an attempt, with the tag that another one replaces them.
+
+    Raises:
+        InputError: As :func:`has_finished`.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        with _opened(uri, experiment_name) as (client, experiment):
+            for run in _runs_of(client, experiment, attempt):
+                client.set_tag(run.info.run_id, REPLACED_TAG, by)
+                client.delete_run(run.info.run_id)
+    except MlflowException as error:
+        raise InputError(f"tracking.uri={redact(uri)!r}: {first_line(error)}") from error
+
+
+def place_of(uri: str, experiment_name: str) -> list[str]:
+    """Return where a run is logged, without credentials; see :attr:`Tracker.place`."""
+    return [redact(uri), experiment_name]
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether an error of a store may be temporary: it does not answer, or it has a fault.
+
+    False for a wrong password and for input that the store refuses.
+    """
+    from mlflow.exceptions import MlflowException
+
+    cause = error.__cause__ if isinstance(error, InputError) else error
+    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
+    return isinstance(cause, MlflowException) and cause.error_code in temporary
+
+
+def _retrying(patience: float) -> tenacity.Retrying:
+    """Return what calls a function again while a server is gone, for ``patience`` seconds."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_outage),
+        wait=tenacity.wait_exponential(multiplier=1, max=10),
+        stop=tenacity.stop_before_delay(patience),
+        reraise=True,
+    )
+
+
+class Connection:
+    """An open store, which may be gone for a while. A server is waited for, once.
+
+    Attributes:
+        client: MLflow's client of it.
+        uri: its address.
+        patience: for how many seconds it may be gone from now on.
+    """
+
+    def __init__(self, client: "MlflowClient", uri: str) -> None:
+        self.client, self.uri = client, uri
+        self.patience = _patience(uri)
+
+    def wait_for(self, action: Callable[[], T]) -> T:
+        """Return what a call returns, however long a server that is gone may be waited for."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return _retrying(self.patience)(action)
+        except MlflowException as error:
+            if is_outage(error):
+                self.patience = 0.0
+            raise
+
+
+def _patience(uri: str) -> float:
+    return OUTAGE_SECONDS if is_server(uri) else 0.0
+
+
+class Tracker:
+    """Receives what a run logs, and discards it: the tracker of ``tracking.mlflow=false``.
+
+    Attributes:
+        run_id: Id of the tracking run, if there is one.
+        place: The tracking URI, without credentials, and the experiment's name, if there are any.
+    """
+
+    run_id: str | None = None
+    place: list[str] | None = None
+
+    def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a round, unless the round is logged already."""
+
+    def log_totals(
+        self, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
+    ) -> None:
+        """Log metrics of the whole run, at its last round, and tags."""
+
+    def log_data(
+        self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
+    ) -> None:
+        """Log the rows that the run reads as a dataset input, once, however often it is resumed.
+
+        ``digest`` has at most 36 characters, ``context`` is ``training`` or ``evaluation``, and
+        ``profile`` holds facts about the rows, e.g. their number.
+        """
+
+    def log_artifacts(self, folder: Path | str) -> None:
+        """Log every file of a local folder; raise InputError if it is not a folder."""
+
+    def finish(self, status: Status = "FINISHED") -> list[str]:
+        """End the run; return what the tracking store did not accept."""
+        return []
+
+    def ui_command(self, run: str = "") -> str | None:
+        """Return the command, or the address, that shows the run with this id in a browser."""
+        return None
+
+
+class MlflowRun(Tracker):
+    """A run in an MLflow store. Create it with :meth:`open`.
+
+    A store that fails while the run goes on does not stop it: what it has not taken is kept, in
+    order, and sent with what is logged later, at the latest by :meth:`finish`, which waits for a
+    server that is gone, and lists what the store did not accept.
+    """
+
+    def __init__(self, store: Connection, experiment: "Experiment", run: "Run") -> None:
+        self._store = store
+        self._experiment = experiment
+        self._id: str = run.info.run_id
+        self.run_id = self._id
+        self.place = place_of(store.uri, experiment.name)
+        self._logged: set[int] | None = None
+        self._unsent: deque[tuple[str, Callable[[], object]]] = deque()
+        self._rejected: list[str] = []
+
+    @classmethod
+    def open(
+        cls,
+        uri: str,
+        experiment_name: str,
+        attempt: str,
+        run_name: str,
+        params: Mapping[str, Scalar],
+        tags: Mapping[str, Scalar] | None = None,
+        parent_run: str | None = None,
+    ) -> Self:
+        """Find the run of an attempt, or create it.
+
+        Args:
+            uri: Tracking URI, from :func:`tracking_uri`.
+            experiment_name: Name of the MLflow experiment, created if it does not exist.
+            attempt: Identifies the run: a call with the same attempt continues the same run.
+            run_name: Name shown in MLflow.
+            params: Flat parameters. Secrets are masked or omitted, long values cut. MLflow allows
+                no change of a parameter: changed ones go into the tag ``trishul.resumed_with``.
+            tags: Further tags, treated alike.
+            parent_run: MLflow run id of the sweep this run belongs to.
+
+        Raises:
+            InputError: The store does not answer or cannot be written, or the experiment was
+                deleted.
+        """
+        if not attempt or not attempt.isascii() or "'" in attempt or "\\" in attempt:
+            raise InputError(f"attempt={attempt!r}: use ASCII letters, digits, '-', '_', '.', ':'")
+        all_tags = _public(tags or {}, _TAG_VALUE_LIMIT) | {ATTEMPT_TAG: attempt}
+        if parent_run is not None:
+            all_tags[PARENT_TAG] = parent_run
+        # The run of a sweep has found the server before: it is gone for a while, not misspelt.
+        retrying = _retrying(0.0 if parent_run is None else _patience(uri))
+        self = retrying(cls._find_or_create, uri, experiment_name, attempt, run_name, all_tags)
+        retrying(self._log_params, _public(params, _PARAM_VALUE_LIMIT))
+        return self
+
+    @classmethod
+    def _find_or_create(
+        cls, uri: str, experiment_name: str, attempt: str, run_name: str, tags: Mapping[str, str]
+    ) -> Self:
+        # Keep the lock from the search to the creation: two drivers of one attempt share a run.
+        with _opened(uri, experiment_name) as (client, experiment):
+            found = _runs_of(client, experiment, attempt)
+            if not found:
+                number = experiment.experiment_id
+                run = client.create_run(number, tags=dict(tags), run_name=run_name)
+            else:
+                run = found[0]
+                if run.info.status != "RUNNING":
+                    client.update_run(run.info.run_id, status="RUNNING")
+        return cls(Connection(client, uri), experiment, run)
+
+    def _log_params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        client = self._store.client
+        known = client.get_run(self._id).data.params
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        for batch in _batches(new, _PARAMS_PER_BATCH):
+            client.log_batch(self._id, params=batch)
+        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
+        if changed:
+            text = json.dumps(changed, sort_keys=True)
+            client.set_tag(self._id, "trishul.resumed_with", text[:_TAG_VALUE_LIMIT])
+
+    def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a round, now or, while the store fails, with a later one."""
+        self._log(f"round {step}", partial(self._log_round, step, dict(metrics)))
+
+    def _log_round(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        if step in self.logged_steps():
+            return
+        now = int(time.time() * 1000)
+        points = [Metric(key, float(value), now, step) for key, value in metrics.items()]
+        points.append(Metric(ROUND_METRIC, float(step), now, step))
+        for batch in _batches(points, _METRICS_PER_BATCH):
+            self._store.client.log_batch(self._id, metrics=batch)
+        self.logged_steps().add(step)
+
+    def logged_steps(self) -> set[int]:
+        """Return the rounds that this process or an earlier one has logged completely."""
+        if self._logged is None:
+            history = self._store.client.get_metric_history(self._id, ROUND_METRIC)
+            self._logged = {int(point.step) for point in history}
+        return self._logged
+
+    def log_totals(
+        self, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
+    ) -> None:
+        """Log metrics of the whole run, at its last round, and tags."""
+        from mlflow.entities import Metric, RunTag
+
+        now = int(time.time() * 1000)
+        points = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        public = [RunTag(name, value) for name, value in _public(tags, _TAG_VALUE_LIMIT).items()]
+        client = self._store.client
+        self._log("totals", lambda: client.log_batch(self._id, points, tags=public))
+
+    def log_data(
+        self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
+    ) -> None:
+        """Log a dataset input, which MLflow adds only once."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
+            name=name,
+            digest=digest,
+            source_type=source.partition(":")[0],
+            source=json.dumps({"source": redact(source)}),
+            profile=json.dumps(dict(profile)),
+        )
+        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])]
+        client = self._store.client
+        self._log(f"dataset {name}", lambda: client.log_inputs(self._id, datasets=inputs))
+
+    def log_artifacts(self, folder: Path | str) -> None:
+        """Log every file of a local folder; raise InputError if it is not a folder."""
+        if not Path(folder).is_dir():
+            raise InputError(f"artifacts: {folder} is not a folder")
+
+        def upload() -> None:
+            if not Path(folder).is_dir():  # it was temporary, and the store was gone for too long
+                raise FileNotFoundError(folder)
+            self._store.client.log_artifacts(self._id, str(folder))
+
+        self._log(f"folder {folder}", upload, wait=True)
+
+    def finish(self, status: Status = "FINISHED") -> list[str]:
+        """End the run with ``status``; return what the store did not accept, e.g. ``round 3``.
+
+        A run that was stopped (``KILLED``) does not wait for a server.
+        """
+        if status == "KILLED":
+            self.stop_waiting()
+        client = self._store.client
+        end = partial(client.set_terminated, self._id, status)
+        self._log(f"status {status}", end, wait=True)
+        rejected, self._rejected = self._rejected, []
+        return [*rejected, *(what for what, _ in self._unsent)]
+
+    def stop_waiting(self) -> None:
+        """From now on, give up at once what a server that is gone does not accept."""
+        self._store.patience = 0.0
+
+    def ui_command(self, run: str = "") -> str:
+        """Return the command that shows the run with this id, or its address on a server."""
+        page = f"#/experiments/{self._experiment.experiment_id}/runs/{self._id}"
+        uri = self._store.uri
+        return f"{redact(uri).rstrip('/')}/{page}" if is_server(uri) else ui_command(uri, run)
+
+    def _log(self, what: str, action: Callable[[], object], *, wait: bool = False) -> None:
+        """Send all that is not sent, and this, in order; note ``what`` the store refuses."""
+        from mlflow.exceptions import MlflowException
+
+        self._unsent.append((what, action))
+        while self._unsent:
+            what, action = self._unsent[0]
+            try:
+                self._store.wait_for(action) if wait else action()
+            except (MlflowException, OSError) as error:
+                if is_outage(error):
+                    return
+                code = getattr(error, "error_code", None)
+                if what.startswith("round") and code == "INVALID_PARAMETER_VALUE":
+                    raise  # a metric's name is invalid: a bug here, not a fault of the store
+                self._rejected.append(what)
+            self._unsent.popleft()
+
+
+class SweepRun(MlflowRun):
+    """The run of one sweep, the parent of the runs of its cells. Create it with :meth:`open`.
+
+    A cell's run is found by the tag ``sweep.<name>`` with the sweep's profile as value. A run that
+    another sweep or a single run has logged keeps its parent, and gets that tag, too.
+    """
+
+    def settle(
+        self,
+        cells: Mapping[str, Mapping[str, str]],
+        finished: Mapping[str, str | None],
+        failed: Callable[[str], bool],
+        records: Callable[[str], Sequence[Mapping[str, float]] | None],
+        stopped: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[str]:
+        """Bring the runs of all cells into line with their results, once no cell is running.
+
+        A run that is still open is completed if its cell has finished (its process was killed after
+        it had written the result), and otherwise ends as ``FAILED`` or ``KILLED``; so does one that
+        ended as ``FAILED`` although its cell did not fail. Cells that were logged by another sweep
+        or a single run get the tags of this sweep.
+
+        Args:
+            cells: Tags of each cell, by id.
+            finished: MLflow run id of each finished cell, as in its result, by id.
+            failed: Returns whether a cell has failed.
+            records: Returns the rounds of a cell, or None if it has not finished.
+            stopped: Why early stopping ended a cell, by id; its run is ``KILLED``, with a tag.
+
+        Returns:
+            What the tracking store did not accept.
+        """
+        from mlflow.exceptions import MlflowException
+
+        rejected: list[str] = []
+        try:
+            children = self._store.wait_for(self._children)
+        except MlflowException as error:
+            return [first_line(error)]
+        for id, child in children.items():
+            if child.info.status not in ("RUNNING", "FAILED"):
+                continue
+            ended: Status = "FAILED" if id in cells and failed(id) else "KILLED"
+            # A run that is interrupted may see its actors end first, and take that for a failure.
+            if child.info.status == "FAILED" and (id not in cells or ended == "FAILED"):
+                continue
+            run = MlflowRun(self._store, self._experiment, child)
+            rounds = records(id) if id in cells else None
+            for each in rounds or ():
+                metrics = {name: value for name, value in each.items() if name != "round"}
+                run.log_round(int(each["round"]), metrics)
+            missing = run.finish("FINISHED" if rounds is not None else ended)
+            rejected += [f"{what} of {child.info.run_name}" for what in missing]
+        for id in stopped.keys() & children.keys():
+            self._add_tags(children[id].info.run_id, {STOPPED_TAG: stopped[id]})
+        for id, found in finished.items():
+            if id not in children and found is not None:
+                self._add_tags(found, cells[id])
+        return rejected
+
+    def close(self, counts: Mapping[str, int], status: Status) -> list[str]:
+        """Log how many cells are in which state, and end the run; return what was not accepted."""
+        self.log_totals(0, {f"cells.{name}": count for name, count in counts.items()}, {})
+        return self.finish(status)
+
+    def _children(self) -> "dict[str, Run]":
+        """Return the runs of this sweep's cells, by the id of their experiment."""
+        client = self._store.client
+        tags = client.get_run(self._id).data.tags
+        marked = f"tags.`{SWEEP_TAG}{tags['sweep']}` = '{tags['profile']}'"
+        runs = _all_runs(client, self._experiment, marked)
+        return {run.data.tags[ID_TAG]: run for run in runs if ID_TAG in run.data.tags}
+
+    def _add_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Add the tags that a run does not have; nothing if it was logged to another store."""
+        from mlflow.exceptions import MlflowException
+
+        def add() -> None:
+            run = self._store.client.get_run(run_id)
+            for key in tags.keys() - run.data.tags.keys():
+                self._store.client.set_tag(run_id, key, tags[key])
+
+        with contextlib.suppress(MlflowException):
+            self._store.wait_for(add)
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _public(fields: Mapping[str, Scalar], limit: int) -> dict[str, str]:
+    """Return fields as MLflow accepts them, without secrets."""
+    public = {}
+    for key, value in fields.items():
+        if is_secret_name(key):
+            continue
+        name = "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in key)[:_KEY_LIMIT]
+        text = redact(str(value))
+        public[name] = text if len(text) <= limit else text[: limit - 1] + "…"
+    return public
+
+
+def ui_command(uri: str, run: str = "") -> str:
+    """Return the command that shows a store, or one run of it, in a browser; a server's address.
+
+    Args:
+        uri: Tracking URI, from :func:`tracking_uri`.
+        run: Id of the run (of this package).
+    """
+    if is_server(uri):
+        return redact(uri)
+    words = ["trishul", "ui", *([run] if run else [])]
+    file, here = sqlite_file(uri), Path.cwd()
+    usual = file is not None and uri == f"sqlite:///{file.parent / 'mlflow.db'}"
+    if file is None or not usual or os.environ.get("MLFLOW_TRACKING_URI"):
+        words += ["--uri", redact(uri)]
+    elif file.parent != here / "runs" or os.environ.get("TRISHUL_RUNS"):
+        folder = file.parent
+        words += ["--runs", str(folder.relative_to(here) if here in folder.parents else folder)]
+    return shlex.join(words)
+
+
+def page_of_run(uri: str, run: str) -> str:
+    """Return the page of a run in a store, as the part of its address after the server's.
+
+    Args:
+        uri: Tracking URI, from :func:`tracking_uri`.
+        run: Id of the run (of this package); empty for the page of all runs.
+
+    Raises:
+        InputError: There is no such store, it does not answer, or the run is not in it.
+    """
+    file = sqlite_file(uri)
+    if file is not None and not file.is_file():
+        raise InputError(f"{file} does not exist: no run has logged to it; name the folder of runs")
+    if not run:
+        return "/"
+    with store_lock(uri):
+        client = open_client(uri)
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    quoted = run.replace("'", "")
+    found = client.search_runs(experiments, f"tags.`{ID_TAG}` = '{quoted}'", max_results=1)
+    if not found:
+        raise InputError(f"run {run!r} is not in {redact(uri)}")
+    return f"/#/experiments/{found[0].info.experiment_id}/runs/{found[0].info.run_id}"
+
+
+def free_port(first: int = FIRST_PORT) -> int:
+    """Return the first port from ``first`` that nothing listens to on localhost."""
+    for port in range(first, 65536):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise InputError(f"no port on localhost is free from {first} on")
+
+
+def serve_ui(uri: str, port: int, ready: Callable[[str], None]) -> None:
+    """Run ``mlflow ui`` on localhost until it is interrupted; leave no process behind.
+
+    Args:
+        uri: Tracking URI of a store that is no server.
+        port: A free port.
+        ready: Called with the address, once it answers.
+
+    Raises:
+        RunError: It does not start, or ends by itself.
+    """
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--uvicorn-opts", "--log-level warning"]
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    # In a session of its own: MLflow does not end its workers when it is ended itself.
+    # Its lines go to standard error.
+    process = subprocess.Popen(
+        command, env={**os.environ, **quiet}, start_new_session=True, stdout=2
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/health", timeout=1).close()
+                ready(address)
+                process.wait()
+            time.sleep(0.2)
+        raise RunError(f"MLflow's page has ended with exit code {process.returncode}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
