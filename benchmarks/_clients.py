@@ -1,20 +1,19 @@
 """One federation in a process of its own, stepped and weighed by the benchmark that started it.
 
-Reads ``step`` or ``memory`` a line from standard input and answers with one line of JSON, so that
-two federations of different size can be stepped by turns and neither's memory is the other's.
+It is asked to ``step``, or for its ``memory``, so that two federations of different size can be
+stepped by turns and neither's memory is the other's.
 """
 
-import json
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 from _setups import small
+from _stepped import Stepped, answer_all
 
 from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
@@ -22,42 +21,13 @@ from trishul_ray.federation.on_ray.session import ray_session
 MIB = 2**20
 
 
-class Federation:
-    """The parent's side: start, ask, end."""
+class Federation(Stepped):
+    """The parent's side."""
 
     def __init__(self, clients: int, data: str, overrides: list[str]) -> None:
         """Start the process; it answers once its actors are up."""
         self.clients = clients
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(clients), data, *overrides],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, what: str) -> Any:
-        """Send one word, read one answer.
-
-        Raises:
-            RuntimeError: the process has ended; its own words are on standard error.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(what + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the federation of {self.clients} clients ended: see above")
-        return json.loads(answer)
-
-    def __enter__(self) -> Self:
-        """Nothing more to do."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End of input ends the process, which shuts its Ray down."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        super().__init__([__file__, str(clients), data, *overrides])
 
 
 def weigh(driver: RayDriver) -> dict[str, float]:
@@ -95,14 +65,15 @@ def serve(clients: int, data: str, overrides: list[str]) -> None:
         with ray_session(), open_driver(setup.experiment, setup.prepared, "benchmark") as driver:
             assert isinstance(driver, RayDriver)
             driver.begin()
-            for line in sys.stdin:
+
+            def answer(what: str) -> Any:
                 began = time.perf_counter()
-                if line.strip() == "step":
+                if what == "step":
                     driver.step()
-                    answer: Any = time.perf_counter() - began
-                else:
-                    answer = weigh(driver) | {"dealing_seconds": dealt}
-                print(json.dumps(answer), flush=True)
+                    return time.perf_counter() - began
+                return weigh(driver) | {"dealing_seconds": dealt}
+
+            answer_all(answer)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 #: Runnable processes per CPU before we start, above which a timing is not worth quoting.
 BUSY = 0.3
+#: Options that say where things are, which changes no number.
+PLACES = ("hub", "cache", "runs", "out")
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,17 @@ class Section:
         return "\n".join(lines) + "\n"
 
 
-def told_by(script: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is a script's docstring, as it is written."""
-    return argparse.ArgumentParser(
+def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser whose help is a script's docstring, as it is written; ``options.parts`` if any."""
+    parser = argparse.ArgumentParser(
         description=script, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if parts:
+        known, names = [*parts, [*parts]], " ".join(parts)  # the last is the default
+        add = parser.add_argument
+        add("parts", nargs="*", metavar="PART", choices=known, default=[*parts], help=names)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    return parser
 
 
 def wide_console() -> "Console":
@@ -151,14 +159,21 @@ def hardware_slug() -> str:
 class Report:
     """Collects sections and writes them as ``<what>_<hardware>_<date>.json`` and ``.md``."""
 
-    def __init__(self, what: str, config: dict[str, Any], console: "Console") -> None:
-        """Note when it began and how busy the machine was by then."""
-        self.what, self.config, self.console = what, config, console
+    def __init__(self, what: str, options: argparse.Namespace, *private: str) -> None:
+        """Note when it began and how busy the machine was by then.
+
+        Options that are places, or ``private``, stay out of the page.
+        """
+        hidden = {*PLACES, *private}
+        self.config = {key: value for key, value in vars(options).items() if key not in hidden}
+        if "parts" in self.config:
+            self.config["parts"] = " ".join(options.parts)
+        self.what, self.folder, self.console = what, options.out, wide_console()
         self.began = datetime.datetime.now(datetime.UTC)
         self.load = os.getloadavg()[0] / (os.cpu_count() or 1)
         self.sections: list[Section] = []
         if self.busy:
-            console.print(
+            self.console.print(
                 f"this machine is busy ({self.load:.1f} runnable processes per CPU): ratios of "
                 "neighbouring measurements still mean something, seconds do not",
                 style="yellow",
@@ -175,13 +190,13 @@ class Report:
         return f"{self.what}_{hardware_slug()}_{self.began.date().isoformat()}"
 
     def add(self, section: Section) -> None:
-        """Show a section and keep it."""
+        """Show a section, and write all so far: a script that is stopped keeps what it has.
+
+        The files of an earlier measurement of this day are replaced.
+        """
         section.print(self.console)
         self.sections.append(section)
-
-    def write(self, folder: Path) -> Path:
-        """Write both files; returns the page for people. An earlier one of this day is replaced."""
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         took = (datetime.datetime.now(datetime.UTC) - self.began).total_seconds()
         content = {
             "what": self.what,
@@ -197,12 +212,11 @@ class Report:
                 for s in self.sections
             ],
         }
-        file = folder / f"{self.stem}.json"
+        file = self.folder / f"{self.stem}.json"
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        page = folder / f"{self.stem}.md"
+        page = self.folder / f"{self.stem}.md"
         page.write_text(self._page(content), encoding="utf-8")
         self.console.print(f"written: {page} and .json", soft_wrap=True, highlight=False)
-        return page
 
     def _page(self, content: dict[str, Any]) -> str:
         machine = content["hardware"]

@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import safetensors.torch
-from _results import RESULTS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -27,8 +26,6 @@ from trishul_ray.tracking.progress import RunProgress
 
 #: Methods whose clients train parts of different rank of one LoRA pair.
 OF_RANKS = ("hetlora", "flexlora")
-#: Options of :func:`add_places`, which change no number and stay out of a report.
-PLACES = ("hub", "cache", "runs", "out")
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +34,6 @@ def add_places(parser: argparse.ArgumentParser) -> None:
     add("--hub", type=Path, help="mirror; default TRISHUL_HUB")
     add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
     add("--runs", type=Path, default=Path("runs"), help="where runs lie (default: %(default)s)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
 
 
 def words_of(options: argparse.Namespace) -> list[str]:

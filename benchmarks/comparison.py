@@ -21,17 +21,17 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import Report, Section, told_by, wide_console
-from _runs import PLACES, Run, add_places, run_all, words_of
+from _results import Report, Section, told_by
+from _runs import Run, add_places, run_all, words_of
 from _setups import SMALL
 from _variants import VARIANTS, rate_of, tuned_for
 from rich.console import Console
 
+from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_rows
-from trishul_ray.federation.workbench import LEVELS, PROFILES
 from trishul_ray.report.figures.curves import draw_curves, metric_of_run
 from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.tracking.progress import format_count
@@ -55,11 +55,8 @@ COLUMNS = [
 def main() -> None:
     """Grid, comparison, report."""
     options = _arguments()
-    console = wide_console()
-    private = (*PLACES, "name")
-    report = Report(
-        options.name, {k: v for k, v in vars(options).items() if k not in private}, console
-    )
+    report = Report(options.name, options, "name")
+    console = report.console
     try:
         tuned = {partition: tune(options, partition, console) for partition in options.partitions}
         for _, grid in tuned.values():
@@ -69,7 +66,6 @@ def main() -> None:
             report.add(section)
     except (InputError, RunError) as error:
         sys.exit(f"error: {error}")
-    report.write(options.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the frozen backbone")
     add("--clients", type=int, default=20)
     add("--alpha", type=float, default=0.3, help="Dirichlet concentration")
-    add("--compute", nargs="+", choices=list(PROFILES), default=["full"],
+    add("--compute", nargs="+", choices=list(COMPUTE_PROFILES), default=["full"],
         help="what clients can train; a table for each")  # fmt: skip
     add("--weighting", choices=["uniform", "size"], default="uniform",
         help="of clients; size deals a Dirichlet partition to clients of unequal size")  # fmt: skip
@@ -308,7 +304,7 @@ def _told(
     if compute != "full":
         shares = ", ".join(
             f"{level:g} of the budget: {share:.0%}"
-            for level, share in zip(LEVELS, PROFILES[compute], strict=True)
+            for level, share in zip(COMPUTE_LEVELS, COMPUTE_PROFILES[compute], strict=True)
         )
         lines.append(f"what a client can train, drawn once per client and seed: {shares}")
     if options.weighting == "size":

@@ -11,10 +11,9 @@ one test row. Then the numbers that the paper prints are the truth, and right de
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from _results import RESULTS, Goal, Report, Section, told_by, wide_console
+from _results import Goal, Report, Section, told_by
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -101,17 +100,14 @@ def main() -> None:
     add("--pages", type=int, default=250, help="pages without differences, for each case")
     add("--paper-pages", type=int, default=50, help="pages with the paper's numbers as truth")
     add("--seeds", type=int, nargs="+", default=[3, 5, 10], help="seeds of a table")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     options = parser.parse_args()
-    told = {"pages": options.pages, "paper_pages": options.paper_pages, "seeds": options.seeds}
-    report = Report("decisions", told, wide_console())
+    report = Report("decisions", options)
     try:
         truths = {name: truth for sweep in paper_sweeps() for name, truth in truths_of(sweep)}
     except InputError as error:
         sys.exit(f"error: {error}")
     report.add(wrong_decisions(options, truths))
     report.add(power(options, truths))
-    report.write(options.out)
 
 
 def paper_sweeps() -> tuple[Sweep, ...]:

@@ -18,10 +18,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
+from _results import Goal, Report, Section, Times, paired, told_by
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -44,33 +43,24 @@ WIDTH = 768
 def main() -> None:
     """Measure the parts that are asked for."""
     options = _arguments()
-    parts = [part for part in ALL if part in (options.parts or ALL)]
-    said = {k: v for k, v in vars(options).items() if k != "out"}
-    report = Report("folded", said | {"parts": " ".join(parts)}, wide_console())
+    report = Report("folded", options)
     torch.set_num_threads(1)
-    if "kept" in parts:
+    if "kept" in options.parts:
         report.add(kept(options))
-        report.write(options.out)
-    if "cost" in parts:
+    if "cost" in options.parts:
         report.add(cost(options))
-        report.write(options.out)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = told_by(__doc__)
+    parser = told_by(__doc__, ALL)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=" ".join(ALL))
     add("--rates", type=float, nargs="+", default=[1e-3, 3e-3], help="learning rates")
     add("--rounds", type=int, default=2)
     add("--local-steps", type=int, default=5)
     add("--blocks", type=int, default=2, help="blocks of ViT-B/16 in the timed step")
     add("--batch", type=int, default=2, help="images in the timed step")
     add("--steps", type=int, default=15, help="timed steps")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
-    options = parser.parse_args()
-    if unknown := set(options.parts) - set(ALL):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(ALL)}")
-    return options
+    return parser.parse_args()
 
 
 @contextmanager

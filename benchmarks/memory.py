@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import ray
-from _results import RESULTS, Goal, Report, Section, told_by, wide_console
+from _results import Goal, Report, Section, told_by
 
 from trishul_ray.config import ModelConfig
 from trishul_ray.federation.on_ray.session import ray_session
@@ -157,12 +157,10 @@ def _worst(own: list[tuple[float, float]], column: int) -> float:
 def main() -> None:
     """Measure both ways and write the results."""
     options = _arguments()
-    said = {k: v for k, v in vars(options).items() if k != "out"}
-    report = Report("memory", said, wide_console())
+    report = Report("memory", options)
     with tempfile.TemporaryDirectory() as folder, ray_session():
         for shared in (True, False):
             report.add(measure(options, Path(folder), shared))
-            report.write(options.out)  # after each: a run that is stopped keeps what it has
 
 
 def _arguments() -> argparse.Namespace:
@@ -172,7 +170,6 @@ def _arguments() -> argparse.Namespace:
     add("--actors", type=int, default=4)
     add("--precision", choices=["fp32", "bf16"], default="fp32")
     add("--threads", type=int, default=1, help="CPU threads of an actor")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.actors < 2:
         parser.error("--actors must be at least 2")

@@ -14,8 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import Report, Section, told_by, wide_console
-from _runs import PLACES, Run, add_places, run_all, words_of
+from _results import Report, Section, told_by
+from _runs import Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
@@ -29,17 +29,14 @@ from trishul_ray.tracking.progress import format_count
 def main() -> None:
     """Run both, draw them, write the page."""
     options = _arguments()
-    console = wide_console()
-    told = {key: value for key, value in vars(options).items() if key not in PLACES}
-    report = Report("newsgroups", told, console)
+    report = Report("newsgroups", options)
     try:
         federated = experiment_of(options)
         cells = {"federated": federated, "central": central_twin(federated)}
-        runs = run_all(cells, 2, console)
+        runs = run_all(cells, 2, report.console)
     except (InputError, RunError) as error:
         sys.exit(f"error: {error}")
     report.add(section_of(options, runs, options.out / f"{report.stem}.png"))
-    report.write(options.out)
 
 
 def _arguments() -> argparse.Namespace:

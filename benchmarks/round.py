@@ -25,7 +25,7 @@ import torch
 from _backends import NICENESS, backends
 from _clients import Federation
 from _limit import PARTS, Steps, time_steps
-from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
+from _results import Goal, Report, Section, Times, paired, told_by
 from _setups import Setup, has_real_data, large, small
 
 ALL = ("backend", "small", "large", "clients")
@@ -39,39 +39,32 @@ def main() -> None:
             os.environ[name] = str(value)  # the federations in processes of their own see it too
     if options.data == "auto":
         options.data = "cifar100" if has_real_data() else "synthetic"
-    parts = [part for part in ALL if part in (options.parts or ALL)]
-    said = {k: v for k, v in vars(options).items() if k not in ("hub", "cache", "out")}
-    report = Report("round", said | {"parts": " ".join(parts)}, wide_console())
+    report = Report("round", options)
     os.environ.setdefault(NICENESS, "0")  # before any Ray starts
     shared = [f"resources.threads={options.threads}", f"model.precision={options.precision}"]
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        if "backend" in parts:
+        if "backend" in options.parts:
             report.add(backends(small(scratch, options.data, _rounds(options, shared))))
-            report.write(options.out)  # after each part: a run that is stopped keeps what it has
-        if "small" in parts:
+        if "small" in options.parts:
             chosen = [*shared, f"federation.batch_size={options.batch}"]
             setup = small(scratch, options.data, chosen)
             report.add(steps(setup, options.steps, "small ViT", 1.6))
-            report.write(options.out)
-        if "large" in parts:
+        if "large" in options.parts:
             chosen = [*shared, f"federation.batch_size={options.large_batch}"]
             setup = large(scratch, options.data, chosen)
             report.add(steps(setup, options.large_steps, "ViT-B/16", 1.15, prox=0.01))
-            report.write(options.out)
-        if "clients" in parts:
+        if "clients" in options.parts:
             # Only the first call evaluates, a little: what a large batch leaves in the allocator
             # (70 MiB, more or less) would hide what a client costs.
             little = [f"evaluation.every={options.rounds + 1}", "evaluation.limit=64"]
             report.add(clients(options, [*_rounds(options, shared), *little]))
-            report.write(options.out)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = told_by(__doc__)
+    parser = told_by(__doc__, ALL)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=" ".join(ALL))
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
     add("--data", choices=["auto", "cifar100", "synthetic"], default="auto")
     add("--hub", type=Path, help="a mirror with CIFAR-100; default TRISHUL_HUB")
@@ -84,11 +77,7 @@ def _arguments() -> argparse.Namespace:
     add("--large-batch", type=int, default=32, help="batch size of ViT-B/16")
     add("--large-steps", type=int, default=5, help="measured steps of ViT-B/16")
     add("--many", type=int, default=10_000, help="registered clients, beside 20")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
-    unknown = set(options.parts) - set(ALL)
-    if unknown:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; known: {', '.join(ALL)}")
     if min(options.rounds - 2, options.steps, options.large_steps, options.local_steps) < 1:
         parser.error("--rounds must be at least 3, and steps at least 1")
     return options

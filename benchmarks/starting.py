@@ -14,10 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import psutil
-from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
+from _results import Goal, Report, Section, Times, paired, told_by
 
 from trishul_ray.federation.on_ray import session
 from trishul_ray.federation.on_ray.fork_server import PRELOADED
@@ -101,7 +100,6 @@ def main() -> None:
     parser.add_argument("--measure", help="measure one way; used by the script")
     parser.add_argument("--way", help="that way")
     parser.add_argument("--run", help="run the command in one way; used by the script")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.run:
         from trishul_ray.cli import main as trishul
@@ -115,8 +113,7 @@ def main() -> None:
     elif options.measure == "command":
         print(json.dumps(time_command(options.way)))
     else:
-        settings = {"actors": options.actors, "forks": options.forks, "turns": options.turns}
-        report = Report("starting", settings, wide_console())
+        report = Report("starting", options, "measure", "way", "run")
         for what in ("actors", "command"):
             found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
             for turn in range(options.turns):
@@ -127,7 +124,6 @@ def main() -> None:
             many = measure("actors", "fork", options.forks)
             rows = [[name, f"{value:.3g}"] for name, value in many.items()]
             report.add(Section(f"{options.forks} actors", ["", "fork"], rows, data=dict(many)))
-        report.write(options.out)
 
 
 def section(what: str, found: dict[str, list[dict[str, float]]]) -> Section:

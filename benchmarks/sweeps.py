@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from _results import RESULTS, Goal, Report, Section, Times, told_by, wide_console
+from _results import Goal, Report, Section, Times, told_by
 from rich.console import Console
 
 from trishul_ray.federation.on_ray.session import ray_session
@@ -143,23 +143,19 @@ def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
 def main() -> None:
     """Measure the parts and write the results."""
     options = _arguments()
-    said = {k: v for k, v in vars(options).items() if k not in ("out", "parts")}
-    report = Report("sweeps", said, wide_console())
+    report = Report("sweeps", options, "parts")
     measures = {"trials": measure_trials, "concurrent": measure_concurrent}
-    for part in options.parts or PARTS:
+    for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             report.add(measures[part](options, Path(folder)))
-        report.write(options.out)  # after each: a run that is stopped keeps what it has
 
 
 def _arguments() -> argparse.Namespace:
-    parser = told_by(__doc__)
+    parser = told_by(__doc__, PARTS)
     add = parser.add_argument
-    add("parts", nargs="*", choices=[*PARTS, []], help="what to measure; default: all")
     add("--trials", type=int, default=40, help="number of short trials")
     add("--rounds", type=int, default=30, help="rounds of a long trial")
     add("--steps", type=int, default=20, help="local steps of a long trial")
-    add("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args()
 
 

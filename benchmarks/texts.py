@@ -15,8 +15,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from _results import Report, Section, told_by, wide_console
-from _runs import PLACES, Run, add_places, run_all, words_of
+from _results import Report, Section, told_by
+from _runs import Run, add_places, run_all, words_of
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
@@ -43,22 +43,18 @@ CELLS = {
 def main() -> None:
     """Run all, draw them, write the page."""
     options = _arguments()
-    console = wide_console()
-    private = (*PLACES, "processes")
-    told = {key: value for key, value in vars(options).items() if key not in private}
-    report = Report("texts", told, console)
+    report = Report("texts", options, "processes")
     try:
         cells = {label: experiment_of(options, *cell) for label, cell in CELLS.items()}
         # Before processes that would wait for each other's pretraining.
         for name, cell in {c.model.name: c for c in cells.values()}.items():
-            with RunProgress(1, console) as progress:
+            with RunProgress(1, report.console) as progress:
                 tell = progress.task_progress(f"pretraining {name}")
                 ensure_pretrained(Backbone.of(cell.model, cell.storage.places), tell, on_ray=False)
-        runs = run_all(cells, options.processes, console)
+        runs = run_all(cells, options.processes, report.console)
     except (InputError, RunError) as error:
         sys.exit(f"error: {error}")
     report.add(section_of(options, runs, options.out / f"{report.stem}.png"))
-    report.write(options.out)
 
 
 def _arguments() -> argparse.Namespace:

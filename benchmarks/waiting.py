@@ -8,16 +8,17 @@ one process at a time and by turns; then again beside a process that keeps one c
 Results go to benchmarks/results/.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from _results import RESULTS, Goal, Report, Section, Times, paired, told_by, wide_console
+from _results import Goal, Report, Section, Times, paired, told_by
+from _stepped import Stepped, answer_all
 
 from trishul_ray.federation.determinism import ENVIRONMENT, WAITING
 
@@ -27,40 +28,6 @@ POLICIES: dict[str, dict[str, str]] = {
     "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
     "ours": WAITING,
 }
-
-
-class Rounds:
-    """Rounds of one experiment under one policy, in a process of their own."""
-
-    def __init__(self, policy: dict[str, str], options: list[str]) -> None:
-        """Start the process; what this one has set of such variables does not reach it."""
-        ours = {*ENVIRONMENT, *WAITING, "OMP_WAIT_POLICY"}
-        environment = {k: v for k, v in os.environ.items() if k not in ours} | policy
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-
-    def step(self) -> float:
-        """Run one round and return its seconds."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        return float(json.loads(self._process.stdout.readline()))
-
-    def __enter__(self) -> Self:
-        """Warm up."""
-        self.step()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End the process by ending its input."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
 
 
 def serve(threads: int, steps: int) -> None:
@@ -81,24 +48,31 @@ def serve(threads: int, steps: int) -> None:
         setup = small(Path(scratch), "synthetic", chosen)
         driver = InlineDriver(setup.experiment, setup.prepared, "benchmark")
         driver.begin()
-        for _ in sys.stdin:
+
+        def step(_: str) -> float:
             began = time.perf_counter()
             driver.step()
-            print(json.dumps(time.perf_counter() - began), flush=True)
+            return time.perf_counter() - began
+
+        answer_all(step)
 
 
 def measure(policies: dict[str, dict[str, str]], rounds: int, options: list[str]) -> dict[str, Any]:
     """Seconds of each round by policy, by turns."""
-    processes = {name: Rounds(policy, options) for name, policy in policies.items()}
     found: dict[str, list[float]] = {name: [] for name in policies}
-    for process in processes.values():
-        process.__enter__()
-    for number in range(rounds):
-        order = list(processes)[:: 1 if number % 2 else -1]
-        for name in order:
-            found[name].append(processes[name].step())
-    for process in processes.values():
-        process.__exit__()
+    # What this process has set of such variables does not reach them.
+    ours = {*ENVIRONMENT, *WAITING, "OMP_WAIT_POLICY"}
+    plain = {k: v for k, v in os.environ.items() if k not in ours}
+    with ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(Stepped([__file__, "--serve", *options], plain | policy))
+            for name, policy in policies.items()
+        }
+        for process in processes.values():
+            process.ask("step")  # warms up
+        for number in range(rounds):
+            for name in list(processes)[:: 1 if number % 2 else -1]:
+                found[name].append(processes[name].ask("step"))
     return found
 
 
@@ -111,7 +85,6 @@ def main() -> None:
     parser.add_argument("--spin", type=int, nargs="*", default=[], help="further GOMP_SPINCOUNTs")
     parser.add_argument("--preload", help="another OpenMP runtime, such as .../libiomp5.so")
     parser.add_argument("--serve", action="store_true", help="run one policy; used by the script")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.serve:
         serve(options.threads, options.local_steps)
@@ -121,8 +94,7 @@ def main() -> None:
         policies = {name: each | {"LD_PRELOAD": options.preload} for name, each in policies.items()}
     passed = [f"--threads={options.threads}", f"--local-steps={options.local_steps}"]
     what = "waiting-" + Path(options.preload).stem if options.preload else "waiting"
-    said = {k: v for k, v in vars(options).items() if k not in ("out", "serve")}
-    report = Report(what, said, wide_console())
+    report = Report(what, options, "serve")
     quiet = {name: Times.of(s) for name, s in measure(policies, options.rounds, passed).items()}
     fastest = min(times.median for times in quiet.values())
     goal = Goal("ours / the fastest", quiet["ours"].median / fastest, 1.03)
@@ -139,7 +111,6 @@ def main() -> None:
     share = quiet["ours"].median * (options.threads + 1) / options.threads
     goal = Goal("ours / its share of the cores", busy["ours"].median / share, 2.0)
     report.add(section("One busy process beside", busy, goal))
-    report.write(options.out)
 
 
 def section(title: str, times: dict[str, Times], goal: Goal) -> Section:

