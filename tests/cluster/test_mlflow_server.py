@@ -114,7 +114,7 @@ def test_forty_trials_log_at_once_and_lose_nothing(server):
     assert [rejected for _, rejected in ended] == [[]] * 40
     assert len({run.run_id for run, _ in ended}) == 40
     for number, (run, _) in enumerate(ended):
-        history = run._client.get_metric_history(run.run_id, "accuracy")
+        history = run._store.client.get_metric_history(run.run_id, "accuracy")
         points = sorted((point.step, point.value) for point in history)
         assert points == [(step, number + step / 10) for step in range(5)]
 
@@ -149,7 +149,7 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
     assert code == 0, out + errors
     assert "refused" not in errors and "attempt 2" not in errors
 
-    client = late.result()._client
+    client = late.result()._store.client
     (experiment,) = client.search_experiments(filter_string="name = 'trishul'")
     found = client.search_runs([experiment.experiment_id], "tags.`trishul.id` LIKE '%'")
     finished = {file.parent.name for file in runs.glob("*/result.json")}
