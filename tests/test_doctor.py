@@ -250,7 +250,7 @@ def test_rows_and_weights_are_removed_a_month_after_their_last_use(called, monke
     passed = [{"text": "a", "label": 0}]
     old, used = store_rows(passed, cache, {}), store_rows(passed * 2, cache, {})
     (cache / "weights").mkdir()
-    weights = [cache / "weights" / f"{name}.safetensors" for name in ("old", "used")]
+    weights = [cache / "weights" / f"{name}.pt" for name in ("old", "used")]
     for place in (old, used, *weights):
         place.touch()
         if place != weights[1]:

@@ -6,6 +6,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -186,14 +187,21 @@ class PartitionConfig(Section):
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
-#: The kinds of task in ``tasks/``, which needs torch; reading a configuration does not.
-TASK_KINDS = ("classification", "text2text", "verbalizer")
-
-
 def task_kinds() -> tuple[str, ...]:
-    """Return what ``task.kind`` may be: ``auto``, the package's own kinds and those of plug-ins."""
+    """Return what ``task.kind`` may be: ``auto``, and what files in ``tasks/`` and plug-ins name.
+
+    The files are read, not imported: they need torch, and reading a configuration does not.
+    """
     plugins.load_installed()
-    return ("auto", *sorted({*TASK_KINDS, *plugins.provided("task.kind")}))
+    return ("auto", *sorted({*_own_task_kinds(), *plugins.provided("task.kind")}))
+
+
+@cache
+def _own_task_kinds() -> frozenset[str]:
+    """Return the names in the ``@register("...")`` of the classes in ``tasks/``."""
+    files = (Path(__file__).parent / "tasks").glob("*.py")
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return frozenset(line.split('"')[1] for line in lines if line.startswith('@register("'))
 
 
 class TaskConfig(Section):

@@ -133,8 +133,8 @@ _T = TypeVar("_T", bound=type[Task])
 def register(kind: str) -> Callable[[_T], _T]:
     """Return a class decorator that makes a task available as ``task.kind=<kind>``.
 
-    Tasks on other rows may have the same kind. One of the package is listed in ``config.py``, too,
-    which is read where there is no torch.
+    Tasks on other rows may have the same kind. ``config.task_kinds`` reads the decorator's line
+    from the file: write the name in it.
     """
 
     def add(cls: _T) -> _T:
