@@ -21,7 +21,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.sweeps import state as state_module
+from trishul_ray.sweeps import status as status_module
 from trishul_ray.sweeps.status import examine
 from trishul_ray.tracking.progress import RunProgress
 
@@ -326,7 +326,7 @@ def other_numerics(world, rng):
     number = rng.randrange(1000, 2000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trishul_ray.experiment.experiment.NUMERICS", number)
-        patch.setattr(state_module, "NUMERICS", number)
+        patch.setattr(status_module, "NUMERICS", number)
         yield
 
 
