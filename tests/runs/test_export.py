@@ -85,7 +85,7 @@ def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
     test = trishul_ray_rows(results[0])
     exports = []
     for method, result in zip(methods, results, strict=True):
-        export = result.summary.export
+        export = result.summary["export"]
         folder = result.adapter_path or result.model_path
         if method["name"] == "fullft":
             assert export["form"] == "model" and "fullft trains every weight" in export["note"]
