@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from trishul_ray.runs.runner import FinishedRun
 
 
+Runs = Annotated[
+    str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
+]
+
+
 def run(
     arguments: Annotated[
         list[str] | None,
@@ -99,9 +104,7 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
     ] = False,
-    runs: Annotated[
-        str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
-    ] = "runs",
+    runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
     """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
@@ -119,9 +122,7 @@ def export(
 def compare(
     first: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
     second: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.")],
-    runs: Annotated[
-        str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
-    ] = "runs",
+    runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
     """Compare two finished runs row by row, on the test rows that both scored.

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
 ]
+Runs = Annotated[
+    str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
+]
 Retries = Annotated[
     int,
     typer.Option(min=0, help="How often a failed cell is tried again, from its last round."),
@@ -189,9 +192,7 @@ def plan(
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a device for an hour.")
     ] = None,
-    runs: Annotated[
-        str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
-    ] = None,
+    runs: Runs = None,
     plugin: Plugins = None,
 ) -> None:
     """Show what sweeps would run, how long it takes and what it costs. Runs nothing.
@@ -231,9 +232,7 @@ def report(
         ),
     ],
     profile: Profile = "paper",
-    runs: Annotated[
-        str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
-    ] = None,
+    runs: Runs = None,
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Where the report is written.")
     ] = Path("report"),

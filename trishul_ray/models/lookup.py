@@ -121,7 +121,7 @@ class ModelFiles:
 
         Raises:
             CorruptFileError: The files in a folder cannot be read.
-            InputError: They are on the hub, and not to be had.
+            InputError: They are on the hub, which cannot be reached or refuses them.
         """
         faults: tuple[type[Exception], ...] = (*READ_ERRORS, *more)
         with reading_from(self.location):
