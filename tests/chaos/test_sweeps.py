@@ -112,8 +112,15 @@ def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
     while not list(tmp_path.glob("runs/*/checkpoints/round-*")):
         assert first.process.poll() is None
         time.sleep(0.1)
+    # A fast machine would end these cells before the second command looks for them.
+    workers = [process for process in first.processes() if process.name().startswith("ray::")]
+    assert workers
+    for worker in workers:
+        worker.suspend()
     second = sweep(slow, "federation.batch_size=32")
     waits = second.wait_for("another process runs it: waiting", LONG_WAIT)
+    for worker in workers:
+        worker.resume()
     if end == "is killed":
         first.process.kill()
     else:
