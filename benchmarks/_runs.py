@@ -62,8 +62,8 @@ class Run:
     def of(cls, outcome: FinishedRun) -> "Run":
         """Read what a run left."""
         table = pq.read_table(io.BytesIO(outcome.home.read("metrics.parquet")))
-        ranks = outcome.summary["config"]["method"]["name"] in OF_RANKS
-        return cls(outcome.summary, table.to_pylist(), _live(outcome.home) if ranks else None)
+        ranks = outcome.summary.config["method"]["name"] in OF_RANKS
+        return cls(vars(outcome.summary), table.to_pylist(), _live(outcome.home) if ranks else None)
 
     @property
     def final(self) -> float:

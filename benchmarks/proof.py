@@ -134,7 +134,7 @@ def killed() -> dict[str, Any]:
 
 def ids() -> dict[str, Any]:
     """The ids of the cells of all shipped sweeps, in order, by profile and sweep."""
-    from trishul_ray.sweeps.sweep import find_sweeps
+    from trishul_ray.sweeps.cells import find_sweeps
 
     return {
         profile: {

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from summaries import invented_summary
 
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
 from trishul_ray.storage import Store
@@ -55,7 +56,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
     home = Store.open(str(folder / "-".join(labels.values()).replace("/", "-")))
     name = home.uri.rsplit("/", 1)[-1]
     if status := unfinished(labels):
-        return CellOutcome(labels, name, status, "why", "accuracy", {}, home)
+        return CellOutcome(labels, name, status, "why", "accuracy", None, home)
     with_cores = labels.get("method", "TRISHUL") in WITH_CORES
     rows = [round_of(labels, number, with_cores) for number in range(ROUNDS + 1)]
     home.write("metrics.parquet", parquet(rows))
@@ -75,7 +76,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
         "block_squared_norms": dict(zip(blocks, [1.0, 2.0, 3.0, 2.0], strict=True)),
         "hardware": {"gpus": [], "processor": "A processor", "cpus": 2},
     } | summary
-    return CellOutcome(labels, name, "finished", "", "accuracy", summary, home)
+    return CellOutcome(labels, name, "finished", "", "accuracy", invented_summary(**summary), home)
 
 
 def round_of(labels, number, with_cores):

@@ -180,7 +180,11 @@ def sweep(
 
     rows = []
     for cell in outcome.cells:
-        final = {name: v for name, v in cell.summary.get("final", {}).items() if name != "round"}
+        final = {
+            name: v
+            for name, v in (cell.summary.final if cell.summary else {}).items()
+            if name != "round"
+        }
         state = {"id": cell.id, "status": cell.status, **final, "reason": cell.reason}
         rows.append({**cell.labels, **state})
     return pd.DataFrame(rows)

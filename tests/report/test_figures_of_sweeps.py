@@ -284,7 +284,7 @@ def test_overhead_has_the_papers_seconds_and_percentages(tmp_path):
 def test_the_axis_of_a_metric_that_is_always_zero_has_no_negative_part(tmp_path):
     sweep = by_lambda(tmp_path)
     for cell in sweep.cells:
-        cell.summary["final"]["accuracy"] = 0.0
+        cell.summary.final["accuracy"] = 0.0
     data = data_of(figure_of("lambda_accuracy"), sweep)
     for axes in ARTISTS["lambda_accuracy"].draw(data, []).axes:
         assert axes.get_ylim()[0] == 0.0
@@ -326,7 +326,7 @@ def test_an_iid_partition_lies_beyond_every_alpha(tmp_path):
     sweep = by_alpha(tmp_path)
     for cell in sweep.cells:
         if cell.labels["partition"] == "dirichlet(0.3)":
-            cell.summary["config"]["partition"] = {"kind": "iid", "alpha": 0.3}
+            cell.summary.config["partition"] = {"kind": "iid", "alpha": 0.3}
     data = data_of(figure_of("heterogeneity"), sweep)
     assert data.panels[0].lines[0].x == (0.05, 0.1, math.inf)
     assert "IID" in draw(figure_of("heterogeneity"), sweep).svg
@@ -476,7 +476,7 @@ def real_sweep(tmp_path_factory):
         with RunProgress(2, Console(quiet=True)) as progress:
             done = run_experiment(experiment, progress)
         labels = {"dataset": "cifar100", "method": label, "seed": "0"}
-        finished = (done.summary["headline"], done.summary, done.home)
+        finished = (done.summary.headline, done.summary, done.home)
         cells.append(CellOutcome(labels, experiment.id, "finished", "", *finished))
     axes = {"dataset": ("cifar100",), "method": ("RAVAN", "TRISHUL"), "seed": ("0",)}
     return SweepOutcome("real", "Real", "smoke", "", axes, {}, (), (), tuple(cells))

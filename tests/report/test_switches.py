@@ -1,6 +1,7 @@
 """How runs made the choices that the paper leaves open."""
 
 import pytest
+from summaries import invented_summary
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.page import MOST_VALUES, SWITCHES, read_switches
@@ -8,7 +9,7 @@ from trishul_ray.report.page import MOST_VALUES, SWITCHES, read_switches
 
 def summary(**fields):
     experiment = Experiment.model_validate(fields)
-    return {"config": experiment.to_dict(), "identity": experiment.identity()}
+    return invented_summary(config=experiment.to_dict(), identity=experiment.identity())
 
 
 def read(*summaries):

@@ -5,6 +5,7 @@ import io
 
 import pytest
 from rich.console import Console
+from summaries import invented_summary
 
 from trishul_ray.errors import InputError
 from trishul_ray.sweeps.cells import distinct, load_sweep, sweep_from_axes
@@ -18,13 +19,13 @@ BASE = ["dataset=cifar100", "federation.rounds=10"]
 def result(experiment, seconds, *, gpus=(), cpus=1, rounds=None, wall=None):
     """What result.json has of the time of a run."""
     per_round = [seconds] * (rounds or experiment.federation.rounds)
-    return {
-        "identity": experiment.identity(),
-        "config": experiment.to_dict(),
-        "round_seconds": per_round,
-        "wall_seconds": sum(per_round) if wall is None else wall,
-        "hardware": {"gpus": list(gpus), "cpus": cpus},
-    }
+    return invented_summary(
+        identity=experiment.identity(),
+        config=experiment.to_dict(),
+        round_seconds=per_round,
+        wall_seconds=sum(per_round) if wall is None else wall,
+        hardware={"gpus": list(gpus), "cpus": cpus},
+    )
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import io
 import pytest
 from fake_cells import sweep_of
 from rich.console import Console
+from summaries import invented_summary
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError, RunError
@@ -30,8 +31,9 @@ def outcome_of(tmp_path):
             score = scores[method][rate][int(seed)]
             words = [f"method={method}", f"optimizer.lr={rate}", f"seed={seed}"]
             experiment = load_experiment(None, words)
-            summary = {"final": {metric: score, "accuracy": 1 - score}} if score else {}
-            summary |= {"config": experiment.to_dict()} if score else {}
+            final = {metric: score, "accuracy": 1 - (score or 0.0)}
+            made = invented_summary(final=final, config=experiment.to_dict())
+            summary = made if score else None
             status = "finished" if score else missing
             home = Store.open(str(tmp_path))
             return CellOutcome(labels, experiment.id, status, "", metric, summary, home)
@@ -138,7 +140,7 @@ def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, mo
     scores = {}
     for cell in load_sweep(tmp_path / "mine.yaml", words).cells:
         quiet = RunProgress(2, Console(file=io.StringIO()))
-        final = run_experiment(cell.experiment, quiet).summary["final"]
+        final = run_experiment(cell.experiment, quiet).summary.final
         scores[cell.experiment.optimizer.lr] = final[ACCURACY]
     code, out, err = called("rates", "mine.yaml", *words)
     assert code == 0, err

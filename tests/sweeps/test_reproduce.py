@@ -350,7 +350,7 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
     assert all(re.search(r"round \d, validation loss \d", why) for why in stopped.values())
     for cell in outcome.cells:
         if cell.status == "finished":
-            assert cell.value == cell.summary["final"]["validation_loss"]
+            assert cell.value == cell.summary.final["validation_loss"]
     _, runs = logged_runs(tmp_path)
     said = {run.data.tags["trishul.id"]: run for run in runs if "trishul.id" in run.data.tags}
     assert {id: said[id].data.tags["trishul.stopped"] for id in stopped} == stopped
@@ -381,7 +381,7 @@ def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     assert len(outcome.cells) == 5 and result.failures == {}
     (table,) = build_tables(result.outcomes, lambda key, labels: None)
     losses = {
-        cell.id: cell.summary["final"]["validation_loss"]
+        cell.id: cell.summary.final["validation_loss"]
         for cell in outcome.cells
         if cell.status == "finished"
     }

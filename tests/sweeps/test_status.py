@@ -230,4 +230,4 @@ def test_outcomes_have_the_cells_of_the_sweep(cell, place, cache):
     assert (done.status, done.metric) == ("finished", "accuracy") and done.value is not None
     assert [record["round"] for record in done.records] == [0, 1, 2]
     assert (missing.status, missing.reason, missing.value) == ("missing", "not run yet", None)
-    assert missing.metric == "accuracy" and missing.summary == {}
+    assert missing.metric == "accuracy" and missing.summary is None

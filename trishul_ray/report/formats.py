@@ -186,7 +186,7 @@ def to_csv(table: SweepTable) -> str:
         head = (sweep.name, table.profile, table.layout.name, *run.labels_of(axes))
         value, paper = ("" if each is None else repr(each) for each in (run.value, number.paper))
         tail = (run.status, run.reason, run.id, paper, run.part, " ".join(sweep.overrides))
-        config = run.summary.get("config")
+        config = run.summary.config if run.summary is not None else None
         used = (config["data"]["name"], config["model"]["name"]) if config else ("", "")
         writer.writerow([*head, run.metric, value, *tail, *used])
     return sink.getvalue()

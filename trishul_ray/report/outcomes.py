@@ -8,12 +8,15 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trishul_ray.storage import Store
+
+if TYPE_CHECKING:
+    from trishul_ray.runs.summary import RunSummary
 
 #: The axis whose labels are repetitions.
 SEED = "seed"
@@ -86,7 +89,7 @@ class CellOutcome:
         status: Whether the result can be used, and if not, why.
         reason: One line on a cell that is not finished; empty otherwise.
         metric: Name of the metric that the cell is read by.
-        summary: Content of ``result.json``; empty unless finished.
+        summary: Content of ``result.json``; None unless finished.
         home: Folder of the run.
     """
 
@@ -95,19 +98,25 @@ class CellOutcome:
     status: CellStatus
     reason: str
     metric: str
-    summary: Mapping[str, Any]
+    summary: "RunSummary | None"
     home: Store
 
     @property
     def value(self) -> float | None:
         """The metric after the last round, in [0, 1] unless a loss; None if not finished."""
-        value = self.summary.get("final", {}).get(self.metric)
+        value = None if self.summary is None else self.summary.final.get(self.metric)
         return None if value is None else float(value)
+
+    @property
+    def result(self) -> "RunSummary":
+        """The content of ``result.json`` of a finished cell."""
+        assert self.summary is not None, f"cell {self.id} is {self.status}"
+        return self.summary
 
     @property
     def part(self) -> str:
         """Which part of its dataset the run used, in a line; empty if all, or not finished."""
-        data = self.summary.get("data", {})
+        data = {} if self.summary is None else self.summary.data
         return str(data["sentence"]).partition(";")[0] if data.get("part") else ""
 
     def labels_of(self, axes: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
@@ -45,6 +45,9 @@ from trishul_ray.report.tables import (
 )
 from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import __version__
+
+if TYPE_CHECKING:
+    from trishul_ray.runs.summary import RunSummary
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
@@ -232,9 +235,9 @@ class Page:
         return _states({run.id: (sweep, run) for sweep, run in self.runs})
 
     @cached_property
-    def summaries(self) -> list[Mapping[str, Any]]:
+    def summaries(self) -> "list[RunSummary]":
         """The results of all finished runs."""
-        return [run.summary for _, run in self.runs if run.status == "finished"]
+        return [run.result for _, run in self.runs if run.status == "finished"]
 
     @property
     def reproduces(self) -> bool:
@@ -255,31 +258,31 @@ class Page:
     @property
     def hardware(self) -> list[tuple[str, int]]:
         """Machines and the number of runs on each."""
-        return sorted(Counter(_machine(s["hardware"]) for s in self.summaries).items())
+        return sorted(Counter(_machine(s.hardware) for s in self.summaries).items())
 
     @property
     def versions(self) -> list[tuple[str, str]]:
         """Versions of software by name; several if runs differ."""
         found: dict[str, dict[str, None]] = {}
         for summary in self.summaries:
-            for name, version in summary["versions"].items():
+            for name, version in summary.versions.items():
                 found.setdefault(name, {})[version] = None
         return [(name, ", ".join(sorted(versions))) for name, versions in found.items()]
 
     @property
     def seconds(self) -> float:
         """Seconds of all rounds of all finished runs, each counted once."""
-        return sum(sum(summary["round_seconds"]) for summary in self.summaries)
+        return sum(summary.seconds for summary in self.summaries)
 
     @property
     def wall_seconds(self) -> float:
         """Wall time of the processes that finished the runs, from their start."""
-        return float(sum(summary["wall_seconds"] for summary in self.summaries))
+        return sum(summary.wall_seconds for summary in self.summaries)
 
     @property
     def median_round(self) -> float:
         """Median seconds of a round."""
-        rounds = [seconds for summary in self.summaries for seconds in summary["round_seconds"]]
+        rounds = [seconds for summary in self.summaries for seconds in summary.round_seconds]
         return statistics.median(rounds) if rounds else 0.0
 
 
@@ -362,10 +365,10 @@ def write_report(
     return folder / "report.html"
 
 
-def _made_from(outcomes: Sequence[SweepOutcome]) -> str | None:
+def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
     """Return a hash of what a report shows and of the code that shows it.
 
-    None if a result has no checksum, which stands for its files.
+    The checksum of a result stands for its files.
     """
     # Without what Python compiles, which comes and goes beside the code.
     files = [f for f in Path(__file__).parent.rglob("*.*") if "__pycache__" not in f.parts]
@@ -374,9 +377,7 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str | None:
     for sweep in outcomes:
         shown.append(replace(sweep, cells=()))
         for cell in sweep.cells:
-            checksum = cell.summary.get("checksum")
-            if cell.status == "finished" and checksum is None:
-                return None
+            checksum = cell.result.checksum if cell.status == "finished" else None
             shown.append((cell.labels, cell.id, cell.status, cell.reason, cell.metric, checksum))
     return hashlib.sha256(repr(shown).encode()).hexdigest()
 
@@ -458,7 +459,7 @@ def _write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def read_switches(summaries: Sequence[Mapping[str, Any]]) -> tuple[Switch, ...]:
+def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:
     """Return how runs set each of :data:`SWITCHES`.
 
     Args:
@@ -473,17 +474,17 @@ def read_switches(summaries: Sequence[Mapping[str, Any]]) -> tuple[Switch, ...]:
             others = max(0, len(values) - MOST_VALUES)
             found.append(Switch(field, question, tuple(values[:MOST_VALUES]), others))
     for question, answer, dataset in FIXED:
-        runs = sum(dataset in (None, s["identity"]["data"]["name"]) for s in summaries)
+        runs = sum(dataset in (None, s.identity["data"]["name"]) for s in summaries)
         if runs:
             found.append(Switch("", question, ((answer, runs),), 0))
     return tuple(found)
 
 
-def _value(summary: Mapping[str, Any], field: str) -> str | None:
+def _value(summary: "RunSummary", field: str) -> str | None:
     """Return how a run set a field, as text; None if it does not apply."""
     section, _, name = field.partition(".")
     # The source of a rate cannot change a number: it is not part of the identity.
-    fields = summary["config" if name == "lr_source" else "identity"].get(section, {})
+    fields = (summary.config if name == "lr_source" else summary.identity).get(section, {})
     other, applies = _APPLIES.get(field, (name, lambda _: True))
     if name not in fields or not applies(fields.get(other)):
         return None
@@ -491,7 +492,7 @@ def _value(summary: Mapping[str, Any], field: str) -> str | None:
     if field == "federation.compute":
         return _shares(value, fields.get("compute_shares"))
     if value is None and field == "adapter.init":
-        return _default_init(summary["identity"]["method"]["name"])
+        return _default_init(summary.identity["method"]["name"])
     if value is None:
         return _ABSENT.get(field, "default")
     if isinstance(value, bool):

@@ -196,7 +196,7 @@ class TableRow:
     def is_reference(self) -> bool:
         """Whether the runs train the whole backbone."""
         finished = [r for cell in self.cells for r in cell.runs if r.status == "finished"]
-        names = {run.summary["config"]["method"]["name"] for run in finished}
+        names = {run.result.config["method"]["name"] for run in finished}
         return names == {_REFERENCE_METHOD}
 
 
@@ -270,11 +270,11 @@ class SweepTable:
         if self.seeds < 2:
             return ""
         errors = [
-            (cell.estimate.mean, run.summary["data"]["test"]["used"])
+            (cell.estimate.mean, run.result.data["test"]["used"])
             for row in self.rows
             for cell in row.cells
             for run in cell.runs
-            if cell.estimate is not None and run.metric == "accuracy" and run.summary.get("data")
+            if cell.estimate is not None and run.metric == "accuracy" and run.summary
         ]
         text = "Deviations and intervals are over seeds, which all score the same test rows"
         if not errors:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -185,7 +185,7 @@ def file_hashes(folder: Path) -> dict[str, str | None]:
 
 
 @dataclass(frozen=True)
-class RunSummary(Mapping[str, Any]):
+class RunSummary:
     """The content of result.json, with which a run has finished.
 
     The last round counts; the best is given as well. The best round has the largest headline metric
@@ -386,16 +386,6 @@ class RunSummary(Mapping[str, Any]):
                 if hashlib.sha256(content).hexdigest() != expected:
                     damaged[name] = "corrupt"
         return damaged
-
-    # Until all who read a summary do so by attribute.
-    def __getitem__(self, name: str) -> Any:
-        return vars(self)[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self))
-
-    def __len__(self) -> int:
-        return len(vars(self))
 
 
 def unscored(experiment: Experiment, scored: Iterable[int]) -> str:

@@ -21,7 +21,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
 from trishul_ray.report.outcomes import CellStatus
-from trishul_ray.runs.summary import flatten
+from trishul_ray.runs.summary import RunSummary, flatten
 from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.status import CellState
@@ -95,7 +95,7 @@ def make_plan(
     sweeps: Sequence[Sweep],
     states: Mapping[str, CellState],
     device: str,
-    measured: Iterable[Mapping[str, Any]] = (),
+    measured: Iterable[RunSummary] = (),
 ) -> Plan:
     """Count the runs of sweeps and estimate their time.
 
@@ -187,19 +187,19 @@ class _Estimate:
 class _Clock:
     """Estimates the device-hours of runs on one device."""
 
-    def __init__(self, device: str, results: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, device: str, results: Iterable[RunSummary]) -> None:
         self.device = device
         self.why_unknown: dict[str, None] = {}
         self._results = results
         self._modelled: dict[tuple[frozenset[tuple[str, str]], int], float | None] = {}
 
     @cached_property
-    def _measured(self) -> Mapping[str, list[Mapping[str, Any]]]:
+    def _measured(self) -> Mapping[str, list[RunSummary]]:
         """The results on this device, by kind."""
-        found: dict[str, list[Mapping[str, Any]]] = {}
+        found: dict[str, list[RunSummary]] = {}
         for result in self._results:
-            if result["round_seconds"] and device_of(result) == self.device:
-                found.setdefault(_kind(result["identity"]), []).append(result)
+            if result.round_seconds and device_of(result) == self.device:
+                found.setdefault(_kind(result.identity), []).append(result)
         return found
 
     def estimate(self, experiment: Experiment) -> _Estimate:
@@ -211,10 +211,10 @@ class _Clock:
             hours, scored = (self._model(experiment, identity, n) for n in (every, 1))
             return _Estimate(hours, scored or 0.0, hours or 0.0)
         ours = _decisive(identity)
-        nearest = min(alike, key=lambda result: len(ours ^ _decisive(result["identity"])))
+        nearest = min(alike, key=lambda result: len(ours ^ _decisive(result.identity)))
         alone = _wall_hours(nearest, experiment.federation.rounds)
         # If other rounds of it were scored, the model says by how much that differs.
-        then = nearest["config"]["evaluation"]["every"]
+        then = nearest.config["evaluation"]["every"]
         here, everywhere = (
             alone * self._ratio(experiment, identity, now, then) for now in (every, 1)
         )
@@ -247,10 +247,10 @@ class _Clock:
         return self._modelled[key]
 
 
-def device_of(result: Mapping[str, Any]) -> str:
+def device_of(result: RunSummary) -> str:
     """Return what a result was computed on: one of ``DEVICES``, or the name of another GPU."""
-    gpus = result["hardware"]["gpus"]
-    if not gpus or result["config"]["resources"]["device"] == "cpu":
+    gpus = result.hardware["gpus"]
+    if not gpus or result.config["resources"]["device"] == "cpu":
         return "cpu"
     return _known_gpu(gpus[0]) or str(gpus[0])
 
@@ -272,18 +272,18 @@ def _decisive(identity: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
     return frozenset((name, json.dumps(value)) for name, value in flatten(sections).items())
 
 
-def _wall_hours(result: Mapping[str, Any], rounds: int | None = None) -> float:
+def _wall_hours(result: RunSummary, rounds: int | None = None) -> float:
     """Return the hours of a finished run, for another number of rounds if one is given."""
-    pace = Pace.of(result["round_seconds"])
-    around: float = result["wall_seconds"] - pace.seconds
+    pace = Pace.of(result.round_seconds)
+    around = result.wall_seconds - pace.seconds
     return (pace.seconds_for(pace.done if rounds is None else rounds) + around) / 3600
 
 
-def _share(result: Mapping[str, Any]) -> float:
+def _share(result: RunSummary) -> float:
     """Return how many GPUs a finished run held, or which share of its machine's cores."""
-    hardware, config = result["hardware"], result["config"]
-    sections = {name: config[name] for name in ("resources", "federation")}
-    return _share_of(json.dumps(sections), hardware["cpus"] or 1, len(hardware["gpus"]))
+    sections = {name: result.config[name] for name in ("resources", "federation")}
+    cpus, gpus = result.hardware["cpus"] or 1, len(result.hardware["gpus"])
+    return _share_of(json.dumps(sections), cpus, gpus)
 
 
 @cache

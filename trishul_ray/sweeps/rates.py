@@ -67,7 +67,7 @@ def _best(labels: dict[str, str], cells: Sequence[CellOutcome]) -> TunedRate:
     metric = cells[0].metric
     rate = (min if is_loss(metric) else max)(scores, key=lambda each: scores[each])
     edges: dict[float, Literal["lowest", "highest"]] = {min(grid): "lowest", max(grid): "highest"}
-    experiment = Experiment.model_validate(by_rate[rate][0].summary["config"])
+    experiment = Experiment.model_validate(by_rate[rate][0].result.config)
     partition = experiment.partition
     return TunedRate(
         dataset=experiment.data.name,

@@ -148,7 +148,7 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
             status=state.status,
             reason=state.reason,
             metric=score_name(metric, cell.rows),
-            summary=state.summary or {},
+            summary=state.summary,
             home=stores[experiment.storage.runs].child(experiment.id),
         )
 

@@ -306,7 +306,7 @@ def _variance_by_round(
     absolute, axes = _by_round("aggregation_variance"), selection.run_axes(series)
     levels: dict[tuple[str, ...], float] = {}
     for cell in selection.finished:
-        if cell.summary["config"]["method"]["name"] == "ravan":
+        if cell.result.config["method"]["name"] == "ravan":
             first = dict(absolute(cell)).get(1, 0.0)
             if first > 0:
                 levels.setdefault(tuple(cell.labels[axis] for axis in axes), first)
@@ -328,7 +328,7 @@ def _chance(selection: Selection) -> float:
         if sigma is not None:
             # Cores of smaller rank are padded.
             ranks = np.isfinite(sigma).sum(axis=1)
-            top_k = cell.summary["config"]["evaluation"]["top_k"]
+            top_k = cell.result.config["evaluation"]["top_k"]
             found |= {min(1.0, top_k / rank) for rank in np.unique(ranks)}
     return float(found.pop()) if len(found) == 1 else math.nan
 

@@ -73,17 +73,17 @@ def heads_by_series(selection: Selection) -> HeadsData | None:
     """Collect the heads and squared norms of each block, a panel for each backbone."""
     groups = selection.groups(selection.axes("series"))
     panels, pooled = [], []
-    backbones = dict.fromkeys(_backbone(c) for c in selection.finished if c.summary["heads"])
+    backbones = dict.fromkeys(_backbone(c) for c in selection.finished if c.result.heads)
     for model, blocks in backbones:
         norms, heads = [], []
         for group in groups:
             cells = [cell for cell in group.cells if _backbone(cell) == (model, blocks)]
             if not cells:
                 continue
-            counts = [[cell.summary["heads"][block] for block in blocks] for cell in cells]
+            counts = [[cell.result.heads[block] for block in blocks] for cell in cells]
             bands = tuple(Band.of_runs(each) for each in zip(*counts, strict=True))
             heads.append((group.name, bands))
-            norms += [[c.summary["block_squared_norms"][b] for b in blocks] for c in cells]
+            norms += [[c.result.block_squared_norms[b] for b in blocks] for c in cells]
             if any(band.low < band.high for band in bands):
                 pooled.append(cells)
         means = tuple(float(value) for value in np.mean(norms, axis=0))
@@ -93,7 +93,7 @@ def heads_by_series(selection: Selection) -> HeadsData | None:
     remarks = [_REMARK]
     if pooled:
         remarks += ["bars: mean ± standard deviation over runs", *selection.pooled(pooled)]
-    if without := [cell for cell in selection.finished if not cell.summary["heads"]]:
+    if without := [cell for cell in selection.finished if not cell.result.heads]:
         remarks.append(f"without core heads: {'; '.join(selection.names(without))}")
     paper = []
     for group in groups:
@@ -130,7 +130,7 @@ def strip_common_parts(names: Sequence[str]) -> list[str]:
 
 
 def _backbone(cell: CellOutcome) -> tuple[str, tuple[str, ...]]:
-    return cell.summary["config"]["model"]["name"], tuple(cell.summary["heads"])
+    return cell.result.config["model"]["name"], tuple(cell.result.heads)
 
 
 def draw_bars(data: HeadsData, note: Sequence[str]) -> Figure:

@@ -152,13 +152,13 @@ def _by_round(
 def _baseline(by_name: dict[str, tuple[CellOutcome, ...]]) -> str | None:
     """Return the series of RAVAN."""
     for name, cells in by_name.items():
-        if any(cell.summary["config"]["method"]["name"] == "ravan" for cell in cells):
+        if any(cell.result.config["method"]["name"] == "ravan" for cell in cells):
             return name
     return None
 
 
 def _machine(cell: CellOutcome) -> str:
-    hardware = cell.summary["hardware"]
+    hardware = cell.result.hardware
     gpus = ", ".join(hardware["gpus"])
     return gpus or f"{hardware['processor']}, {hardware['cpus']} CPUs"
 

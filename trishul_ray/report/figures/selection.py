@@ -157,7 +157,7 @@ class Selection:
         """Return each dataset as it is displayed, with its test rows."""
         found: dict[str, None] = {}
         for cell in self.finished:
-            data = cell.summary["data"]
+            data = cell.result.data
             label = cell.labels.get("dataset")
             name = data["dataset"] if label is None else self.sweep.shown_label("dataset", label)
             used, official = data["test"]["used"], data["test"]["official"]
@@ -218,10 +218,10 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
 
     ``partition.alpha`` is infinite for an IID partition, and None for natural clients.
     """
-    value: Any = cell.summary["config"]
+    value: Any = cell.result.config
     for part in field.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if field == "partition.alpha":
-        kind = cell.summary["config"]["partition"]["kind"]
+        kind = cell.result.config["partition"]["kind"]
         value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
     return None if value is None or isinstance(value, str | bool) else float(value)
