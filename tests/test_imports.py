@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "data": {"config"},
     "models": {"adapters", "config", "data"},
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
-    "experiment": {"adapters", "config", "data", "methods", "models"},
+    "experiment": {"adapters", "config", "data", "methods", "models", "tasks"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config"},
 }

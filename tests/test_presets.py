@@ -70,7 +70,7 @@ def test_every_dataset_has_a_preset_of_its_protocol(source):
 def test_prompts_fit_fields_classes_and_families(dataset, model, text_rows):
     made = load_experiment(None, [f"dataset={dataset}", f"model={model}"])
     info = info_of(dataset)
-    task = build_task(made, info, Backbone(made.model, Places(Path("none"), None)))
+    task = build_task(made.task, info, Backbone(made.model, Places(Path("none"), None)))
     columns = task.encoder.encode(text_rows(info), lambda done: None)
     assert columns["input_ids"].shape[0] == 2
     assert columns["length"].max() <= made.task.max_length

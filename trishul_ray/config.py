@@ -6,7 +6,6 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from trishul_ray import plugins
 from trishul_ray.spectral.bases import BasisInit
 
 #: ``optimizer.lr_source`` of a rate that the user set.
@@ -187,23 +185,6 @@ class PartitionConfig(Section):
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
-def task_kinds() -> tuple[str, ...]:
-    """Return what ``task.kind`` may be: ``auto``, and what files in ``tasks/`` and plug-ins name.
-
-    The files are read, not imported: they need torch, and reading a configuration does not.
-    """
-    plugins.load_installed()
-    return ("auto", *sorted({*_own_task_kinds(), *plugins.provided("task.kind")}))
-
-
-@cache
-def _own_task_kinds() -> frozenset[str]:
-    """Return the names in the ``@register("...")`` of the classes in ``tasks/``."""
-    files = (Path(__file__).parent / "tasks").glob("*.py")
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return frozenset(line.split('"')[1] for line in lines if line.startswith('@register("'))
-
-
 class TaskConfig(Section):
     """What the model learns to predict from the dataset's rows."""
 
@@ -225,13 +206,6 @@ class TaskConfig(Section):
     verbalizers: tuple[str, ...] | None = Field(
         None, description="a word or phrase for each class, in order; default: by dataset"
     )
-
-    @field_validator("kind")
-    @classmethod
-    def _is_registered(cls, kind: str) -> str:
-        if kind not in task_kinds():
-            raise ValueError(f"{kind!r} is unknown; known: {', '.join(task_kinds())}")
-        return kind
 
 
 class ModelConfig(Section):

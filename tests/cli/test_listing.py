@@ -15,11 +15,12 @@ from trishul_ray.cli.listing import (
     methods_table,
     models_table,
 )
-from trishul_ray.config import FederationConfig, task_kinds
+from trishul_ray.config import FederationConfig
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.tasks.base import task_kinds
 
 
 def rows_of(table):

@@ -188,9 +188,9 @@ def edited(file, content, rng):
 
 
 def fields_with_effect(world):
-    experiment = world.load()
-    ignored = build_method(experiment.method).ignored_fields(experiment.adapter)
-    names = [n for n in field_names("fedit") if n not in WITHOUT_EFFECT and n not in ignored]
+    read = build_method(world.load().method).fields_read
+    names = [n for n in field_names("fedit") if n not in WITHOUT_EFFECT]
+    names = [n for n in names if not n.startswith("adapter.") or n.rpartition(".")[2] in read]
     return [n for n in names if not n.startswith("storage.")]
 
 

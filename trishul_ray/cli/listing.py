@@ -120,8 +120,8 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
 
     Fields of the method are those of the experiment's method.
     """
-    from trishul_ray.config import task_kinds
     from trishul_ray.methods.base import method_names
+    from trishul_ray.tasks.base import task_kinds
 
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     blocks = []

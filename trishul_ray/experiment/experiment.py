@@ -40,6 +40,7 @@ from trishul_ray.config import (
 from trishul_ray.errors import did_you_mean
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
+from trishul_ray.tasks.base import task_kinds
 from trishul_ray.version import NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
@@ -111,6 +112,10 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "Experiment":
+        if self.task.kind != "auto" and self.task.kind not in task_kinds():
+            raise ValueError(
+                f"task.kind: {self.task.kind!r} is unknown; known: {', '.join(task_kinds())}"
+            )
         fed = self.federation
         if fed.clients_per_round > fed.clients:
             raise ValueError(
@@ -142,8 +147,8 @@ class Experiment(Section):
     def identity(self) -> dict[str, Any]:
         """Return every field that can change a number, as plain JSON values.
 
-        Fields that the method ignores are left out; see
-        :meth:`trishul_ray.methods.base.Method.ignored_fields`. The noted content of own data or of
+        Fields that the method does not read are left out; see
+        :attr:`trishul_ray.methods.base.Method.fields_read`. The noted content of own data or of
         an own model is in the place of its path; see :mod:`trishul_ray.experiment.identity`.
         """
         kept = _identity_of(self)
@@ -153,12 +158,13 @@ class Experiment(Section):
             kept["model"]["name"] = self.model.content_hash
         if self.plugins:
             kept["plugins"] = sorted(plugin.content for plugin in self.plugins)
-        for name in build_method(self.method).ignored_fields(self.adapter):
-            section, _, field = name.partition(".")
-            if field:
-                kept.get(section, {}).pop(field, None)
-            else:
-                kept.pop(section, None)
+        if (read := build_method(self.method).fields_read) is not None:
+            if self.adapter.rank:
+                read -= {"budget", "matching"}
+            adapter = {name: value for name, value in kept.pop("adapter").items() if name in read}
+            kept |= {"adapter": adapter} if adapter else {}
+            if "budget" not in read:
+                del kept["budget"]
         return kept
 
     @property

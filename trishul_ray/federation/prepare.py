@@ -130,7 +130,7 @@ def _encode_rows(
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
     rows = hold_out(rows, experiment.data.validation_share, cache=backbone.places.cache)
-    task = build_task(experiment, rows.info, backbone)
+    task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
     dataset = encode(rows, task.encoder, cache=backbone.places.cache, progress=progress)

@@ -149,7 +149,7 @@ def build_model_bench(
         InputError: backbone, budget and the kind of the data do not fit together.
     """
     backbone = Backbone.of(experiment.model, experiment.storage.places)
-    task = build_task(experiment, info, backbone)
+    task = build_task(experiment.task, info, backbone)
     name = experiment.resources.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

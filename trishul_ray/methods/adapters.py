@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import ffa_rank, multihead_rank
-from trishul_ray.methods.base import Site
+from trishul_ray.methods.base import ADAPTED, Site
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trishul_ray.config import AdapterConfig
-
 AdapterKind = Literal["lora", "ffa", "multihead"]
 
-_MULTIHEAD_FIELDS = frozenset(f"adapter.{name}" for name in ("heads", "init", "sigma", "overflow"))
-
-#: Fields of the experiment that each kind does not read.
-_IGNORED: dict[AdapterKind, frozenset[str]] = {
-    "lora": _MULTIHEAD_FIELDS | {"adapter.matching"},
-    "ffa": _MULTIHEAD_FIELDS,
-    "multihead": frozenset({"adapter.overflow", "adapter.alpha"}),
+#: Shared fields that each kind reads; see :attr:`trishul_ray.methods.base.Method.fields_read`.
+FIELDS_READ: dict[AdapterKind, frozenset[str]] = {
+    "lora": ADAPTED | {"alpha"},
+    "ffa": ADAPTED | {"matching", "alpha"},
+    "multihead": ADAPTED | {"matching", "heads", "init", "sigma"},
 }
 
 
@@ -57,16 +53,6 @@ def attach_adapters(kind: AdapterKind, site: Site) -> dict[str, LayerAdapter]:
         scale = lora_scale(options.alpha, rank)
         adapters[layer.name] = LoRA(rank=rank, scale=scale, train_A=kind == "lora")
     return adapters
-
-
-def ignored_by(kind: AdapterKind, adapter: AdapterConfig) -> frozenset[str]:
-    """Return the fields of the experiment that adapters of a kind do not read, by dotted name."""
-    return _IGNORED[kind] | ignored_by_rank(adapter)
-
-
-def ignored_by_rank(adapter: AdapterConfig) -> frozenset[str]:
-    """Return the fields that are not read where ``adapter.rank`` is set."""
-    return frozenset({"budget", "adapter.matching"} if adapter.rank else ())
 
 
 def core_rank(layer: LayerSpec, site: Site) -> int:

@@ -43,6 +43,9 @@ else:
     A = TypeVar("A")
 _New = TypeVar("_New")
 
+#: Shared fields that every kind of adapter reads.
+ADAPTED = frozenset({"budget", "targets", "rank", "path"})
+
 #: Tensors by name: what a client keeps, or its answer to a survey.
 Tensors: TypeAlias = "dict[str, Tensor]"
 
@@ -281,13 +284,15 @@ class Method:
         needed = plugins.used_by([f"method={self.config.name}"])
         return _restored, (needed, self.config.model_dump(), self.lora_alpha)
 
-    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
-        """Return the shared fields that this method does not read, by dotted name.
+    @property
+    def fields_read(self) -> frozenset[str] | None:
+        """The shared fields that it reads: ``budget``, and fields of the section ``adapter``.
 
-        They cannot change a number of its runs and are left out of their identity: ``budget``,
-        fields of ``adapter``, or ``adapter`` for all of them. By default none is ignored.
+        Others cannot change a number of its runs and are no part of their ids. Where ``rank`` is
+        set, it takes the place of ``budget`` and ``matching``. None (the default): all, at any
+        rank.
         """
-        return frozenset()
+        return None
 
     @property
     def block_scores(self) -> BlockScores:

@@ -5,16 +5,13 @@ AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, with p_c
 proportional to the client's data (``federation.weighting``). On LoRA this is FedIT.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.adapters import AdapterKind, attach_adapters, ignored_by
+from trishul_ray.methods.adapters import FIELDS_READ, AdapterKind, attach_adapters
 from trishul_ray.methods.base import Method, MethodConfig, Site, register
-
-if TYPE_CHECKING:
-    from trishul_ray.config import AdapterConfig
 
 
 class FedAvgConfig(MethodConfig):
@@ -38,6 +35,7 @@ class FedAvg(Method):
         """Attach adapters of the configured kind."""
         return attach_adapters(self.config.adapter, site)
 
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
-        """Return what adapters of the configured kind do not read."""
-        return ignored_by(self.config.adapter, adapter)
+    @property
+    def fields_read(self) -> frozenset[str]:
+        """What adapters of the configured kind read."""
+        return FIELDS_READ[self.config.adapter]

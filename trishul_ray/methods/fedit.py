@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import attach_adapters, ignored_by, lora_pairs, lora_scale
+from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters, lora_pairs, lora_scale
 from trishul_ray.methods.base import (
     LocalRun,
     Method,
@@ -32,8 +32,6 @@ from trishul_ray.methods.base import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from trishul_ray.config import AdapterConfig
 
 
 class FedITConfig(MethodConfig):
@@ -51,6 +49,7 @@ class FedIT(Method):
     reference = "Zhang et al., ICASSP 2024, arXiv 2305.05644"
     communication = "r (d_in + d_out) per matrix up and down"
     rates_like = "fedit"
+    fields_read = FIELDS_READ["lora"]
 
     #: Whether the server averages the products ``B_c A_c``, too; see :meth:`mean_updates`.
     averages_products: ClassVar[bool] = False
@@ -58,10 +57,6 @@ class FedIT(Method):
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach LoRA to every target."""
         return attach_adapters("lora", site)
-
-    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
-        """Return what LoRA does not read."""
-        return ignored_by("lora", adapter)
 
     def contribution(self, upload: State, layout: Layout) -> State:
         """Return the upload and, if they are averaged, the products [d_out, d_in] in float64."""

@@ -27,8 +27,8 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.adapters import ignored_by_rank
 from trishul_ray.methods.base import (
+    ADAPTED,
     Method,
     MethodConfig,
     Round,
@@ -41,8 +41,6 @@ from trishul_ray.methods.base import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from trishul_ray.config import AdapterConfig
 
 
 class FedSBConfig(MethodConfig):
@@ -63,6 +61,7 @@ class FedSB(Method):
     reference = "Singhal et al., 2025, arXiv 2502.15436"
     communication = "r^2 per matrix up and down; d_in d_out up and r (d_in + d_out) down once"
     rates_like = "fedsb"
+    fields_read = ADAPTED | {"matching"}
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach one core of the budget's rank; the survey replaces its bases."""
@@ -78,11 +77,6 @@ class FedSB(Method):
             )
             for layer in site.layers
         }
-
-    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
-        """Return the number of core heads and how bases are drawn, among others."""
-        unread = ("heads", "init", "sigma", "overflow", "alpha")
-        return ignored_by_rank(adapter) | {f"adapter.{name}" for name in unread}
 
     @property
     def survey_plan(self) -> SurveyPlan:

@@ -8,14 +8,11 @@ rank this is half the parameters of LoRA on a square matrix, hence twice the ran
 (``floor(N / d_out)``).
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.adapters import attach_adapters, ignored_by
+from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters
 from trishul_ray.methods.base import Method, MethodConfig, Site, register
-
-if TYPE_CHECKING:
-    from trishul_ray.config import AdapterConfig
 
 
 class FFALoRAConfig(MethodConfig):
@@ -33,11 +30,8 @@ class FFALoRA(Method):
     reference = "Sun et al., ICLR 2024, arXiv 2403.12313"
     communication = "r d_out per matrix up and down"
     rates_like = "ffalora"
+    fields_read = FIELDS_READ["ffa"]
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach LoRA with A frozen to every target."""
         return attach_adapters("ffa", site)
-
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
-        """Return what LoRA with A frozen does not read."""
-        return ignored_by("ffa", adapter)

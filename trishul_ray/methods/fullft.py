@@ -4,13 +4,10 @@ McMahan et al., AISTATS 2017, arXiv 1602.05629, applied to the whole pretrained 
 reference of the paper's tables. The whole model is sent up and down each round.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.base import Method, MethodConfig, Site, register
-
-if TYPE_CHECKING:
-    from trishul_ray.config import AdapterConfig
 
 
 class FullFTConfig(MethodConfig):
@@ -29,11 +26,8 @@ class FullFT(Method):
     communication = "all parameters up and down"
     rates_like = "fullft"
     train_all = True
+    fields_read: frozenset[str] = frozenset()
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach none."""
         return {}
-
-    def ignored_fields(self, adapter: "AdapterConfig") -> frozenset[str]:
-        """Return all fields of adapters."""
-        return frozenset({"budget", "adapter"})

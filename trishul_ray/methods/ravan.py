@@ -23,7 +23,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.adapters import core_rank, ignored_by_rank
+from trishul_ray.methods.adapters import FIELDS_READ, core_rank
 from trishul_ray.methods.base import (
     LocalRun,
     Method,
@@ -38,8 +38,6 @@ from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from trishul_ray.config import AdapterConfig
 
 
 class RavanConfig(MethodConfig):
@@ -68,6 +66,7 @@ class Ravan(Method):
     reference = "Raje et al., NeurIPS 2025, arXiv 2506.05568"
     communication = "h r^2 per matrix up and down"
     rates_like = "ravan"
+    fields_read = FIELDS_READ["multihead"] | {"overflow"}
     takes_limits = True
     #: Basis initialization if the experiment does not set ``adapter.init``.
     default_init: ClassVar[BasisInit] = "random_normal"
@@ -110,10 +109,6 @@ class Ravan(Method):
             )
             for layer in site.layers
         }
-
-    def ignored_fields(self, adapter: AdapterConfig) -> frozenset[str]:
-        """Return LoRA's alpha, among others."""
-        return ignored_by_rank(adapter) | {"adapter.alpha"}
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Return the cores and the classification head; the server resets scalars to 1."""

@@ -248,7 +248,7 @@ def _run(
     try:
         with ExitStack() as stack:
             unread = unread_fields(
-                experiment,
+                experiment.task,
                 prepared.dataset.info,
                 Backbone.of(experiment.model, experiment.storage.places),
             )
@@ -292,7 +292,7 @@ def _run(
                 files=list(hashes),
                 sha256=hashes,
                 logged_to=tracker.place,
-                unread_fields=sorted(unread),
+                unread_fields=unread,
             ).written()
             content = summary.to_json()
             # The last file of all: its presence marks the run as finished.

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trishul_ray.adapters.model import AdaptedModel
+    from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Kind
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import ModelKind
     from trishul_ray.tasks.text import TokenizerRef
@@ -36,6 +36,10 @@ class Task(ABC):
     reads: ClassVar[Kind]
     #: The families of backbones that it runs on.
     families: ClassVar[tuple[ModelKind, ...]]
+    #: The fields of the section ``task`` that it reads, besides ``kind``.
+    fields_read: ClassVar[frozenset[str]] = frozenset(
+        {"max_length", "target_length", "template", "verbalizers"}
+    )
     #: For the tests of all tasks: overrides that name a small dataset whose rows the task accepts,
     #: such as ``("dataset=table", "data.path=tests/ratings.csv")``; empty for one of the package's.
     sample: ClassVar[tuple[str, ...]] = ()
@@ -54,8 +58,8 @@ class Task(ABC):
     tokens: TokenizerRef | None = None
 
     @classmethod
-    def build(cls, experiment: Experiment, info: DatasetInfo, backbone: Backbone) -> Task:
-        """Build the task of an experiment, on rows that it reads and a backbone of its families.
+    def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Task:
+        """Build the task for rows that it reads and a backbone of its families.
 
         Raises:
             InputError: The settings do not fit the dataset or the backbone.
@@ -133,8 +137,7 @@ _T = TypeVar("_T", bound=type[Task])
 def register(kind: str) -> Callable[[_T], _T]:
     """Return a class decorator that makes a task available as ``task.kind=<kind>``.
 
-    Tasks on other rows may have the same kind. ``config.task_kinds`` reads the decorator's line
-    from the file: write the name in it.
+    Tasks on other rows may have the same kind.
     """
 
     def add(cls: _T) -> _T:
@@ -163,6 +166,11 @@ def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
     _import_tasks()
     plugins.load_installed()
     return _REGISTRY
+
+
+def task_kinds() -> tuple[str, ...]:
+    """Return what ``task.kind`` may be: ``auto``, and the kinds of all registered tasks."""
+    return ("auto", *sorted({kind for kind, _ in task_classes()}))
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -7,7 +7,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.tasks.base import Task, task_classes
 
 if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment
+    from trishul_ray.config import TaskConfig
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import ModelKind
 
@@ -27,45 +27,32 @@ _DEFAULT_TASK_KIND: "dict[ModelKind, str]" = {
     "seq2seq-lm": "text2text",
     "causal-lm": "verbalizer",
 }
-#: Fields of the section ``task`` that nothing reads, by kind of task and of rows.
-_UNREAD: dict[tuple[str, Kind], tuple[str, ...]] = {
-    ("classification", "image"): ("max_length", "target_length", "template", "verbalizers"),
-    ("classification", "text"): ("target_length", "template", "verbalizers"),
-    ("verbalizer", "text"): ("target_length",),
-    ("text2text", "qa"): ("verbalizers",),
-}
 #: Model types whose positions begin after the id of the padding token.
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
 
-def build_task(experiment: "Experiment", info: DatasetInfo, backbone: "Backbone") -> Task:
-    """Build the task of an experiment. Reads configurations and tokenizers, but no weights.
+def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") -> Task:
+    """Build the task for a dataset and a backbone, of which it reads no weights.
 
     Raises:
         InputError: The backbone's family does not support the dataset or the kind of task, or the
             settings do not fit the dataset. The message says what is supported.
     """
-    task = _choose_task(experiment, info, backbone)
-    if info.kind != "image":
-        _check_length(experiment, backbone)
-    return task.build(experiment, info, backbone)
+    task = _choose_task(config.kind, info, backbone)
+    if "max_length" in task.fields_read:
+        _check_length(config.max_length, backbone)
+    return task.build(config, info, backbone)
 
 
-def unread_fields(
-    experiment: "Experiment", info: DatasetInfo, backbone: "Backbone"
-) -> frozenset[str]:
-    """Return the fields of the section ``task`` that the task of an experiment does not read.
-
-    A kind of task that is not among the package's own may read all of them.
-    """
-    kind = experiment.task.kind
-    chosen = _DEFAULT_TASK_KIND[backbone.family] if kind == "auto" else kind
-    return frozenset(f"task.{name}" for name in _UNREAD.get((chosen, info.kind), ()))
+def unread_fields(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") -> list[str]:
+    """Return the fields of the section ``task`` that the task does not read, by dotted name."""
+    read = _choose_task(config.kind, info, backbone).fields_read | {"kind"}
+    return [f"task.{name}" for name in sorted(type(config).model_fields.keys() - read)]
 
 
-def _choose_task(experiment: "Experiment", info: DatasetInfo, backbone: "Backbone") -> type[Task]:
+def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Task]:
     """Return the class of the task, or raise an InputError that says what is supported."""
-    kind, family = experiment.task.kind, backbone.family
+    family = backbone.family
     described = f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
     described += _FAMILY_NAMES[family]
     if info.kind == "image" and family != "image-classification":
@@ -102,7 +89,7 @@ def _choose_task(experiment: "Experiment", info: DatasetInfo, backbone: "Backbon
     return task
 
 
-def _check_length(experiment: "Experiment", backbone: "Backbone") -> None:
+def _check_length(max_length: int, backbone: "Backbone") -> None:
     """Reject rows longer than the model's positions (T5's are relative: any length)."""
     architecture = backbone.architecture
     positions = getattr(architecture, "max_position_embeddings", None)
@@ -110,8 +97,8 @@ def _check_length(experiment: "Experiment", backbone: "Backbone") -> None:
         return
     if architecture.model_type in _OFFSET_POSITIONS:
         positions -= (architecture.pad_token_id or 0) + 1
-    if experiment.task.max_length > positions:
+    if max_length > positions:
         raise InputError(
-            f"task.max_length={experiment.task.max_length} exceeds the {positions} positions of "
+            f"task.max_length={max_length} exceeds the {positions} positions of "
             f"model.name={backbone.name!r}"
         )

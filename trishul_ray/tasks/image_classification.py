@@ -3,14 +3,13 @@
 Shapes: b images, C channels, H x W stored pixels, S the side of the model's images, K classes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import (
     Classification,
     constant,
@@ -20,8 +19,10 @@ from trishul_ray.tasks.base import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo
-    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import Preprocessing
 
@@ -48,6 +49,7 @@ class ImageClassification(Classification):
     reads = "image"
     families = ("image-classification",)
     model_kind = "image-classification"
+    fields_read = frozenset()
 
     def __init__(
         self,
@@ -79,8 +81,8 @@ class ImageClassification(Classification):
 
     @classmethod
     def build(
-        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
-    ) -> "ImageClassification":
+        cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone
+    ) -> ImageClassification:
         """Build the task for images as the backbone expects them."""
         return image_task(backbone.preprocessing, info, cls)
 
@@ -99,7 +101,7 @@ class ImageClassification(Classification):
         images = self._match_channels(moved["pixels"].to(torch.float32).div_(255))
         side = (self.image_size, self.image_size)
         if images.shape[-2:] != side:
-            images = F.interpolate(
+            images = torch.nn.functional.interpolate(
                 images, size=side, mode="bilinear", align_corners=False, antialias=True
             )
         mean, std = (_per_channel(values, images) for values in (self.mean, self.std))
@@ -128,8 +130,8 @@ def _per_channel(values: tuple[float, ...], images: Tensor) -> Tensor:
 
 
 def image_task(
-    expected: "Preprocessing",
-    info: "DatasetInfo",
+    expected: Preprocessing,
+    info: DatasetInfo,
     task: type[ImageClassification] = ImageClassification,
 ) -> ImageClassification:
     """Return the task of a dataset for a backbone that expects this preprocessing.

@@ -7,20 +7,23 @@ regardless of their sub-dataset.
 Shapes: N rows, b rows of a batch, T tokens of the target, R bytes of references.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trishul_ray.errors import CorruptFileError
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import register
 from trishul_ray.tasks.text import CHUNK, read_texts
 from trishul_ray.tasks.text2text import Text2Text, Text2TextEncoder
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.data.dataset import Split
     from trishul_ray.data.prepare import Encoder
 
@@ -30,10 +33,11 @@ class QuestionAnswering(Text2Text):
     """Generate the answer to a question from its context; arguments as of :class:`Text2Text`."""
 
     reads = "qa"
+    fields_read = frozenset({"max_length", "target_length", "template"})
     row_metrics = ("f1", "exact_match")
 
     @property
-    def encoder(self) -> "Encoder":
+    def encoder(self) -> Encoder:
         """Encoder of inputs, first answers and, for test rows, all reference answers."""
         return AnswerEncoder(self)
 
@@ -54,7 +58,7 @@ class QuestionAnswering(Text2Text):
 class AnswerEncoder(Text2TextEncoder):
     """Encode inputs, with the first answer of each row as its target."""
 
-    def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return the inputs, ``target_ids`` int32 [N, T], ``target_length`` and ``references``.
 
         An answer that is too long is cut and still ends with the end token. ``target_length`` is
@@ -78,7 +82,7 @@ class AnswerEncoder(Text2TextEncoder):
         return columns
 
 
-def read_answers(split: "Split", start: int, stop: int) -> list[list[str]]:
+def read_answers(split: Split, start: int, stop: int) -> list[list[str]]:
     """Return all answers of rows ``start`` up to ``stop``; raise CorruptFileError on other rows."""
     rows = []
     for row, text in enumerate(read_texts(split, "answers", start, stop), start):
@@ -95,7 +99,7 @@ def read_answers(split: "Split", start: int, stop: int) -> list[list[str]]:
     return rows
 
 
-def pack_answers(split: "Split") -> np.ndarray:
+def pack_answers(split: Split) -> np.ndarray:
     """Return the answers of every row as JSON in UTF-8, padded with zeros: uint8 [N, R]."""
     count = len(split)
     packed = [

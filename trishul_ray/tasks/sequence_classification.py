@@ -5,22 +5,25 @@ The model's tokenizer joins the fields; templates and verbalizers are not used.
 Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, K classes.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import Classification, group_column, register, to_device
 from trishul_ray.tasks.text import TokenizerRef, read_texts, trim_padding
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 
 
@@ -44,6 +47,7 @@ class SequenceClassification(Classification):
     reads = "text"
     families = ("sequence-classification", "causal-lm")
     model_kind = "sequence-classification"
+    fields_read = frozenset({"max_length"})
     tokens: TokenizerRef
 
     def __init__(
@@ -67,8 +71,8 @@ class SequenceClassification(Classification):
 
     @classmethod
     def build(
-        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
-    ) -> "SequenceClassification":
+        cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone
+    ) -> SequenceClassification:
         """Build the task for the dataset's fields of text."""
         tokens = TokenizerRef.of(backbone)
         decoder = backbone.family == "causal-lm"
@@ -78,7 +82,7 @@ class SequenceClassification(Classification):
             tokens,
             fields=info.fields,
             num_classes=info.num_classes,
-            max_length=experiment.task.max_length,
+            max_length=config.max_length,
             groups=info.groups,
             decoder=decoder,
         )
@@ -88,7 +92,7 @@ class SequenceClassification(Classification):
         return {"fields": list(self.fields), "max_length": self.max_length}
 
     @property
-    def encoder(self) -> "Encoder":
+    def encoder(self) -> Encoder:
         """Encoder of one or two fields; see :meth:`PairEncoder.encode`."""
         return PairEncoder(self.tokens, self.fields, self.max_length)
 
@@ -114,7 +118,7 @@ class SequenceClassification(Classification):
         return super().inputs(batch) | ({"use_cache": False} if self.decoder else {})
 
 
-def _check_padding(backbone: "Backbone", tokens: TokenizerRef) -> None:
+def _check_padding(backbone: Backbone, tokens: TokenizerRef) -> None:
     """Check that they pad alike: the head of a decoder finds a row's last token by the padding."""
     pad_id = backbone.architecture.pad_token_id
     if pad_id not in (None, tokens.pad_id):
@@ -135,7 +139,7 @@ class PairEncoder:
         """Text that identifies everything that determines the encoded columns."""
         return json.dumps(["pair", 1, self._tokens.key, self._fields, self._max_length])
 
-    def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
 
         If the tokenizer marks the second text, also return ``first`` int32 [N]: the number of

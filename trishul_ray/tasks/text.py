@@ -3,22 +3,24 @@
 Shapes: N rows, b rows of a batch, L tokens of the longest stored row, W of the longest in a batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
-    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 
 #: Rows tokenized in one call.
@@ -37,16 +39,16 @@ class TokenizerRef:
         vocabulary_size: Rows of the backbone's embedding; larger ids are rejected.
     """
 
-    def __init__(self, backbone: "Backbone", *, vocabulary_size: int) -> None:
+    def __init__(self, backbone: Backbone, *, vocabulary_size: int) -> None:
         self.backbone, self.vocabulary_size = backbone, vocabulary_size
 
     @classmethod
-    def of(cls, backbone: "Backbone") -> "TokenizerRef":
+    def of(cls, backbone: Backbone) -> TokenizerRef:
         """Return the tokenizer of a backbone of texts."""
         return cls(backbone, vocabulary_size=backbone.architecture.vocab_size)
 
     @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; an InputError if the model cannot be found or has none."""
         return self.backbone.tokenizer
 
@@ -89,7 +91,7 @@ class TokenizerRef:
         )
         return encoded
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> "list[Encoding]":
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
         """Return each text's tokens with their positions in it, without special tokens."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
@@ -279,13 +281,13 @@ def default_template(fields: Sequence[str]) -> str:
     return " ".join(f"{name}: {{{name}}}" for name in fields)
 
 
-def class_texts(experiment: "Experiment", info: "DatasetInfo") -> tuple[str, ...]:
+def class_texts(config: TaskConfig, info: DatasetInfo) -> tuple[str, ...]:
     """Return the text of each class: ``task.verbalizers``, or the names of the classes.
 
     Raises:
         InputError: There are not as many as classes.
     """
-    texts = experiment.task.verbalizers or info.classes
+    texts = config.verbalizers or info.classes
     if len(texts) != info.num_classes:
         raise InputError(
             f"task.verbalizers has {len(texts)} entries, but dataset {info.name!r} has "
@@ -295,13 +297,13 @@ def class_texts(experiment: "Experiment", info: "DatasetInfo") -> tuple[str, ...
     return texts
 
 
-def field_rows(split: "Split", template: Template, start: int, stop: int) -> list[tuple[str, ...]]:
+def field_rows(split: Split, template: Template, start: int, stop: int) -> list[tuple[str, ...]]:
     """Return the values of a template's fields in rows ``start`` up to ``stop`` of a split."""
     columns = [read_texts(split, name, start, stop) for name in template.fields]
     return list(zip(*columns, strict=True))
 
 
-def read_texts(split: "Split", name: str, start: int, stop: int) -> list[str]:
+def read_texts(split: Split, name: str, start: int, stop: int) -> list[str]:
     """Return the texts of column ``name`` in rows ``start`` up to ``stop``."""
     texts: list[str] = split.texts(name)[start:stop].to_pylist()
     return texts

@@ -7,6 +7,8 @@ Shapes: N rows, b rows of a batch, W tokens of the input, T tokens of the target
 token, V vocabulary size.
 """
 
+from __future__ import annotations
+
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import Task, group_column, logits_of, register, to_device
 from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
@@ -32,10 +32,12 @@ from trishul_ray.tasks.text import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trishul_ray.adapters.model import AdaptedModel
+    from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 
 #: Label of a position that the loss ignores.
@@ -82,24 +84,21 @@ class Text2Text(Task):
         self.start_id, self.groups = start_id, tuple(groups)
 
     @classmethod
-    def build(
-        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
-    ) -> "Text2Text":
-        """Build the task with the prompt of the experiment; by default all fields, by name."""
+    def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Text2Text:
+        """Build the task with the prompt of the section; by default all fields, by name."""
         fields = ("question", "context") if info.kind == "qa" else info.fields
-        settings = experiment.task
         return cls(
             TokenizerRef.of(backbone),
-            template=Template(settings.template or default_template(fields), fields, info.name),
-            max_length=settings.max_length,
-            target_length=settings.target_length,
+            template=Template(config.template or default_template(fields), fields, info.name),
+            max_length=config.max_length,
+            target_length=config.target_length,
             start_id=_decoder_start_id(backbone),
             groups=info.groups,
-            **cls.further_arguments(experiment, info),
+            **cls.further_arguments(config, info),
         )
 
     @classmethod
-    def further_arguments(cls, experiment: "Experiment", info: "DatasetInfo") -> dict[str, Any]:
+    def further_arguments(cls, config: TaskConfig, info: DatasetInfo) -> dict[str, Any]:
         """Return the arguments that a subclass takes besides those of :class:`Text2Text`."""
         return {}
 
@@ -147,11 +146,11 @@ class Text2Text(Task):
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean cross-entropy over all target tokens of the batch, in float32."""
         logits = logits_of(outputs).float()
-        return F.cross_entropy(
+        return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL
         )
 
-    def predict(self, model: "AdaptedModel", batch: Mapping[str, Tensor]) -> Generated:
+    def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Generated:
         """Run the encoder once; return the target's logits and a greedily generated text."""
         from transformers import GenerationConfig
 
@@ -180,7 +179,7 @@ class Text2Text(Task):
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
         """Return the loss over the target's tokens, and the scores of the text, of every row."""
         labels = batch["labels"]
-        losses = F.cross_entropy(
+        losses = torch.nn.functional.cross_entropy(
             outputs.logits.float().transpose(1, 2),
             labels,
             ignore_index=IGNORED_LABEL,
@@ -197,7 +196,7 @@ class Text2Text(Task):
         """Return each of :attr:`row_metrics` for every generated text, [b] in [0, 1]."""
 
 
-def _decoder_start_id(backbone: "Backbone") -> int:
+def _decoder_start_id(backbone: Backbone) -> int:
     start_id: int | None = getattr(backbone.architecture, "decoder_start_token_id", None)
     if start_id is None:
         start_id = backbone.architecture.pad_token_id
@@ -233,9 +232,9 @@ class TextToClass(Text2Text):
             seen[normalized] = text
 
     @classmethod
-    def further_arguments(cls, experiment: "Experiment", info: "DatasetInfo") -> dict[str, Any]:
+    def further_arguments(cls, config: TaskConfig, info: DatasetInfo) -> dict[str, Any]:
         """Return the text of each class."""
-        return {"class_texts": class_texts(experiment, info)}
+        return {"class_texts": class_texts(config, info)}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of :class:`Text2Text`, and the text of each class."""
@@ -254,7 +253,7 @@ class TextToClass(Text2Text):
         return len(self.class_texts)
 
     @property
-    def encoder(self) -> "Encoder":
+    def encoder(self) -> Encoder:
         """Encoder of inputs, with the text of the class as the target."""
         return ClassTextEncoder(self)
 
@@ -295,7 +294,7 @@ class Text2TextEncoder:
         lengths = [task.max_length, task.target_length]
         return json.dumps([type(self).__name__, 1, task.tokens.key, task.template.text, *lengths])
 
-    def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return ``input_ids`` int32 [N, W] and ``length`` int32 [N]."""
         task = self.task
         tokens, template, limit = task.tokens, task.template, task.max_length
@@ -318,7 +317,7 @@ class ClassTextEncoder(Text2TextEncoder):
         """Text that identifies everything that determines the encoded columns."""
         return json.dumps([super().key, self.task.class_texts])
 
-    def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return the inputs, ``target_ids`` int32 [N, T] and ``target_length`` int32 [N].
 
         Raises:

@@ -8,17 +8,17 @@ row predicts the answer, and only its logits are computed.
 Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, V vocabulary size.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import (
     Classification,
     constant,
@@ -38,9 +38,11 @@ from trishul_ray.tasks.text import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.data.prepare import Encoder
-    from trishul_ray.experiment import Experiment
     from trishul_ray.models.backbone import Backbone
 
 
@@ -69,6 +71,7 @@ class Verbalizer(Classification):
     reads = "text"
     families = ("causal-lm",)
     model_kind = "causal-lm"
+    fields_read = frozenset({"max_length", "template", "verbalizers"})
     tokens: TokenizerRef
 
     @property
@@ -90,21 +93,18 @@ class Verbalizer(Classification):
         self.max_length, self.groups = max_length, tuple(groups)
 
     @classmethod
-    def build(
-        cls, experiment: "Experiment", info: "DatasetInfo", backbone: "Backbone"
-    ) -> "Verbalizer":
-        """Build the task with the prompt and the words of the experiment."""
-        settings = experiment.task
-        if settings.template is None:
+    def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Verbalizer:
+        """Build the task with the prompt and the words of the section."""
+        if config.template is None:
             raise InputError(
                 f"task.template is not set, and there is no default for dataset {info.name!r}: "
                 f"set a prompt, e.g. '{{{info.fields[0]}}}\\nAnswer:'"
             )
         return cls(
             TokenizerRef.of(backbone),
-            template=Template(settings.template, info.fields, info.name),
-            verbalizers=class_texts(experiment, info),
-            max_length=settings.max_length,
+            template=Template(config.template, info.fields, info.name),
+            verbalizers=class_texts(config, info),
+            max_length=config.max_length,
             groups=info.groups,
         )
 
@@ -119,7 +119,7 @@ class Verbalizer(Classification):
         }
 
     @property
-    def encoder(self) -> "Encoder":
+    def encoder(self) -> Encoder:
         """Encoder of the prompts."""
         return PromptEncoder(self.tokens, self.template, self.common_prefix, self.max_length)
 
@@ -149,7 +149,9 @@ class Verbalizer(Classification):
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean cross-entropy over the vocabulary at the last position, in float32."""
         logits = self._answer_logits(outputs)
-        return F.cross_entropy(logits.float(), self._answer_columns(logits)[batch["labels"]])
+        return torch.nn.functional.cross_entropy(
+            logits.float(), self._answer_columns(logits)[batch["labels"]]
+        )
 
     def class_logits(self, outputs: Any) -> Tensor:
         """Return the logits of the verbalizers' tokens [b, K]."""
@@ -223,7 +225,7 @@ class PromptEncoder:
         rest = [self._suffix, self._max_length]
         return json.dumps(["prompt", 1, self._tokens.key, self._template.text, *rest])
 
-    def encode(self, split: "Split", progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
 
         Raises:

@@ -23,8 +23,8 @@ class Rating(SequenceClassification):
     numbers: tuple[float, ...] = ()
 
     @classmethod
-    def build(cls, experiment: Any, info: Any, backbone: Any) -> "Rating":
-        task = super().build(experiment, info, backbone)
+    def build(cls, config: Any, info: Any, backbone: Any) -> "Rating":
+        task = super().build(config, info, backbone)
         try:
             numbers = tuple(map(float, info.classes))
         except ValueError:
