@@ -1,4 +1,4 @@
-"""Read table files, and convert columns of Arrow tables into columns of a dataset.
+"""Clean columns of Arrow tables, and convert them into columns of a dataset.
 
 Errors name the file and, where possible, the row.
 
@@ -9,7 +9,9 @@ Legend of shapes: N rows.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,26 +137,27 @@ def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArra
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not (is_text(kind) or (is_list and is_text(kind.value_type))):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not a list of texts")
-    rows = []
-    for row, value in enumerate(values.to_pylist()):
-        answers = value if is_list else _parse_answers(value)
-        rows.append(dump_answers(answers, f"{where}, row {row}", column))
+    rows = [
+        dump_answers(value if is_list else _parse_answers(value), f"{where}, row {row}", column)
+        for row, value in enumerate(values.to_pylist())
+    ]
     return pa.array(rows, pa.large_string())
 
 
 def _parse_answers(text: str) -> list[str]:
-    try:
-        answers = json.loads(text) if text.startswith("[") else None
-    except ValueError:
-        answers = None
-    if isinstance(answers, list) and all(isinstance(answer, str) for answer in answers):
-        return answers
+    with suppress(ValueError):
+        if text.startswith("[") and _are_texts(answers := json.loads(text)):
+            return list(answers)
     return [text]
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def dump_answers(answers: Any, where: str, column: str = "answers") -> str:
     """Return ``answers`` as JSON; raise CorruptFileError if they are no list of texts, or empty."""
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+    if not _are_texts(answers):
         raise CorruptFileError(f"{where}: {column} is not a list of texts")
     if not answers:
         raise CorruptFileError(f"{where}: {column} is empty; at least one answer is required")
@@ -168,12 +171,10 @@ def read_raw(table: pa.Table, column: str, where: str) -> pa.Array:
         CorruptFileError: the column is missing, holds a null, is neither text nor integer, or
             holds a negative integer, which on the hub marks a row without label.
     """
-    values = get_column(table, column, where)
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    if is_text(values.type):
-        return values.cast(pa.large_string()).combine_chunks()
+    values = _decoded(get_column(table, column, where))
     kind = values.type
+    if is_text(kind):
+        return values.cast(pa.large_string()).combine_chunks()
     if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not text or integer")
     numbers = values.cast(pa.int64()).combine_chunks()
@@ -183,6 +184,11 @@ def read_raw(table: pa.Table, column: str, where: str) -> pa.Array:
             f"{where}, row {row}: {column} is {numbers[row]}; it must not be negative"
         )
     return numbers
+
+
+def _decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column without the dictionary that it may be encoded by."""
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 
 def number_values(
@@ -202,7 +208,10 @@ def number_values(
         raise CorruptFileError(f"column {what!r} has different types in the splits ({kinds})")
     values = pa.chunked_array(list(raw.values()))
     if is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
-        raw = {split: _as_integers(column) for split, column in raw.items()}
+        raw = {
+            split: pc.replace_substring_regex(column, r"\.0+$", "").cast(pa.int64())
+            for split, column in raw.items()
+        }
         values = pa.chunked_array(list(raw.values()))
     distinct = pc.unique(values).sort().to_pylist()
     if names is not None:
@@ -216,27 +225,21 @@ def number_values(
     return indices, tuple(str(value) for value in distinct)
 
 
-def _as_integers(texts: pa.Array) -> pa.Array:
-    """Return texts that are whole numbers, such as ``2`` or ``2.0``, as int64."""
-    return pc.replace_substring_regex(texts, r"\.0+$", "").cast(pa.int64())
-
-
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds texts."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
+def holds_images(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds images as on the hub: structs {bytes, path}."""
+    return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+
 #: The platform's column names: the keys of ``data.columns``.
 COLUMN_NAMES = (
-    "text",
-    "text_pair",
-    "label",
-    "image",
-    "question",
-    "context",
-    "answers",
-    "client",
-    "group",
+    *("text", "text_pair", "label", "image"),
+    *("question", "context", "answers"),
+    *("client", "group"),
 )
 
 #: Columns that rows of each kind must have. If several kinds fit, the first is taken.
@@ -313,14 +316,6 @@ class CleanTables:
     kept: Sequence[np.ndarray]
 
 
-@dataclass
-class _Report:
-    """What was found: rows that lack a column, by table and column; counts of stripped values."""
-
-    faults: dict[tuple[str, str], np.ndarray]
-    stripped: dict[str, int]
-
-
 def clean(
     splits: Mapping[str, NamedTables], columns: Mapping[str, str], *, skip_broken: bool
 ) -> tuple[dict[str, CleanTables], str, tuple[str, ...]]:
@@ -332,23 +327,28 @@ def clean(
     Raises:
         CorruptFileError: rows lack something; the message has their number, columns and first rows.
     """
-    report = _Report({}, {})
-    found = {s: _clean_split(tables, columns, report) for s, tables in splits.items()}
-    if report.faults and not skip_broken:
-        raise CorruptFileError(_describe(report.faults, columns))
+    faults: dict[tuple[str, str], np.ndarray] = {}  # rows that lack a column, by table and column
+    stripped: Counter[str] = Counter()  # values by column
+    found, skipped = {}, []
+    for split, tables in splits.items():
+        cleaned, kept = [], []
+        for where, whole in tables:
+            table, lacking = _clean_table(whole, where, columns, stripped)
+            faults |= {(where, name): rows for name, rows in lacking.items()}
+            missing = np.logical_or.reduce([np.zeros(whole.num_rows, bool), *lacking.values()])
+            skipped += [f"{where}, row {row}" for row in np.flatnonzero(missing)]
+            cleaned.append((where, table))
+            kept.append(~missing)
+        found[split] = CleanTables(cleaned, kept)
+    if faults and not skip_broken:
+        raise CorruptFileError(_describe(faults, columns))
     notes = [
         f"white space around {_count(count, 'value')} of column {column!r} removed"
-        for column, count in report.stripped.items()
-    ]
-    skipped = [
-        f"{where}, row {row}"
-        for split in found.values()
-        for (where, _), kept in zip(split.tables, split.kept, strict=True)
-        for row in np.flatnonzero(~kept)
+        for column, count in stripped.items()
     ]
     if skipped:
-        lacking = " or ".join(dict.fromkeys(name for _, name in report.faults))
-        notes.append(f"{_count(len(skipped), 'row')} without {lacking} skipped")
+        lacked = " or ".join(dict.fromkeys(name for _, name in faults))
+        notes.append(f"{_count(len(skipped), 'row')} without {lacked} skipped")
     if len(skipped) > _MAX_SKIPPED:
         skipped[_MAX_SKIPPED:] = [f"and {len(skipped) - _MAX_SKIPPED} more rows"]
     return found, "".join(f", {note}" for note in notes), tuple(skipped)
@@ -375,42 +375,35 @@ def check_unique(names: Sequence[str], where: str) -> None:
         )
 
 
-def _clean_split(tables: NamedTables, columns: Mapping[str, str], report: _Report) -> CleanTables:
-    cleaned, kept = [], []
-    for where, whole in tables:
-        table, lacking = whole, np.zeros(whole.num_rows, bool)
-        faults: dict[str, np.ndarray] = {}
-        for name in _NAMES:
-            if (column := columns.get(name, "")) in table.column_names:
-                values, missing, stripped = _clean_names(table.column(column), where, column)
-                table = _replaced(table, column, values)
-                faults[name] = missing
-                if stripped:
-                    report.stripped[column] = report.stripped.get(column, 0) + stripped
-        for names in _CONTENTS:
-            present = [n for n in names if columns.get(n) in table.column_names]
-            blank = []
-            for name in present:
-                values, missing = _clean_content(table.column(columns[name]))
-                table = _replaced(table, columns[name], values)
-                blank.append(missing)
-            if blank:
-                faults[" and ".join(present)] = np.logical_and.reduce(blank)
-        for name, rows in faults.items():
-            if rows.any():
-                report.faults[where, name] = rows
-                lacking |= rows
-        cleaned.append((where, table))
-        kept.append(~lacking)
-    return CleanTables(cleaned, kept)
+def _clean_table(
+    table: pa.Table, where: str, columns: Mapping[str, str], stripped: Counter[str]
+) -> tuple[pa.Table, dict[str, np.ndarray]]:
+    """Return a cleaned table, and which of its rows lack what, bool [N] by column."""
+    lacking: dict[str, np.ndarray] = {}
+    for name in _NAMES:
+        if (column := columns.get(name, "")) in table.column_names:
+            values, missing, count = _clean_names(table.column(column), where, column)
+            table = _replaced(table, column, values)
+            lacking[name] = missing
+            if count:
+                stripped[column] += count
+    for names in _CONTENTS:
+        present = [name for name in names if columns.get(name) in table.column_names]
+        blank = []
+        for name in present:
+            values, missing = _clean_content(table.column(columns[name]))
+            table = _replaced(table, columns[name], values)
+            blank.append(missing)
+        if blank:
+            lacking[" and ".join(present)] = np.logical_and.reduce(blank)
+    return table, {name: rows for name, rows in lacking.items() if rows.any()}
 
 
 def _clean_names(
     values: pa.ChunkedArray, where: str, column: str
 ) -> tuple[pa.ChunkedArray, np.ndarray, int]:
     """Return stripped names, which of them are missing, and how many were stripped."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
+    values = _decoded(values)
     if pa.types.is_floating(values.type):
         values = _float_names(values)
     stripped = 0
@@ -427,7 +420,9 @@ def _clean_names(
         stripped = pc.sum(changed).as_py() or 0
         values = trimmed
     flags: np.ndarray = missing.to_numpy()
-    return _filled(values, flags), flags, stripped
+    if flags.any() and not flags.all():  # any value that is there fills the gaps
+        values = pc.if_else(pa.array(flags), values[int(np.argmin(flags))], values)
+    return values, flags, stripped
 
 
 def _float_names(values: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -454,16 +449,7 @@ def _clean_content(values: pa.ChunkedArray) -> tuple[pa.ChunkedArray, np.ndarray
     return values, flags
 
 
-def _filled(values: pa.ChunkedArray, missing: np.ndarray) -> pa.ChunkedArray:
-    """Return the values with those that are missing replaced by one that is not."""
-    if not missing.any() or missing.all():
-        return values
-    return pc.if_else(pa.array(missing), values[int(np.argmin(missing))], values)
-
-
 def _replaced(table: pa.Table, column: str, values: pa.ChunkedArray) -> pa.Table:
-    if values is table.column(column):
-        return table
     return table.set_column(table.column_names.index(column), column, values)
 
 

@@ -52,8 +52,12 @@ class HubRepo:
         at = f"@{self.revision}" if self.revision else ""
         return f"{ON_HUB}{self.repo}/{self.config or ''}{at}"
 
-    def mirror_files(self, hub: Path | None, splits: Sequence[str]) -> dict[str, list[Path]] | None:
+    def mirror_files(
+        self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()
+    ) -> dict[str, list[Path]] | None:
         """Return the files of every split in the mirror ``hub``, or None if it has none of them.
+
+        Those of ``others`` are added if they are there.
 
         Raises:
             InputError: the mirror has some of the splits, but not all, or is a folder inside one.
@@ -66,7 +70,8 @@ class HubRepo:
             files = {s: sorted(folder.glob(pattern.format(split=s))) for s in splits}
             missing = [split for split, split_files in files.items() if not split_files]
             if not missing:
-                return files
+                more = {s: sorted(folder.glob(pattern.format(split=s))) for s in others}
+                return files | {split: found for split, found in more.items() if found}
             if len(missing) < len(splits):
                 name = pattern.format(split=missing[0])
                 raise InputError(f"mirror {folder} lacks {name} of {self.repo}")
@@ -100,6 +105,18 @@ class HubRepo:
         words += ["--revision", self.revision] if self.revision else []
         words += [word for name in names for word in ("--include", name)]
         return shlex.join([*words, "--local-dir", str((hub or Path("hub")) / self.repo)])
+
+    def call_split(self, split: str) -> str:
+        """Return what messages call a split that is read from the hub."""
+        return f"hub dataset {self.repo}, split {split}"
+
+    def not_found(self, what: str, hub: Path | None, fault: InputError, way_out: str) -> InputError:
+        """Return the error that the dataset is neither in a mirror nor can be downloaded."""
+        searched = f"mirror {hub} does not have it" if hub else "no mirror is set"
+        return InputError(
+            f"{what} not found: {searched} (storage.hub or TRISHUL_HUB), and downloading it from "
+            f"the Hugging Face hub failed: {fault}; {way_out}"
+        )
 
     def download(self, split: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Return a split from the hub, or from the offline cache of the ``datasets`` library.

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageOps
 
-from trishul_ray.data.columns import get_column
+from trishul_ray.data.columns import get_column, holds_images
 from trishul_ray.errors import CorruptFileError, one_line
 
 # Python would print what Pillow logs on malformed files.
@@ -80,8 +80,8 @@ def decode_images(
             another mode or size.
     """
     images = get_column(table, column, where)
-    kind = images.type
-    if not (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0):
+    if not holds_images(images.type):
+        kind = images.type
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not an image with bytes")
     height, width = size
     pixels = np.empty((table.num_rows, MODE_CHANNELS[mode], height, width), dtype=np.uint8)

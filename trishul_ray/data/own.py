@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from trishul_ray.data.columns import (
     clean,
     differing_in_case,
     get_column,
+    holds_images,
     is_text,
     number_values,
     read_answers,
@@ -55,7 +56,7 @@ from trishul_ray.data.images import (
     pixel_statistics,
     turn_upright,
 )
-from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_files, read_table
+from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.files import complete_folder, digest, remove_unused
 from trishul_ray.lazy import pq
@@ -143,9 +144,7 @@ class CustomDataset:
             progress(f"{self.name} {split}", 1.0)
         if mapping.kind == "image":
             column = mapping.columns["image"]
-            images = {
-                split: _list_images(parts, column, folder) for split, parts in cleaned.items()
-            }
+            images = {s: _list_images(parts, column, folder) for s, parts in cleaned.items()}
             note, broken = self._add_pixels(splits, images, progress)
             source += note
             skipped += broken
@@ -158,11 +157,7 @@ class CustomDataset:
                 numbered, fields[field] = number_values(raw, what=mapping.columns[column])
                 for split, values in numbered.items():
                     splits[split][column] = values
-        source += differing_in_case(fields.get("classes", ()))
-        if "test" not in splits:
-            splits = split_off_test(splits["train"], self.test_share, first)
-        source += _clients_without_rows(splits["train"], fields.get("clients", ()))
-        return make_info(self.name, mapping.kind, source, splits, fields), splits
+        return self._finish(mapping.kind, source, splits, fields, first)
 
     def _add_pixels(
         self,
@@ -182,6 +177,39 @@ class CustomDataset:
         for split, pixels in resized.pixels.items():
             splits[split] = take_rows(splits[split], resized.kept[split]) | {"pixels": pixels}
         return resized.note, resized.skipped
+
+    def _finish(
+        self, kind: Kind, source: str, splits: Splits, fields: dict[str, Any], where: str
+    ) -> tuple[DatasetInfo, Splits]:
+        """Return the description and the columns of ``train`` and ``test``.
+
+        ``fields`` are those of the description that are known; ``where`` the rows are from.
+
+        Raises:
+            InputError: a split has no rows, or there is only one class.
+        """
+        source += differing_in_case(fields.get("classes", ()))
+        if "test" not in splits:
+            splits = split_off_test(splits["train"], self.test_share, where)
+        train, clients = splits["train"], fields.get("clients", ())
+        if len(lost := np.setdiff1d(np.arange(len(clients)), train.get("client", ()))):
+            named = ", ".join(repr(clients[n]) for n in lost[:MAX_NAMED])
+            source += f", without training rows: client{'s' * (len(lost) > 1)} {named}"
+        for split, columns in splits.items():
+            if not length(columns):
+                raise InputError(f"{source}: the {split} split has no rows")
+        if kind != "qa" and len(fields["classes"]) < 2:
+            only = fields["classes"][0]
+            raise InputError(f"{source}: all rows are of class {only!r}; two classes are needed")
+        if kind == "image":
+            pixels: Any = train["pixels"]
+            mean, std = pixel_statistics(pixels)
+            # Pixels are divided by std: do not divide by zero if a channel is constant.
+            std = tuple(value or 1.0 for value in std)
+            fields |= {"image_shape": pixels.shape[1:], "mean": mean, "std": std}
+        if kind == "text":
+            fields["fields"] = tuple(f for f in ("text", "text_pair") if f in train)
+        return DatasetInfo(self.name, kind, source, **fields), splits
 
 
 class LocalImages(CustomDataset):
@@ -203,7 +231,7 @@ class LocalImages(CustomDataset):
         return self._key(json.dumps([str(self.path), images]))
 
     def content(self) -> str | None:
-        """Return a hash of splits, classes and images, in order; see :class:`CustomDataset`."""
+        """Return a hash of splits, classes and images, in order."""
         files = self._find_files()
         images = [(s, label, _content(f)) for s in files for f, label in files[s]]
         return _hash_of([images, PREPARATION_VERSION])
@@ -216,23 +244,20 @@ class LocalImages(CustomDataset):
             CorruptFileError: images cannot be read; the message names the files.
         """
         files = self._find_files()
-        classes = tuple(sorted({label for labelled in files.values() for _, label in labelled}))
-        images: dict[str, list[NamedImage]] = {
-            split: [(file, str(file)) for file, _ in labelled] for split, labelled in files.items()
-        }
-        splits: dict[str, Columns] = {
-            split: {"label": np.array([classes.index(of) for _, of in labelled], dtype=np.int64)}
-            for split, labelled in files.items()
-        }
-        note, skipped = self._add_pixels(splits, images, progress)
-        if "test" not in splits:
-            splits = split_off_test(splits["train"], self.test_share, str(self.path))
         found = [pair for labelled in files.values() for pair in labelled]
+        classes = tuple(sorted({label for _, label in found}))
+        images: dict[str, list[NamedImage]] = {}
+        splits: dict[str, Columns] = {}
+        for split, labelled in files.items():
+            images[split] = [(file, str(file)) for file, _ in labelled]
+            labels = [classes.index(of) for _, of in labelled]
+            splits[split] = {"label": np.array(labels, dtype=np.int64)}
+        note, skipped = self._add_pixels(splits, images, progress)
         below = sum(file.parent.name != label for file, label in found)
         nested = f", {below} of {len(found)} images in folders below their class's" if below else ""
-        source = f"images:{self.path}{nested}{note}{differing_in_case(classes)}"
         fields = {"classes": classes, "skipped": skipped}
-        return make_info(self.name, "image", source, splits, fields), splits
+        source = f"images:{self.path}{nested}{note}"
+        return self._finish("image", source, splits, fields, str(self.path))
 
     def _find_files(self) -> dict[str, list[tuple[Path, str]]]:
         """Return pairs of file and class, by split."""
@@ -242,8 +267,8 @@ class LocalImages(CustomDataset):
         folders = {folder.name: folder for folder in _subfolders(root)}
         splits = {"train", *_TEST_FOLDERS} & set(folders)
         if "train" in folders and set(folders) == splits:
-            found = {"train": _class_files(folders["train"])}
             test = next((name for name in _TEST_FOLDERS if name in folders), None)
+            found = {"train": _class_files(folders["train"])}
             return found if test is None else found | {"test": _class_files(folders[test])}
         for name in sorted(splits):
             # All below it would be of one class.
@@ -258,10 +283,7 @@ class LocalImages(CustomDataset):
 
 
 def _class_files(root: Path) -> list[tuple[Path, str]]:
-    """Return pairs of file and class of the class folders in ``root``, sorted.
-
-    Images in folders below a class folder are of its class; links to folders are followed.
-    """
+    """Return pairs of file and class of the class folders in ``root``, sorted."""
     pairs = []
     for folder in _subfolders(root):
         files = sorted(_photos(folder), key=lambda file: (len(file.parts), file))
@@ -323,7 +345,7 @@ class LocalTable(CustomDataset):
         return self._files_key({**files, "images": self._listed_images(files)})
 
     def content(self) -> str | None:
-        """Return a hash of splits, formats, files and images; see :class:`CustomDataset`."""
+        """Return a hash of splits, formats, files and images."""
         files = self._find_files()
         tables = [(s, file.suffix.lower(), digest(file)) for s in files for file in files[s]]
         parts = [tables, [digest(image) for image in self._listed_images(files)]]
@@ -339,13 +361,13 @@ class LocalTable(CustomDataset):
             CorruptFileError: a file or row is malformed; the message names file and row.
         """
         files = self._find_files()
-        tables = {s: self._named(s, read_files(split_files)) for s, split_files in files.items()}
+        tables = {s: [(self._call(f, s), read_table(f)) for f in files[s]] for s in files}
         folder = files["train"][0].parent
         return self._of_tables(f"{self.name}:{self.path}", tables, progress, folder)
 
-    def _named(self, split: str, tables: NamedTables) -> NamedTables:
-        """Return the tables of a split with the names that messages call them by."""
-        return tables
+    def _call(self, file: Path, split: str) -> str:
+        """Return what messages call a file of a split."""
+        return str(file)
 
     def _find_files(self) -> dict[str, list[Path]]:
         """Return the files of ``train`` and, if there are any, of ``test``."""
@@ -360,11 +382,8 @@ class LocalTable(CustomDataset):
         files_by_split = {}
         for split in self.splits:
             pattern = re.compile(rf"{split}(-.*)?\.[a-z]+", re.IGNORECASE)
-            files = sorted(
-                file
-                for file in path.iterdir()
-                if pattern.fullmatch(file.name) and file.suffix.lower() in SUFFIXES
-            )
+            named = [file for file in path.iterdir() if pattern.fullmatch(file.name)]
+            files = sorted(file for file in named if file.suffix.lower() in SUFFIXES)
             if len({file.suffix.lower() for file in files}) > 1:
                 names = ", ".join(file.name for file in files)
                 raise InputError(
@@ -379,21 +398,19 @@ class LocalTable(CustomDataset):
     def _listed_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
         """Return the image files whose paths the tables hold, as far as they exist."""
         column = self.columns.get("image", "image")
-        folder = files["train"][0].parent
         images = []
         for file in self._tables_of_images(files):
             values = read_table(file, [column]).column(column)
             if is_text(values.type):
-                images += [folder / name for name in values.to_pylist() if name]
+                images += [files["train"][0].parent / name for name in values.to_pylist() if name]
         return [image for image in images if image.is_file()]
 
     def _tables_of_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
         """Return the tables that have a column of images."""
-        column = self.columns.get("image", "image")
         found = {file: column_names(file) for split in files.values() for file in split}
         for file, names in found.items():
             check_unique(names, str(file))
-        return [file for file, names in found.items() if column in names]
+        return [f for f, names in found.items() if self.columns.get("image", "image") in names]
 
 
 class PassedRows(LocalTable):
@@ -406,9 +423,8 @@ class PassedRows(LocalTable):
         """Return the hash that the folder is named by."""
         return f"sha256:{self._existing_path('passed from Python').name}"
 
-    def _named(self, split: str, tables: NamedTables) -> NamedTables:
-        suffix = ", split test" * (split == "test")
-        return [(f"{PASSED}{suffix}", table) for _, table in tables]
+    def _call(self, file: Path, split: str) -> str:
+        return PASSED + ", split test" * (split == "test")
 
 
 class CustomHubDataset(CustomDataset):
@@ -440,16 +456,14 @@ class CustomHubDataset(CustomDataset):
         files = self._find_in_mirror(repo, hub)
         tables: dict[str, NamedTables]
         if files is None:
-            tables = self._download(repo, hub)
-            source = repo.key
+            tables, source = self._download(repo, hub), repo.key
         else:
-            tables = {split: read_files(split_files) for split, split_files in files.items()}
+            tables = {s: [(str(f), read_table(f)) for f in of] for s, of in files.items()}
             source = f"mirror:{repo.repo}"
         used = {"train": tables["train"]}
         for split in ("test", "validation"):
-            if split in tables and self._has_labels(tables[split]):
+            if "test" not in used and split in tables and self._has_labels(tables[split]):
                 used["test"] = tables[split]
-                break
         return self._of_tables(source, used, progress)
 
     def _repo(self) -> HubRepo:
@@ -468,46 +482,32 @@ class CustomHubDataset(CustomDataset):
 
     def _find_in_mirror(self, repo: HubRepo, hub: Path | None) -> dict[str, list[Path]] | None:
         """Return the files of the splits in the mirror, or None if it has no train split."""
-        for pattern in repo.file_patterns:
-            candidate = replace(repo, file_patterns=(pattern,))
-            files = candidate.mirror_files(hub, ("train",))
-            if files is None:
-                continue
-            folders = sorted({file.parent.name for file in files["train"]})
-            if len(folders) > 1:
-                names = ", ".join(f"{repo.repo}/{folder}" for folder in folders)
-                raise InputError(
-                    f"data.path={self.path!r} has several configurations: use one of {names}"
-                )
-            for split in ("test", "validation"):
-                files |= candidate.mirror_files(hub, (split,)) or {}
-            return files
-        return None
+        files = repo.mirror_files(hub, ("train",), ("test", "validation"))
+        folders = sorted({file.parent.name for file in (files or {}).get("train", ())})
+        if len(folders) > 1:
+            names = ", ".join(f"{repo.repo}/{folder}" for folder in folders)
+            raise InputError(
+                f"data.path={self.path!r} has several configurations: use one of {names}"
+            )
+        return files
 
     def _download(self, repo: HubRepo, hub: Path | None) -> dict[str, NamedTables]:
         try:
             names = repo.split_names()
             if "train" not in names:
                 raise InputError("it has no train split")
-            return {
-                split: [(f"hub dataset {repo.repo}, split {split}", repo.download(split))]
-                for split in names
-                if split in ("train", "test", "validation")
-            }
+            wanted = [split for split in names if split in ("train", "test", "validation")]
+            return {s: [(repo.call_split(s), repo.download(s))] for s in wanted}
         except InputError as error:
             example = f"{repo.repo}/{repo.file_patterns[0].format(split='train')}"
-            mirror = f"mirror {hub} does not have it" if hub else "no mirror is set"
-            raise InputError(
-                f"data.path={self.path!r} not found: {mirror} (storage.hub or TRISHUL_HUB), and "
-                f"downloading it from the Hugging Face hub failed: {error}; set TRISHUL_HUB to a "
-                f"folder with {example}, or run once with internet access"
-            ) from error
+            way_out = f"set TRISHUL_HUB to a folder with {example}, or run once"
+            what = f"data.path={self.path!r}"
+            raise repo.not_found(what, hub, error, f"{way_out} with internet access") from error
 
     def _has_labels(self, tables: NamedTables) -> bool:
         """Return False if all labels of a split are -1, which marks unlabelled rows on the hub."""
         table = tables[0][1]
-        mapping = ColumnMapping.resolve(self.columns, table.column_names)
-        label = mapping.columns.get("label")
+        label = ColumnMapping.resolve(self.columns, table.column_names).columns.get("label")
         if label is None or not pa.types.is_integer(table.schema.field(label).type):
             return True
         values: Any = table.column(label).to_numpy()
@@ -531,29 +531,19 @@ def _read_columns(
 
     Groups and clients are raw; so are labels, unless their class names are known.
     """
-    columns: Columns = {}
-    texts = {"text": ("text", "text_pair"), "qa": ("question", "context")}
-    for name in texts.get(mapping.kind, ()):
-        if name in mapping.columns:
-            columns[name] = read_texts(table, mapping.columns[name], where)
+    names = mapping.columns
+    texts = {"text": ("text", "text_pair"), "qa": ("question", "context")}.get(mapping.kind, ())
+    columns: Columns = {n: read_texts(table, names[n], where) for n in texts if n in names}
     if mapping.kind == "qa":
-        columns["answers"] = read_answers(table, mapping.columns["answers"], where)
+        columns["answers"] = read_answers(table, names["answers"], where)
     elif classes is not None:
-        columns["label"] = read_labels(table, mapping.columns["label"], len(classes), where)
+        columns["label"] = read_labels(table, names["label"], len(classes), where)
     else:
-        columns["label"] = read_raw(table, mapping.columns["label"], where)
+        columns["label"] = read_raw(table, names["label"], where)
     for name in ("group", "client"):
-        column = mapping.columns.get(name)
-        if column is not None and column in table.column_names:
-            columns[name] = read_raw(table, column, where)
+        if names.get(name) in table.column_names:
+            columns[name] = read_raw(table, names[name], where)
     return columns
-
-
-def _clients_without_rows(train: Columns, clients: Sequence[str]) -> str:
-    """Return a note on the clients all of whose rows are test rows; empty if there are none."""
-    lost = np.setdiff1d(np.arange(len(clients)), train.get("client", ()))
-    named = ", ".join(repr(clients[n]) for n in lost[:MAX_NAMED])
-    return f", without training rows: client{'s' * (len(lost) > 1)} {named}" if len(lost) else ""
 
 
 def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[NamedImage]:
@@ -562,14 +552,18 @@ def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[N
     for (where, table), kept in zip(split.tables, split.kept, strict=True):
         values = get_column(table.filter(pa.array(kept)), column, where)
         kind = values.type
-        is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
         is_path = folder is not None and is_text(kind)
-        if not (is_struct or is_path or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        if not (
+            holds_images(kind)
+            or is_path
+            or pa.types.is_binary(kind)
+            or pa.types.is_large_binary(kind)
+        ):
             raise CorruptFileError(
                 f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
             )
         for row, value in zip(np.flatnonzero(kept), values.to_pylist(), strict=True):
-            image = value["bytes"] if is_struct else value
+            image = value["bytes"] if holds_images(kind) else value
             if image is None:
                 raise CorruptFileError(f"{where}, row {row}: the image has no bytes")
             if is_path and folder is not None:
@@ -578,34 +572,8 @@ def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[N
     return images
 
 
-def make_info(
-    name: str, kind: Kind, source: str, splits: Mapping[str, Columns], fields: Mapping[str, Any]
-) -> DatasetInfo:
-    """Return the description of finished columns, with ``classes`` and ``groups`` of ``fields``.
-
-    Raises:
-        InputError: a split has no rows, or there is only one class.
-    """
-    fields = dict(fields)
-    for split, columns in splits.items():
-        if not length(columns):
-            raise InputError(f"{source}: the {split} split has no rows")
-    if kind != "qa" and len(fields["classes"]) < 2:
-        only = fields["classes"][0]
-        raise InputError(f"{source}: all rows are of class {only!r}; two classes are needed")
-    if kind == "image":
-        pixels = splits["train"]["pixels"]
-        mean, std = pixel_statistics(pixels)
-        fields |= {"image_shape": pixels.shape[1:], "mean": mean}
-        # Pixels are divided by std: do not divide by zero if a channel is constant.
-        fields["std"] = tuple(value or 1.0 for value in std)
-    if kind == "text":
-        fields["fields"] = tuple(f for f in ("text", "text_pair") if f in splits["train"])
-    return DatasetInfo(name=name, kind=kind, source=source, **fields)
-
-
-#: The splits of passed rows, and the names that may stand for the test split.
-_SPLITS = {"train": "train", "test": "test", "validation": "test"}
+#: The splits of passed rows, and those that they become; a test split replaces a validation split.
+_SPLITS = {"train": "train", "validation": "test", "test": "test"}
 
 
 def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
@@ -620,18 +588,18 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     """
     image = columns.get("image", "image")
     tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
-    folder = cache / ROWS / content_of(tables).removeprefix("sha256:")
+    folder = cache / ROWS / _hash_of_tables(tables)
     if folder.is_dir():
         os.utime(folder)
-    else:
-        remove_unused_rows(cache)
-        try:
-            with complete_folder(folder) as temporary:
-                for split, table in tables.items():
-                    pq.write_table(table, temporary / f"{split}.parquet")
-        except OSError:
-            if not folder.is_dir():  # another process may have been faster
-                raise
+        return folder
+    remove_unused_rows(cache)
+    try:
+        with complete_folder(folder) as temporary:
+            for split, table in tables.items():
+                pq.write_table(table, temporary / f"{split}.parquet")
+    except OSError:
+        if not folder.is_dir():  # another process may have been faster
+            raise
     return folder
 
 
@@ -640,21 +608,20 @@ def remove_unused_rows(cache: Path) -> list[Path]:
     return remove_unused((cache / ROWS).glob("*"))
 
 
-def content_of(tables: Mapping[str, pa.Table]) -> str:
-    """Return a hash of the splits' columns, class names and values, as ``sha256:<hex>``."""
+def _hash_of_tables(tables: Mapping[str, pa.Table]) -> str:
+    """Return a hash of the splits' columns, class names and values."""
+
+    def plain(value: Any) -> str:
+        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+
     digest = hashlib.sha256()
     for split, table in sorted(tables.items()):
         names = [(name, class_names(table, name)) for name in table.column_names]
         digest.update(json.dumps([split, names]).encode())
         for batch in table.to_batches(max_chunksize=1000):
             for row in batch.to_pylist():  # one by one: batches end where the rows' chunks do
-                text = json.dumps(row, sort_keys=True, default=_as_json)
-                digest.update(f"{text}\n".encode())
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _as_json(value: Any) -> str:
-    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+                digest.update(f"{json.dumps(row, sort_keys=True, default=plain)}\n".encode())
+    return digest.hexdigest()
 
 
 def to_splits(rows: Any) -> dict[str, pa.Table]:
@@ -669,11 +636,7 @@ def to_splits(rows: Any) -> dict[str, pa.Table]:
         return {"train": to_table(rows)}
     if "train" not in rows:
         raise InputError(f"the rows have the splits {', '.join(rows)}; a train split is needed")
-    tables = {}
-    for name in ("train", "validation", "test"):  # a test split replaces a validation split
-        if name in rows:
-            tables[_SPLITS[name]] = to_table(rows[name])
-    return tables
+    return {split: to_table(rows[name]) for name, split in _SPLITS.items() if name in rows}
 
 
 def to_table(rows: Any) -> pa.Table:
@@ -714,12 +677,9 @@ def _array(values: Any, column: str) -> pa.Array:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         kind = type(values).__name__
         raise InputError(f"{PASSED}: column {column!r} is of type {kind}, not a list of values")
-    plain = [encode_image(v) if is_image(v) else _plain(v) for v in values]
+    plain = [encode_image(v) if is_image(v) else v for v in values]
+    plain = [v.item() if isinstance(v, np.generic) else v for v in plain]
     return to_array(plain, PASSED, column)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_image(value: Any) -> bool:
@@ -754,21 +714,20 @@ def _of_huggingface(rows: Any) -> pa.Table:
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.Image):
             rows = rows.cast_column(column, datasets.Image(decode=False))
-    table = rows.with_format("arrow")[:]
     # Selected and shuffled rows lose the description of the columns on the way.
-    table = table.replace_schema_metadata(rows.features.arrow_schema.metadata)
-    return embed_table_storage(table)
+    metadata = rows.features.arrow_schema.metadata
+    return embed_table_storage(rows.with_format("arrow")[:].replace_schema_metadata(metadata))
 
 
 def _with_image_bytes(table: pa.Table, column: str) -> pa.Table:
     """Replace paths of images by the files' bytes: a folder in the cache must not refer to them."""
     if column not in table.column_names or not is_text(table.schema.field(column).type):
         return table
-    paths = table.column(column).to_pylist()
     try:
         # A row without a path is refused with all others that lack something.
+        paths = table.column(column).to_pylist()
         files = [Path(path).expanduser().read_bytes() if path else None for path in paths]
-        images = pa.array(files, pa.large_binary())
     except OSError as error:
         raise InputError(f"image {error.filename!r} cannot be read: {error.strerror}") from error
+    images = pa.array(files, pa.large_binary())
     return table.set_column(table.column_names.index(column), column, images)

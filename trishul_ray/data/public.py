@@ -31,17 +31,18 @@ from trishul_ray.data.dataset import (
 )
 from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
-from trishul_ray.data.tables import file_signature, read_files
+from trishul_ray.data.tables import file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError
 
 #: Class names, or None if the source has none.
 ClassNames = tuple[str, ...] | None
 
 
+@dataclass(frozen=True)
 class RowFormat(ABC):
     """How the tables of a public dataset are decoded into columns.
 
-    Subclasses are frozen dataclasses: their fields are part of the key of prepared files.
+    Its fields are part of the key of prepared files.
     """
 
     kind: ClassVar[Kind]
@@ -55,7 +56,7 @@ class RowFormat(ABC):
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the canonical columns [N, ...] of a table; ``group`` may be raw texts.
 
-        Error messages begin with ``where``; ``progress`` is called with the fraction done.
+        Error messages begin with ``where``; ``progress`` may be called with the fraction done.
 
         Raises:
             CorruptFileError: a column or row is malformed.
@@ -108,13 +109,9 @@ class ImageRows(RowFormat):
     def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return class names, image shape and the statistics of the training pixels."""
         mean, std = pixel_statistics(splits["train"]["pixels"])
-        fields = {
-            "classes": names or tuple(str(label) for label in range(self.classes)),
-            "image_shape": (MODE_CHANNELS[self.mode], *self.size),
-            "mean": mean,
-            "std": std,
-        }
-        return fields, splits
+        classes = names or tuple(str(label) for label in range(self.classes))
+        shape = (MODE_CHANNELS[self.mode], *self.size)
+        return {"classes": classes, "image_shape": shape, "mean": mean, "std": std}, splits
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,6 @@ class TextRows(RowFormat):
         """Return the texts and ``label``."""
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
         columns["label"] = read_labels(table, self.label, len(self.classes), where, self.classes)
-        progress(1.0)
         return columns
 
     def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
@@ -170,20 +166,17 @@ class QuestionRows(RowFormat):
 
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the four columns as texts [N]; an answer is a JSON list."""
-        columns: Columns = {
+        return {
             "question": read_texts(table, "question", where),
             "context": read_texts(table, "context", where),
             "answers": read_answers(table, "answers", where),
             "group": read_raw(table, self.subset, where),
         }
-        progress(1.0)
-        return columns
 
     def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return the names of the sub-datasets that occur, with ``group`` as int64 [N]."""
-        numbered, groups = number_values(
-            {split: columns["group"] for split, columns in splits.items()}, self.subsets, "group"
-        )
+        raw = {split: columns["group"] for split, columns in splits.items()}
+        numbered, groups = number_values(raw, self.subsets, "group")
         stored = {split: columns | {"group": numbered[split]} for split, columns in splits.items()}
         return {"groups": groups}, stored
 
@@ -271,11 +264,10 @@ class PublicDataset:
         splits: dict[str, Columns] = {}
         names = None
         for split in self.sizes:
-            if files is not None:
-                tables = read_files(files[split], self.rows.columns)
+            if files is None:
+                tables = [(self.repo.call_split(split), self._download(split, hub))]
             else:
-                where = f"hub dataset {self.repo.repo}, split {split}"
-                tables = [(where, self._download(split, hub))]
+                tables = [(str(file), read_table(file, self.rows.columns)) for file in files[split]]
             splits[split] = self._decode(tables, partial(progress, f"{self.name} {split}"))
             if not length(splits[split]):
                 raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
@@ -293,15 +285,15 @@ class PublicDataset:
     def _decode(
         self, tables: Sequence[tuple[str, pa.Table]], progress: Callable[[float], None]
     ) -> Columns:
-        def report(number: int, done: float) -> None:
-            progress((number + done) / len(tables))
+        parts = []
+        for number, (where, table) in enumerate(tables):
 
-        return join(
-            [
-                self.rows.decode(table, where, partial(report, number))
-                for number, (where, table) in enumerate(tables)
-            ]
-        )
+            def report(done: float, number: int = number) -> None:
+                progress((number + done) / len(tables))
+
+            parts.append(self.rows.decode(table, where, report))
+            report(1.0)
+        return join(parts)
 
     def _check_sizes(self, splits: Splits) -> None:
         for split, rows in self.sizes.items():
@@ -328,7 +320,6 @@ class PublicDataset:
                 raise InputError("it is not there")
             return repo.download(split, self.rows.columns)
         except InputError as error:
-            searched = f"mirror {hub} does not have it" if hub else "no mirror is set"
             needed = f"{repo.repo}/{repo.file_patterns[0].format(split=split)}"
             way_out = f"set TRISHUL_HUB or storage.hub to a folder with {needed}"
             if repo.on_hub:
@@ -337,8 +328,5 @@ class PublicDataset:
                     f"with internet access, run `trishul datasets {self.name}` once, or fill a "
                     f"mirror with `{command}`; {way_out}"
                 )
-            raise InputError(
-                f"dataset {self.name} ({repo.repo}) not found: {searched} (storage.hub or "
-                f"TRISHUL_HUB), and downloading it from the Hugging Face hub failed: {error}; "
-                f"{way_out}"
-            ) from error
+            what = f"dataset {self.name} ({repo.repo})"
+            raise repo.not_found(what, hub, error, way_out) from error

@@ -5,6 +5,7 @@ Errors name the file and, where possible, the row.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from trishul_ray.errors import CorruptFileError, first_line
 from trishul_ray.files import digest
 from trishul_ray.lazy import pq
 
+#: What each file name suffix that :func:`read_table` can read stands for.
+_FORMATS = {".parquet": "parquet", ".jsonl": "JSON lines", ".csv": "CSV", ".tsv": "CSV"}
+
 #: File name suffixes that :func:`read_table` can read.
-SUFFIXES = (".parquet", ".jsonl", ".csv", ".tsv")
+SUFFIXES = tuple(_FORMATS)
 
 #: What some programs write between the columns of a CSV file in place of commas.
 _DELIMITERS = (";", "\t", "|", ",")
@@ -35,9 +39,21 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
     Raises:
         CorruptFileError: the file cannot be read in the format of its suffix.
     """
-    readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines}
-    readers |= dict.fromkeys((".csv", ".tsv"), _read_csv)
-    return readers[file.suffix.lower()](file, columns)
+
+    def select(names: Sequence[str]) -> list[str]:
+        return [name for name in names if columns is None or name in columns] or list(names)
+
+    with _errors_named(file) as kind:
+        if kind == "parquet":
+            with pq.ParquetFile(file) as opened:
+                return opened.read(select(opened.schema_arrow.names))
+        if kind == "CSV":
+            table = _read_csv(file)
+            return table.select(select(table.column_names))
+        rows = list(_json_lines(file))
+    names = select(list(dict.fromkeys(name for row in rows for name in row)))
+    arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
+    return pa.table(arrays, names=names)
 
 
 def column_names(file: Path) -> list[str]:
@@ -46,76 +62,28 @@ def column_names(file: Path) -> list[str]:
     Raises:
         CorruptFileError: the file cannot be read in the format of its suffix.
     """
-    suffix = file.suffix.lower()
-    kind = {".parquet": "parquet", ".jsonl": "JSON lines"}.get(suffix, "CSV")
-    try:
+    with _errors_named(file) as kind:
         if kind == "parquet":
             return list(pq.read_schema(file).names)
-        if kind == "JSON lines":
-            with file.open("rb") as lines:
-                return list(next(json_lines(lines, str(file)), (0, {}))[1])
-        return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, kind, error) from error
+        if kind == "CSV":
+            return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
+        return list(next(_json_lines(file), {}))
 
 
-def _read_parquet(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    try:
-        with pq.ParquetFile(file) as opened:
-            names = opened.schema_arrow.names
-            return opened.read(None if columns is None else _select(names, columns))
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, "parquet", error) from error
-
-
-def _is_cut(file: Path) -> bool:
-    """Return whether a file begins as a Parquet file does, but does not end as one."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        begins = stream.read(4) == _PARQUET
-        stream.seek(-min(4, file.stat().st_size), 2)
-        return begins and stream.read(4) != _PARQUET
-
-
-def _read_csv(file: Path, columns: Sequence[str] | None) -> pa.Table:
-    read, parse = _csv_options(file)
+def _read_csv(file: Path) -> pa.Table:
     names = column_names(file)
-    try:
-        # Read all columns as text: a text may look like a number.
-        convert = pa.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
-        )
-        table = pa.csv.read_csv(file, read, parse, convert)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, "CSV", error) from error
+    # Read all columns as text: a text may look like a number.
+    convert = pa.csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
+    )
+    table = pa.csv.read_csv(file, *_csv_options(file), convert)
     if len(names) == 1 and (found := next((d for d in _DELIMITERS if d in names[0]), None)):
         comma = "tabs" if file.suffix.lower() == ".tsv" else "commas"
         raise CorruptFileError(
             f"{file}: the columns are separated by {found!r}, not by {comma}; write the file anew: "
             f"pandas.read_csv({str(file)!r}, sep={found!r}).to_csv('new.csv', index=False)"
         )
-    return table if columns is None else table.select(_select(table.column_names, columns))
-
-
-def _not_utf8(file: Path) -> CorruptFileError | None:
-    """Return the error of a text file that is not UTF-8, which names its first such line."""
-    if not file.is_file():
-        return None
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                utf16 = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
-                encoding = "UTF-16" if utf16 else "LATIN1"
-                near = line[max(0, error.start - 10) : error.start + 10].decode("latin-1")
-                return CorruptFileError(
-                    f"{file}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} in "
-                    f"{near!r}); if it is {encoding}, convert it: "
-                    f"iconv -f {encoding} -t UTF-8 {file.name} > new{file.suffix}"
-                )
-    return None
+    return table
 
 
 def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
@@ -126,59 +94,68 @@ def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
     )
 
 
-def _read_json_lines(file: Path, columns: Sequence[str] | None) -> pa.Table:
+@contextmanager
+def _errors_named(file: Path) -> Iterator[str]:
+    """Yield the format of a file; raise what goes wrong as an error that says what it is."""
+    kind = _FORMATS[file.suffix.lower()]
     try:
-        with file.open("rb") as lines:
-            rows = [row for _, row in json_lines(lines, str(file))]
-    except OSError as error:
-        raise _unreadable(file, "JSON lines", error) from error
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if columns is not None:
-        names = _select(names, columns)
-    arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
-    return pa.table(arrays, names=names)
+        yield kind
+    except (pa.ArrowException, OSError) as error:
+        describe = {"parquet": _cut_short, "CSV": _not_utf8}.get(kind)
+        known = describe(file) if describe is not None and file.is_file() else None
+        unknown = f"{file}: not a readable {kind} file ({first_line(error)})"
+        raise CorruptFileError(known or unknown) from error
 
 
-def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return the ``names`` that are wanted, or all if none is."""
-    return [name for name in names if name in wanted] or list(names)
+def _cut_short(file: Path) -> str | None:
+    """Return what is wrong with a file that begins as a Parquet file does, but does not end so."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        begins = stream.read(4) == _PARQUET
+        stream.seek(-min(4, size), 2)
+        if not begins or stream.read(4) == _PARQUET:
+            return None
+    return (
+        f"{file}: an incomplete download: it ends after {size:,} bytes, without the table's "
+        "description; download it again"
+    )
 
 
-def _unreadable(file: Path, kind: str, error: Exception) -> CorruptFileError:
-    if kind == "parquet" and _is_cut(file):
-        size = file.stat().st_size
-        return CorruptFileError(
-            f"{file}: an incomplete download: it ends after {size:,} bytes, without the table's "
-            "description; download it again"
-        )
-    if kind == "CSV" and (fault := _not_utf8(file)) is not None:
-        return fault
-    return CorruptFileError(f"{file}: not a readable {kind} file ({first_line(error)})")
+def _not_utf8(file: Path) -> str | None:
+    """Return what is wrong with a text file that is not UTF-8, with its first such line."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                utf16 = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
+                encoding = "UTF-16" if utf16 else "LATIN1"
+                near = line[max(0, error.start - 10) : error.start + 10].decode("latin-1")
+                return (
+                    f"{file}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} in "
+                    f"{near!r}); if it is {encoding}, convert it: "
+                    f"iconv -f {encoding} -t UTF-8 {file.name} > new{file.suffix}"
+                )
+    return None
 
 
-def read_files(
-    files: Sequence[Path], columns: Sequence[str] | None = None
-) -> list[tuple[str, pa.Table]]:
-    """Return each file's name and its rows; see :func:`read_table`."""
-    return [(str(file), read_table(file, columns)) for file in files]
-
-
-def json_lines(lines: Iterable[bytes], where: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number (from 1) and object of each line that is not blank.
+def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the object of each line that is not blank.
 
     Raises:
         CorruptFileError: a line is not one JSON object in UTF-8.
     """
-    for line_number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.decode("utf-8"))
-        except ValueError as error:
-            raise CorruptFileError(f"{where}, line {line_number}: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise CorruptFileError(f"{where}, line {line_number}: not a JSON object")
-        yield line_number, value
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8"))
+            except ValueError as error:
+                raise CorruptFileError(f"{file}, line {number}: not JSON ({error})") from error
+            if not isinstance(value, dict):
+                raise CorruptFileError(f"{file}, line {number}: not a JSON object")
+            yield value
 
 
 def file_signature(files: Iterable[Path]) -> str:
