@@ -213,4 +213,6 @@ CASES = {
 
 def figure_of(kind, where=None, **options):
     """A figure of a kind."""
-    return FigureLayout(f"a-{kind}", "A <title> & more", kind, where or {}, options)
+    return FigureLayout(
+        name=f"a-{kind}", title="A <title> & more", kind=kind, where=where or {}, options=options
+    )

@@ -103,6 +103,10 @@ def invent_sweep(
         value = float(np.clip(mean + noise * draw.normal(), 0, 100))
         cells.append(invent_run(labels, value, status=state, reason=reason))
     title = title or f"Invented {name}"
+    # Not validated: names may be hostile.
+    table = TableLayout.model_construct(
+        name=name, title=title, rows=rows, columns=columns, **layout
+    )
     return SweepOutcome(
         name=name,
         title=title,
@@ -110,7 +114,7 @@ def invent_sweep(
         description=f"Reproduces nothing: {name} is invented.\nExpected: nothing.",
         axes=axes,
         shown=shown or {},
-        tables=(TableLayout(name, title, tuple(rows), tuple(columns), **layout),),
+        tables=(table,),
         figures=tuple(figures),
         cells=tuple(cells),
     )
@@ -223,4 +227,4 @@ def square(figure, sweep):
     )
 
 
-FIGURE = FigureLayout("curve", "Accuracy by round", "convergence")
+FIGURE = FigureLayout(name="curve", title="Accuracy by round", kind="convergence")

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
     "experiment": {"adapters", "config", "data", "methods", "models", "tasks"},
     "tasks": {"config", "data", "models"},
-    "tracking": {"config"},
+    "tracking": {"config", "storage"},
 }
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}

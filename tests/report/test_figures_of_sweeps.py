@@ -230,7 +230,7 @@ def test_heterogeneity_and_inconsistency_over_alpha(tmp_path):
 
 def printed(figure, sweep, key):
     """The figure of a sweep whose numbers may be compared with the paper's, and of one not."""
-    figure = dataclasses.replace(figure, paper=key)
+    figure = figure.model_copy(update={"paper": key})
     return (
         data_of(figure, dataclasses.replace(sweep, profile=profile))
         for profile in ("paper", "smoke")

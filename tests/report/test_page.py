@@ -85,7 +85,7 @@ def report(tmp_path):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    other = dataclasses.replace(FIGURE, name="other")
+    other = FIGURE.model_copy(update={"name": "other"})
     sweeps = [vision(figures=[FIGURE, other]), sensitivity(), initialization()]
     return parse(write_report(sweeps, folder, figures=square)), folder
 
@@ -310,7 +310,7 @@ def test_hostile_texts_are_shown_as_they_are(report, tmp_path):
     axes = {"row": (HOSTILE, "b"), "column": (HOSTILE,), "seed": ("0", "1")}
     sweep = invent_sweep(
         HOSTILE, axes, ("row",), ("column",), title=HOSTILE, profile=HOSTILE,
-        figures=[FigureLayout(HOSTILE, HOSTILE, "convergence")],
+        figures=[FigureLayout.model_construct(name=HOSTILE, title=HOSTILE, kind="convergence")],
         status=lambda x: ("failed", HOSTILE) if x["row"] == "b" else ("finished", ""),
     )  # fmt: skip
     sweep = dataclasses.replace(sweep, description=HOSTILE)
@@ -395,7 +395,7 @@ def test_figures_are_inline_and_beside_the_page(full):
 
 
 def test_a_figure_has_the_papers_number_and_label(report):
-    figure = dataclasses.replace(FIGURE, paper="fig:lambda")
+    figure = FIGURE.model_copy(update={"paper": "fig:lambda"})
     caption = report(sensitivity(figures=[figure])).find("figcaption")[-1].words
     assert "Figure 10 of the paper (fig:lambda)" in caption
 
@@ -433,7 +433,7 @@ def test_a_sweep_may_have_no_table_and_a_table_no_column(report):
     sweep = initialization()
     page = report(dataclasses.replace(sweep, tables=()))
     assert "12 of 12" in page.words
-    bare = TableLayout("bare", "Bare", (), ())
+    bare = TableLayout(name="bare", title="Bare")
     page = report(dataclasses.replace(sweep, tables=(bare,)))
     (row,) = page.find("table")[0].find("tbody")[0].find("tr")
     assert row.find("th")[0].words == "Bare"
@@ -471,7 +471,7 @@ def test_a_figure_whose_files_are_back_is_drawn_by_the_next_call(tmp_path):
         summary = dataclasses.replace(cell.summary, data=data)
         return dataclasses.replace(cell, home=home, summary=summary)
 
-    figure = FigureLayout("curve", "A curve", "convergence")
+    figure = FigureLayout(name="curve", title="A curve", kind="convergence")
     invented = sensitivity(figures=[figure])
     sweep = dataclasses.replace(invented, cells=tuple(map(with_files, invented.cells)))
     page = write_report([sweep], tmp_path / "out")

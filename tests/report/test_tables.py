@@ -324,7 +324,11 @@ def test_where_limits_what_is_shown():
     sweep = vision()
     where = {"clients": ("20",), "budget": ("lower",)}
     layout = TableLayout(
-        "part", "Part", ("method",), ("dataset", "partition"), "tab:vision", where=where
+        name="part",
+        rows=("method",),
+        columns=("dataset", "partition"),
+        paper="tab:vision",
+        where=where,
     )
     (table,) = build(dataclasses.replace(sweep, tables=(layout,)))
     assert len(table.columns) == 4

@@ -22,7 +22,7 @@ from trishul_ray.sweeps.cells import (
     with_random_samples,
     with_samples,
 )
-from trishul_ray.sweeps.sweep_file import Choice, EarlyStopping, Interval, Search
+from trishul_ray.sweeps.sweep_file import Domain, EarlyStopping, Search
 
 FILE = """\
 # What it does.
@@ -83,13 +83,24 @@ def test_a_whole_file(write):
     }
     assert sweep.shown == {"method": {"RAVAN": "RAVAN (Gram-Schmidt)"}, "budget": {}, "seed": {}}
     both = TableLayout(
-        "both", "both", ("budget", "method"), (), where={"method": ("TRISHUL", "RAVAN")}
+        name="both", rows=("budget", "method"), where={"method": ("TRISHUL", "RAVAN")}
     )
-    wide = TableLayout("wide", "Wide", ("method",), ("budget",), "tab:vision", average=True)
+    assert both.title == "both"
+    wide = TableLayout(
+        name="wide",
+        title="Wide",
+        rows=("method",),
+        columns=("budget",),
+        paper="tab:vision",
+        average=True,
+    )
     assert sweep.tables == (both, wide)
     assert sweep.figures == (
         FigureLayout(
-            "curves", "curves", "convergence", {"budget": ("lower",)}, {"series": "method"}
+            name="curves",
+            kind="convergence",
+            where={"budget": ("lower",)},
+            options={"series": "method"},
         ),
     )
     assert (sweep.search, sweep.early_stopping) == (None, None)
@@ -506,10 +517,10 @@ def test_search_and_early_stopping(write):
     )
     sweep = load_sweep(path)
     space = {
-        "optimizer.lr": Interval(1e-4, 0.1, "log"),
-        "adapter.heads": Interval(1, 8, "int"),
-        "adapter.init": Choice(("gram_schmidt", "random_normal")),
-        "partition.alpha": Interval(0.1, 1.0, "uniform"),
+        "optimizer.lr": Domain("log", (1e-4, 0.1)),
+        "adapter.heads": Domain("int", (1, 8)),
+        "adapter.init": Domain("choice", ("gram_schmidt", "random_normal")),
+        "partition.alpha": Domain("uniform", (0.1, 1.0)),
     }
     assert sweep.search == Search(
         kind="optuna", samples=7, metric="accuracy", mode="max", seed=3, space=space

@@ -5,14 +5,18 @@ those of the paper's records where a table reproduces one.
 """
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
+from trishul_ray.config import Section
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
@@ -21,53 +25,61 @@ if TYPE_CHECKING:
 #: The axis whose labels are repetitions.
 SEED = "seed"
 
+_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+#: What the numbers of a sweep may be compared with.
+Profile = Literal["paper", "small", "smoke", "custom"]
 #: Whether a cell has a result that can be used; see ``CellState``.
 CellStatus = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
 
 
-@dataclass(frozen=True)
-class TableLayout:
-    """How cells form a table.
-
-    Attributes:
-        name: Identifies the table, also as a file name.
-        title: Caption.
-        rows: Axes whose labels name a row.
-        columns: Axes whose labels name a column.
-        paper: Key of the paper's records for this table, such as ``tab:vision``, if there are any.
-        where: Labels that are shown, by axis; axes that are missing are not limited. Axes in
-            neither ``rows`` nor ``columns`` (the seed) are averaged over.
-        average: Whether a last column shows the mean over the columns.
-    """
-
-    name: str
-    title: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    paper: str | None = None
-    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    average: bool = False
+def is_name(text: str) -> bool:
+    """Return whether a text can be a name: it is printable, in one line, and not empty."""
+    return text.isprintable() and text.strip() != ""
 
 
-@dataclass(frozen=True)
-class FigureLayout:
-    """How cells form a figure.
+def _name(text: str) -> str:
+    if not is_name(text):
+        raise PydanticCustomError("string_type", "is not printable")
+    return text
 
-    Attributes:
-        name: Identifies the figure, also as a file name.
-        title: Caption.
-        kind: Name of the drawing function.
-        where: Labels that are shown, by axis.
-        options: Further arguments of the drawing function.
-        paper: Key of the paper's figure, such as ``fig:lambda``, if it has one.
-    """
 
-    name: str
-    title: str
-    kind: str
-    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    paper: str | None = None
+def _file_name(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} must be letters, digits, '.', '_' and '-', as in a file's name")
+    return name
+
+
+Text = Annotated[str, AfterValidator(_name)]
+FileName = Annotated[Text, AfterValidator(_file_name)]
+#: One name stands for a list of one.
+Names = Annotated[tuple[Text, ...], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
+#: Chosen labels, by axis; axes that are missing are not limited.
+Labels = dict[str, Names]
+Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
+
+
+class TableLayout(Section):
+    """How cells form a table; axes in neither ``rows`` nor ``columns`` are averaged over."""
+
+    name: FileName = Field(description="identifies the table, also as a file name")
+    title: Title = Field(description="caption; by default the name")
+    rows: tuple[Text, ...] = Field((), description="axes whose labels name a row")
+    columns: tuple[Text, ...] = Field((), description="axes whose labels name a column")
+    paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
+    where: Labels = Field(default_factory=dict, description="labels that are shown")
+    average: bool = Field(False, description="whether a last column shows the mean of the columns")
+
+
+class FigureLayout(Section):
+    """How cells form a figure."""
+
+    name: FileName = Field(description="identifies the figure, also as a file name")
+    title: Title = Field(description="caption; by default the name")
+    kind: Text = Field(description="name of the drawing function")
+    where: Labels = Field(default_factory=dict, description="labels that are shown")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the function")
+    paper: Text | None = Field(None, description="key of the paper's figure, such as fig:lambda")
 
 
 @dataclass(frozen=True)
@@ -141,33 +153,47 @@ class CellOutcome:
 
 
 @dataclass(frozen=True)
-class SweepOutcome:
-    """The outcomes of a sweep.
+class SweepHead:
+    """What a sweep is called, and what its cells form.
 
     Attributes:
-        name: Name of the sweep.
+        name: Identifies the sweep, also as a file name.
         title: One line.
-        profile: ``paper``, ``small``, ``smoke`` or ``custom``: what its numbers may be compared
-            with.
+        profile: What its numbers may be compared with.
         description: What it reproduces, with which expected result.
         axes: Labels of each axis, in order.
         shown: How labels are displayed, by axis and label, where that differs from the label.
         tables: Tables that the cells form.
         figures: Figures that the cells form.
-        cells: All cells.
-        overrides: Fields of the experiments that the command line set, as ``field=value``.
+        overrides: Fields that the command line set and that can change a number, as
+            ``field=value``.
     """
 
     name: str
     title: str
-    profile: str
+    profile: Profile
     description: str
     axes: Mapping[str, tuple[str, ...]]
     shown: Mapping[str, Mapping[str, str]]
     tables: tuple[TableLayout, ...]
     figures: tuple[FigureLayout, ...]
+    overrides: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def shown_label(self, axis: str, label: str) -> str:
+        """Return how a label is displayed."""
+        return self.shown.get(axis, {}).get(label, label)
+
+    def with_outcomes(self, cells: Iterable[CellOutcome]) -> "SweepOutcome":
+        """Return the sweep with the outcomes of its cells."""
+        head = {each.name: getattr(self, each.name) for each in fields(SweepHead)}
+        return SweepOutcome(**head, cells=tuple(cells))
+
+
+@dataclass(frozen=True)
+class SweepOutcome(SweepHead):
+    """A sweep with the outcomes of all its cells."""
+
     cells: tuple[CellOutcome, ...]
-    overrides: tuple[str, ...] = ()
 
     def within(self, where: Mapping[str, tuple[str, ...]]) -> tuple[CellOutcome, ...]:
         """Return the cells with one of these labels on each axis."""
@@ -186,10 +212,6 @@ class SweepOutcome:
             set(found),
             key=lambda labels: [place[label] for place, label in zip(places, labels, strict=True)],
         )
-
-    def shown_label(self, axis: str, label: str) -> str:
-        """Return how a label is displayed."""
-        return shown_label(self.shown, axis, label)
 
     def departures(self, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
         """Return how some cells depart from the profile: overrides, and parts of datasets."""
@@ -215,8 +237,3 @@ class LabelCounts:
 def is_loss(metric: str) -> bool:
     """Return whether a metric is a loss: not a percentage, and better if lower."""
     return metric.endswith("loss")
-
-
-def shown_label(shown: Mapping[str, Mapping[str, str]], axis: str, label: str) -> str:
-    """Return how a sweep displays a label, given its ``shown``."""
-    return shown.get(axis, {}).get(label, label)

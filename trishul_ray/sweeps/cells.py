@@ -20,22 +20,17 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.report.figures import check_figure
-from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
 from trishul_ray.report.paper import figure_numbers, paper_keys
 from trishul_ray.sweeps.sweep_file import (
     MAX_CELLS,
-    Choice,
     EarlyStopping,
     Fields,
-    Figure,
     Items,
-    Labels,
     Pairs,
-    Profile,
     Scalar,
     Search,
     SweepFile,
-    Table,
     Value,
     fail,
     field_of,
@@ -78,40 +73,21 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(SweepHead):
     """A sweep, read and validated.
 
     Attributes:
-        name: Identifies the sweep, also as a file name; by default that of its file.
-        title: One line.
-        profile: By default the name of the file's folder if it is a profile, else ``custom``.
-        file: Where it was read from; None if it was given on the command line.
-        description: The comment at the head of the file.
-        axes: Labels of each axis, in order.
-        shown: How labels are displayed, by axis and label, where that differs from the label.
         cells: Every combination of labels that is not left out.
-        tables: Tables that the cells form.
-        figures: Figures that the cells form.
+        file: Where it was read from; None if it was given on the command line.
         search: How values are found that no axis sets; None is the grid of the axes.
         early_stopping: How runs that lag behind are stopped; None is never.
-        overrides: The fields that the command line sets and that can change a number, as
-            ``field=value``.
         search_place: Where the search stands, for errors.
     """
 
-    name: str
-    title: str
-    profile: Profile
-    file: Path | None
-    description: str
-    axes: Mapping[str, tuple[str, ...]]
-    shown: Mapping[str, Mapping[str, str]]
     cells: tuple[Cell, ...]
-    tables: tuple[TableLayout, ...] = ()
-    figures: tuple[FigureLayout, ...] = ()
+    file: Path | None = None
     search: Search | None = None
     early_stopping: EarlyStopping | None = None
-    overrides: tuple[str, ...] = ()
     search_place: str = field(default="search", compare=False)
 
     @property
@@ -323,13 +299,14 @@ def sampling_space(search: Search) -> dict[str, Any]:
 
     space: dict[str, Any] = {}
     for name, domain in search.space.items():
-        if isinstance(domain, Choice):
+        if domain.kind == "choice":
             space[name] = tune.choice(list(domain.values))
-        elif domain.scale == "int":
-            space[name] = tune.randint(int(domain.low), int(domain.high) + 1)
+        elif domain.kind == "int":
+            low, high = domain.values
+            space[name] = tune.randint(low, high + 1)
         else:
-            sample = tune.loguniform if domain.scale == "log" else tune.uniform
-            space[name] = sample(domain.low, domain.high)
+            sample = tune.loguniform if domain.kind == "log" else tune.uniform
+            space[name] = sample(*domain.values)
     return space
 
 
@@ -366,10 +343,12 @@ def _build(
             f"optimizer.rates replaces the learning rates that {RATE} varies; remove one of them",
             "axes",
         )
-    tables, figures = _layouts(file, name, title, cells)
+    tables = _checked_tables(file, name, title, cells)
+    _check_figures(file, cells)
     stopping = file.early_stopping and _checked_stopping(file, search, cells)
     if stopping is not None and stopping.on == "test":
-        tables = tuple(replace(t, title=f"{t.title}, {CHOSEN_ON_TEST}") for t in tables)
+        titles = [f"{table.title}, {CHOSEN_ON_TEST}" for table in tables]
+        tables = [t.model_copy(update={"title": x}) for t, x in zip(tables, titles, strict=True)]
     return Sweep(
         name=name,
         title=title,
@@ -382,8 +361,8 @@ def _build(
             for name, axis in file.axes.items()
         },
         cells=cells,
-        tables=tables,
-        figures=figures,
+        tables=tuple(tables),
+        figures=file.figures,
         search=search,
         early_stopping=stopping,
         overrides=tuple(
@@ -510,7 +489,7 @@ def _check_search(file: SweepFile, search: Search, cells: Sequence[Cell]) -> Non
             file.fail(f"search: {wrong}", *loc)
         if name in varied:
             file.fail(f"search: an axis or `adjust` sets {name}, too; remove one of the two", *loc)
-        for cell, corner in itertools.product(cells, domain.corners):
+        for cell, corner in itertools.product(cells, domain.values):
             try:
                 vary(cell, {name: corner})
             except InputError as error:
@@ -566,12 +545,15 @@ def _checked_stopping(
     return stopping.model_copy(update={"on": search.on})
 
 
-def _layouts(
+def _checked_tables(
     file: SweepFile, name: str, title: str, cells: Sequence[Cell]
-) -> tuple[tuple[TableLayout, ...], tuple[FigureLayout, ...]]:
-    """Return how the cells form tables and figures; by default, one table of all axes."""
-    tables, figures = [], []
+) -> Sequence[TableLayout]:
+    """Return how the cells form tables; by default, one table of all axes."""
     axes = tuple(file.axes)
+    if file.tables is None and axes:
+        shown = tuple(axis for axis in axes if axis != "seed") or axes
+        split = len(shown) - (len(shown) > 1)
+        return [TableLayout(name=name, title=title, rows=shown[:split], columns=shown[split:])]
     for number, table in enumerate(file.tables or ()):
         what, loc = f"table {table.name}", ("tables", number)
         for key, names in (("rows", table.rows), ("columns", table.columns)):
@@ -590,28 +572,24 @@ def _layouts(
         if table.average and not table.columns:
             file.fail(f"{what}: average needs columns", *loc, "average")
         _check_shown(file, "table", number, table, paper_keys(), cells)
-        tables.append(TableLayout(**{**table.model_dump(), "title": table.title or table.name}))
-    if file.tables is None and axes:
-        shown = [axis for axis in axes if axis != "seed"] or list(axes)
-        split = len(shown) - (len(shown) > 1)
-        tables = [TableLayout(name, title, tuple(shown[:split]), tuple(shown[split:]))]
+    return file.tables or ()
+
+
+def _check_figures(file: SweepFile, cells: Sequence[Cell]) -> None:
     for number, figure in enumerate(file.figures):
         _check_shown(file, "figure", number, figure, tuple(figure_numbers()), cells)
-        made = FigureLayout(**{**figure.model_dump(), "title": figure.title or figure.name})
         try:
-            check_figure(made, axes)
+            check_figure(figure, tuple(file.axes))
         except InputError as error:
             key = "options" if "options" in figure.model_fields_set else "kind"
             file.fail(str(error), "figures", number, key)
-        figures.append(made)
-    return tuple(tables), tuple(figures)
 
 
 def _check_shown(
     file: SweepFile,
     kind: str,
     number: int,
-    shown: Table | Figure,
+    shown: TableLayout | FigureLayout,
     paper: Sequence[str],
     cells: Sequence[Cell],
 ) -> None:

@@ -4,18 +4,15 @@ Cells are experiments, which sweeps share; each runs once. A repeated call exami
 the store and runs only the cells that have none that can be used.
 """
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.redaction import redact
-from trishul_ray.report.outcomes import SweepOutcome, shown_label
+from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.runs.mlflow_log import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
 from trishul_ray.runs.summary import attempt_of, read_metrics
 from trishul_ray.storage import Store
@@ -33,10 +30,8 @@ from trishul_ray.tracking.mlflow import (
     SWEEP_TAG,
     Status,
     SweepRun,
-    has_finished_in,
-    sqlite_file,
+    SweepTracking,
     tracking_uri,
-    ui_command,
 )
 from trishul_ray.tracking.progress import SweepProgress
 
@@ -177,7 +172,7 @@ class _Part:
 
     def __init__(self, sweep: Sweep) -> None:
         self.parent: SweepRun | None = None
-        self.tracking = SweepTracking.of(sweep)
+        self.tracking = _tracking_of(sweep)
         self.set_sweep(sweep)
 
     def set_sweep(self, sweep: Sweep) -> None:
@@ -356,7 +351,7 @@ def cell_name(sweep: Sweep, cell: Cell) -> str:
 
 
 def _shown_labels(sweep: Sweep, cell: Cell) -> dict[str, str]:
-    return {axis: shown_label(sweep.shown, axis, label) for axis, label in cell.labels.items()}
+    return {axis: sweep.shown_label(axis, label) for axis, label in cell.labels.items()}
 
 
 def _joined(labels: Mapping[str, str]) -> str:
@@ -400,93 +395,21 @@ def with_parent(experiment: Experiment, parent: str | None) -> Experiment:
     return experiment.model_copy(update={"tracking": tracking})
 
 
-@dataclass(frozen=True)
-class SweepTracking:
-    """The MLflow run of a sweep, the same one at every call.
+def _tracking_of(sweep: Sweep) -> SweepTracking | None:
+    """Return how a sweep is logged; None if it is not.
 
-    Attributes:
-        sweep: The sweep.
-        uri: Address of the MLflow store.
-        runs: Folder of the sweep's runs.
-        experiment: Name of the MLflow experiment.
+    Raises:
+        InputError: There is no usable tracking URI.
     """
-
-    sweep: Sweep
-    uri: str
-    runs: Store
-    experiment: str
-
-    @classmethod
-    def of(cls, sweep: Sweep) -> "SweepTracking | None":
-        """Return how a sweep is logged; None if it is not.
-
-        Raises:
-            InputError: There is no usable tracking URI.
-        """
-        tracked = [cell.experiment for cell in sweep.cells if cell.experiment.tracking.mlflow]
-        if not tracked:
-            return None
-        storage, options = tracked[0].storage, tracked[0].tracking
-        uri = tracking_uri(options.uri, storage.runs)
-        return cls(sweep, uri, Store.open(storage.runs, storage.retry_seconds), options.experiment)
-
-    def open(self) -> SweepRun:
-        """Create the run, or open it.
-
-        Raises:
-            InputError: The tracking store cannot be used.
-        """
-        sweep = self.sweep
-        return SweepRun.open(
-            self.uri,
-            self.experiment,
-            self._attempt,
-            f"{sweep.name}-{sweep.profile}",
-            {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
-            {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
-        )
-
-    @property
-    def command(self) -> str:
-        """The command that shows the store in a browser, or its address."""
-        return ui_command(self.uri)
-
-    def note(self, results: Mapping[str, str]) -> None:
-        """Note beside the runs that the store has these results, checksums by id."""
-        self._notes.write(self._file, json.dumps(self._logged(results)).encode())
-
-    def has(self, results: Mapping[str, str]) -> bool:
-        """Return whether the store has these results, as :meth:`note` noted.
-
-        A file must have the sweep's run: it may be another file by now. A server is not asked.
-        """
-        file = sqlite_file(self.uri)
-        try:
-            noted = json.loads(self._notes.read(self._file))
-        except (FileNotFoundError, ValueError):
-            return False
-        return noted == self._logged(results) and (
-            file is None or has_finished_in(file, self._attempt)
-        )
-
-    def _logged(self, results: Mapping[str, str]) -> dict[str, Any]:
-        return {"uri": redact(self.uri), "experiment": self.experiment, "results": dict(results)}
-
-    @property
-    def _attempt(self) -> str:
-        return f"sweep-{self._key}"
-
-    @property
-    def _file(self) -> str:
-        return f"{self._key}.json"
-
-    @property
-    def _notes(self) -> Store:
-        return self.runs.child("sweeps")
-
-    @property
-    def _key(self) -> str:
-        names = [self.sweep.name, self.sweep.profile, self.runs.uri]
-        if self.sweep.file is None:  # axes on the command line have no name of their own
-            names += sorted({cell.experiment.id for cell in self.sweep.cells})
-        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    tracked = [cell.experiment for cell in sweep.cells if cell.experiment.tracking.mlflow]
+    if not tracked:
+        return None
+    storage, options = tracked[0].storage, tracked[0].tracking
+    return SweepTracking(
+        tracking_uri(options.uri, storage.runs),
+        options.experiment,
+        Store.open(storage.runs, storage.retry_seconds),
+        {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
+        {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
+        tuple(sorted(distinct([sweep]))) if sweep.file is None else (),
+    )

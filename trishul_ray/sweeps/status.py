@@ -152,21 +152,7 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
             home=stores[experiment.storage.runs].child(experiment.id),
         )
 
-    return tuple(
-        SweepOutcome(
-            name=sweep.name,
-            title=sweep.title,
-            profile=sweep.profile,
-            description=sweep.description,
-            axes=sweep.axes,
-            shown=sweep.shown,
-            tables=sweep.tables,
-            figures=sweep.figures,
-            cells=tuple(map(outcome, sweep.cells)),
-            overrides=sweep.overrides,
-        )
-        for sweep in sweeps
-    )
+    return tuple(sweep.with_outcomes(map(outcome, sweep.cells)) for sweep in sweeps)
 
 
 def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:

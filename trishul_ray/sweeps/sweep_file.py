@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic import ValidationError as Invalid
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from trishul_ray.config import Section
 from trishul_ray.data.dataset import RowSet, score_name
@@ -50,10 +50,18 @@ from trishul_ray.experiment.loading import (
     split_override,
 )
 from trishul_ray.methods.base import method_names
-from trishul_ray.report.outcomes import is_loss
+from trishul_ray.report.outcomes import (
+    FigureLayout,
+    FileName,
+    Labels,
+    Names,
+    Profile,
+    TableLayout,
+    Text,
+    is_loss,
+    is_name,
+)
 
-#: What the numbers of a sweep may be compared with.
-Profile = Literal["paper", "small", "smoke", "custom"]
 #: Name of the task's main metric in a trial's results; see ``Task.headline``.
 HEADLINE = "headline"
 #: More cells than this are refused: a range such as 0..1000000 is a mistake.
@@ -63,7 +71,6 @@ _MAX_VALUES = 100_000
 #: Sections that are not taken from the files that a file extends.
 _OWN = ("extends", "name", "profile")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 class Scalar(str):
@@ -188,7 +195,7 @@ class _Parser:
         return content
 
     def key(self, node: yaml.Node, known: Pairs) -> str:
-        if not isinstance(node, yaml.ScalarNode) or not _is_name(node.value):
+        if not isinstance(node, yaml.ScalarNode) or not is_name(node.value):
             raise InputError(f"{self.at(node)}: a key must be a name or a number, in one line")
         if node.tag.endswith(":merge"):
             raise InputError(f"{self.at(node)}: `<<` is not supported; use `extends: FILE`")
@@ -200,13 +207,9 @@ class _Parser:
         return str(node.value)
 
 
-def _is_name(text: str) -> bool:
-    return text.isprintable() and text.strip() != ""
-
-
 def _expect(value: Value, kind: type[Kind], what: str) -> Kind:
     """Return a value that must be of a kind; a scalar must be a name or a number."""
-    if isinstance(value, kind) and not (isinstance(value, Scalar) and not _is_name(value)):
+    if isinstance(value, kind) and not (isinstance(value, Scalar) and not is_name(value)):
         return value
     fail(value, f"{what} must be {_KINDS[kind]}, not {_describe(value)}")
 
@@ -346,56 +349,19 @@ def _range(axis: str, item: Scalar) -> Iterator[Scalar]:
     yield from (Scalar(str(number), item.place, number) for number in range(first, last + 1))
 
 
-def _name(text: str) -> str:
-    if not _is_name(text):
-        raise PydanticCustomError("string_type", "is not printable")
-    return text
-
-
-def _file_name(name: str) -> str:
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} must be letters, digits, '.', '_' and '-', as in a file's name")
-    return name
-
-
-Text = Annotated[str, AfterValidator(_name)]
-FileName = Annotated[Text, AfterValidator(_file_name)]
-#: One name stands for a list of one.
-Names = Annotated[tuple[Text, ...], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
-Labels = dict[str, Names]
 FieldValues = Annotated[Fields, PlainValidator(read_fields)]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One of ``values``, all equally likely."""
+class Domain:
+    """What is sampled: one of the values of a ``choice``, or a number between two, both included.
 
-    values: tuple[Any, ...]
-
-    @property
-    def corners(self) -> tuple[Any, ...]:
-        """Values that are valid only if all are."""
-        return self.values
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A number between ``low`` and ``high``, both included.
-
-    Attributes:
-        low: Smallest value.
-        high: Largest value.
-        scale: ``uniform``; ``log``, uniform in the logarithm; or ``int``, a whole number.
+    A number is ``uniform``; ``log``, uniform in the logarithm; or ``int``, a whole number. All are
+    valid if ``values`` are.
     """
 
-    low: float
-    high: float
-    scale: Literal["uniform", "log", "int"]
-
-    @property
-    def corners(self) -> tuple[Any, ...]:
-        """Values that are valid only if all are."""
-        return self.low, self.high
+    kind: str
+    values: tuple[Any, ...]
 
 
 #: Names of kinds of a space in other libraries.
@@ -407,8 +373,8 @@ _OTHER_NAMES = {
 }
 
 
-def _read_domain(value: Any) -> Choice | Interval:
-    if isinstance(value, Choice | Interval):
+def _read_domain(value: Any) -> Domain:
+    if isinstance(value, Domain):
         return value
     kinds = ("choice", "uniform", "log", "int")
     kind, given = next(iter(value.items())) if isinstance(value, Pairs) and value else ("", None)
@@ -420,17 +386,16 @@ def _read_domain(value: Any) -> Choice | Interval:
     if kind == "choice":
         if not items or any(item in items[:place] for place, item in enumerate(items)):
             raise ValueError(f"choices must be one or more different values, not {items}")
-        return Choice(tuple(items))
+        return Domain(kind, tuple(items))
     numbers = [_number(item) for item in items]
     if len(numbers) != 2 or not numbers[0] < numbers[1] or (kind == "log" and numbers[0] <= 0):
         above = " above 0" if kind == "log" else ""
         raise ValueError(f"{kind} needs [low, high], two numbers{above}, not {items}")
-    low, high = numbers
     if kind == "int":
-        if not (low.is_integer() and high.is_integer()):
+        if not all(number.is_integer() for number in numbers):
             raise ValueError(f"int needs whole numbers, not {items}")
-        return Interval(int(low), int(high), "int")
-    return Interval(low, high, "log" if kind == "log" else "uniform")
+        return Domain(kind, tuple(map(int, numbers)))
+    return Domain(kind, tuple(numbers))
 
 
 def _number(value: Any) -> float:
@@ -457,7 +422,7 @@ class Search(Section):
         description="whether a larger or a smaller metric is better",
     )
     seed: int = Field(0, ge=0, description="seed of the samples")
-    space: dict[str, Annotated[Choice | Interval, PlainValidator(_read_domain)]] = Field(
+    space: dict[str, Annotated[Domain, PlainValidator(_read_domain)]] = Field(
         default_factory=dict, description="what is sampled, by dotted field name"
     )
     on: RowSet = Field("validation", description="rows whose metric is compared")
@@ -486,29 +451,10 @@ class Adjustment(Section):
     fields: FieldValues
 
 
-class Table(Section):
-    """A table; see ``TableLayout``."""
-
-    name: FileName
-    title: Text | None = None
-    paper: Text | None = None
-    rows: tuple[Text, ...] = ()
-    columns: tuple[Text, ...] = ()
-    where: Labels = Field(default_factory=dict)
-    average: bool = False
-
-
-class Figure(Section):
-    """A figure; see ``FigureLayout``."""
-
-    name: FileName
-    kind: Text
-    title: Text | None = None
-    paper: Text | None = None
-    where: Labels = Field(default_factory=dict)
-    options: Annotated[Pairs, PlainValidator(lambda x: plain(_expect(x, Pairs, "options")))] = (
-        Field(default_factory=lambda: Pairs(""))
-    )
+def _with_plain_options(figure: Any) -> Any:
+    if isinstance(figure, Pairs) and isinstance(options := figure.get("options"), Pairs):
+        return figure | {"options": plain(options)}
+    return figure
 
 
 def _read_axes(axes: Any) -> dict[str, Axis]:
@@ -526,8 +472,8 @@ class SweepFile(Section):
     axes: Annotated[dict[str, Axis], PlainValidator(_read_axes)] = Field(default_factory=dict)
     excluded: tuple[Labels, ...] = Field((), alias="except")
     adjust: tuple[Adjustment, ...] = ()
-    tables: tuple[Table, ...] | None = None
-    figures: tuple[Figure, ...] = ()
+    tables: tuple[TableLayout, ...] | None = None
+    figures: tuple[Annotated[FigureLayout, BeforeValidator(_with_plain_options)], ...] = ()
     search: Search | None = None
     early_stopping: EarlyStopping | None = None
 
@@ -603,8 +549,8 @@ def _place(content: Value, loc: Sequence[str | int]) -> str:
 
 _MODELS: dict[str, type[BaseModel]] = {
     "adjust": Adjustment,
-    "tables": Table,
-    "figures": Figure,
+    "tables": TableLayout,
+    "figures": FigureLayout,
     "search": Search,
     "early_stopping": EarlyStopping,
 }

@@ -12,6 +12,7 @@ database, while opening; a new database gets its name when it is complete.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +38,7 @@ from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError, RunError, first_line
 from trishul_ray.redaction import is_secret_name, redact
+from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
@@ -666,6 +669,73 @@ class SweepRun(MlflowRun):
 
         with contextlib.suppress(MlflowException):
             self._store.wait_for(add)
+
+
+@dataclass(frozen=True)
+class SweepTracking:
+    """The MLflow run of a sweep, the same one at every call.
+
+    Attributes:
+        uri: Address of the MLflow store.
+        experiment: Name of the MLflow experiment.
+        runs: Folder of the sweep's runs.
+        tags: ``sweep``, its name, ``profile``, and what else is noted.
+        params: Labels of its axes.
+        cells: Ids of its cells if the sweep has no name of its own.
+    """
+
+    uri: str
+    experiment: str
+    runs: Store
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+    cells: tuple[str, ...]
+
+    def open(self) -> SweepRun:
+        """Create the run, or open it.
+
+        Raises:
+            InputError: The tracking store cannot be used.
+        """
+        name = f"{self.tags['sweep']}-{self.tags['profile']}"
+        return SweepRun.open(
+            self.uri, self.experiment, f"sweep-{self._key}", name, self.params, self.tags
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that shows the store in a browser, or its address."""
+        return ui_command(self.uri)
+
+    def note(self, results: Mapping[str, str]) -> None:
+        """Note beside the runs that the store has these results, checksums by id."""
+        self._notes.write(f"{self._key}.json", json.dumps(self._logged(results)).encode())
+
+    def has(self, results: Mapping[str, str]) -> bool:
+        """Return whether the store has these results, as :meth:`note` noted.
+
+        A file must have the sweep's run: it may be another file by now. A server is not asked.
+        """
+        file = sqlite_file(self.uri)
+        try:
+            noted = json.loads(self._notes.read(f"{self._key}.json"))
+        except (FileNotFoundError, ValueError):
+            return False
+        return noted == self._logged(results) and (
+            file is None or has_finished_in(file, f"sweep-{self._key}")
+        )
+
+    def _logged(self, results: Mapping[str, str]) -> dict[str, object]:
+        return {"uri": redact(self.uri), "experiment": self.experiment, "results": dict(results)}
+
+    @property
+    def _notes(self) -> Store:
+        return self.runs.child("sweeps")
+
+    @property
+    def _key(self) -> str:
+        names = [self.tags["sweep"], self.tags["profile"], self.runs.uri, *self.cells]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
