@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from trishul_ray.config import GENERAL_DEFAULT, SET_BY_HAND
+from trishul_ray.config import RateSource
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.learning_rates import default_learning_rate
 from trishul_ray.experiment.loading import (
@@ -240,7 +240,7 @@ def test_the_whole_published_table():
             "RAVAN Table 8; borrowed from a Dirichlet partition, for natural clients",
         ),
         (["method=fullft"], 1e-4, "our choice: no source names a rate for fullft"),
-        (["method=fedit", "optimizer.lr=0.3"], 0.3, SET_BY_HAND),
+        (["method=fedit", "optimizer.lr=0.3"], 0.3, RateSource.USER),
     ],
 )
 def test_on_cifar100(overrides, rate, source):
@@ -273,8 +273,8 @@ def test_a_saved_config_keeps_its_rate(tmp_path):
 
 
 def test_the_source_without_a_look_up():
-    assert build_experiment({}).optimizer.lr_source == GENERAL_DEFAULT
-    assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source == SET_BY_HAND
+    assert build_experiment({}).optimizer.lr_source is RateSource.GENERAL
+    assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source is RateSource.USER
 
 
 def test_the_source_names_another_alpha():
@@ -392,7 +392,7 @@ def test_a_new_method_inherits_the_rates_of_its_parent(register_newcomer):
 def test_a_method_without_rates_has_the_general_default(register_newcomer):
     register_newcomer(rates_like=None)
     options = load_experiment(None, ["method=newcomer"]).optimizer
-    assert options.lr == 5e-4 and options.lr_source == GENERAL_DEFAULT
+    assert options.lr == 5e-4 and options.lr_source is RateSource.GENERAL
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,14 +22,6 @@ from pydantic import (
 )
 
 from trishul_ray.spectral.bases import BasisInit
-
-#: ``optimizer.lr_source`` of a rate that the user set.
-SET_BY_HAND = "set by hand"
-#: ``optimizer.lr_source`` where the tables have no rate for the method.
-GENERAL_DEFAULT = (
-    "general default: no rate is known for this method, and it names no method to take rates from "
-    "(rates_like)"
-)
 
 #: Short names of the paper's backbones, replaced by the hub's names before anything is hashed.
 SHORT_MODEL_NAMES = {
@@ -291,6 +284,16 @@ class AdapterConfig(Section):
     )
 
 
+class RateSource(StrEnum):
+    """Where a learning rate is from that neither a table nor a file of tuned ones names."""
+
+    USER = "set by hand"
+    GENERAL = (
+        "general default: no rate is known for this method, and it names no method to take rates "
+        "from (rates_like)"
+    )
+
+
 class OptimizerConfig(Section):
     """The client's local optimizer; its state is reset every round."""
 
@@ -298,7 +301,9 @@ class OptimizerConfig(Section):
     lr: float = Field(
         5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
     )
-    lr_source: str = not_in_id(GENERAL_DEFAULT, "source of the learning rate")
+    lr_source: RateSource | str = not_in_id(
+        RateSource.GENERAL, "source of the learning rate", union_mode="left_to_right"
+    )
     rates: PathText | None = not_in_id(
         None, "file that `trishul rates` has written: its rate for the run, if any, replaces lr"
     )
@@ -323,7 +328,7 @@ class OptimizerConfig(Section):
     @classmethod
     def _add_source(cls, fields: Any) -> Any:
         if isinstance(fields, dict) and "lr" in fields and "lr_source" not in fields:
-            return fields | {"lr_source": SET_BY_HAND}
+            return fields | {"lr_source": RateSource.USER}
         return fields
 
 

@@ -19,16 +19,23 @@ PUBLISHED_ALPHA = 0.3
 _PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
-def learning_rate(experiment: Experiment, *, is_set: bool) -> tuple[float, str] | None:
-    """Return the learning rate of an experiment in place of its own, and its source.
+def with_learning_rate(experiment: Experiment) -> Experiment:
+    """Return an experiment with the rate of ``optimizer.rates`` or, if it sets none, of the table.
 
-    It is the one of ``optimizer.rates`` if that file has one, even where the user set a rate
-    (``is_set``), and otherwise that of the table. None keeps the experiment's own.
+    A file of tuned rates also replaces a rate that is set. Where neither has one, the rate stays.
 
     Raises:
         InputError: The file of tuned rates cannot be read.
     """
-    return _tuned_rate(experiment) or (None if is_set else default_learning_rate(experiment))
+    optimizer = experiment.optimizer
+    found = _tuned_rate(experiment)
+    if found is None and "lr" not in optimizer.model_fields_set:
+        found = default_learning_rate(experiment)
+    # What it was read from is the source's to say: the run depends on the rate alone.
+    read: dict[str, Any] = {"rates": None}
+    if found is not None:
+        read |= {"lr": found[0], "lr_source": found[1]}
+    return experiment.model_copy(update={"optimizer": optimizer.model_copy(update=read)})
 
 
 def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:

@@ -25,7 +25,7 @@ from trishul_ray.config import SHORT_MODEL_NAMES
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
-from trishul_ray.experiment.learning_rates import learning_rate
+from trishul_ray.experiment.learning_rates import with_learning_rate
 from trishul_ray.experiment.yaml_files import (
     RepeatedKeyError,
     parse_yaml,
@@ -62,20 +62,8 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
         InputError: one line that names the field, the value and what is allowed.
     """
     user = read_yaml(path) if path is not None else {}
-    _expand_short_fields(user)
-    read = [(text, *split_override(text)) for text in overrides]
-    # The names of methods depend on the plug-ins, further fields on the method's name.
-    for text, key, value in read:
-        if key == "plugins":
-            set_field(user, key, value, text)
-    _load_plugins(user)
-    for text, key, value in read:
-        if SHORT_FIELDS.get(key, key) == "method.name":
-            set_field(user, "method.name", value, text)
-    known = list(field_names(_method_of(user)))
-    for text, key, value in read:
-        set_field(user, SHORT_FIELDS.get(key) or full_name(key, known), value, text)
-    return resolve_experiment(user)
+    given = [(text, *split_override(text)) for text in overrides]
+    return _load(user, [(text, SHORT_FIELDS.get(key, key), value) for text, key, value in given])
 
 
 def experiment_of_arguments(
@@ -91,24 +79,36 @@ def experiment_of_arguments(
     Raises:
         InputError: one line that names the field, the value and what is allowed.
     """
-    user: dict[str, Any] = {}
-    if config is not None:
-        read = read_yaml(config) if isinstance(config, Path) else config
-        user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in read.items()}
-    user |= {key: arguments[key] for key in ("plugins",) if key in arguments}
-    _load_plugins(user)
-    arguments = {key: value for key, value in arguments.items() if key != "plugins"}
-    _expand_short_fields(user)
-    for key in ("dataset", "model", "method"):  # further fields of the method depend on its name
-        if isinstance(arguments.get(key), str):
-            set_field(user, SHORT_FIELDS[key], arguments[key], key)
-    known = list(field_names(_method_of(user)))
+    fields = read_yaml(config) if isinstance(config, Path) else config or {}
+    user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in fields.items()}
+    given: list[tuple[str, str, Any]] = []
     for key, value in arguments.items():
         if isinstance(value, Mapping) and key in Experiment.model_fields:
-            for inner, content in value.items():
-                set_field(user, f"{key}.{inner}", content, key)
-        elif key not in SHORT_FIELDS or not isinstance(value, str):
-            set_field(user, full_name(key, known), _as_field(value), key)
+            given += [(key, f"{key}.{inner}", content) for inner, content in value.items()]
+        else:
+            value = str(value) if isinstance(value, Path) else value
+            name = SHORT_FIELDS.get(key, key) if isinstance(value, str) else key
+            given.append((key, name, value))
+    return _load(user, given)
+
+
+def _load(user: dict[str, Any], given: Sequence[tuple[str, str, Any]]) -> Experiment:
+    """Set fields over nested ones, and resolve them.
+
+    ``given`` has what is named in errors, the name of the field, and its value.
+    """
+    for said, name, value in given:  # that register methods
+        if name == "plugins":
+            set_field(user, name, value, said)
+    _load_plugins(user)
+    _expand_short_fields(user)
+    for said, name, value in given:  # that has further fields
+        if name == "method.name":
+            set_field(user, name, value, said)
+    known = list(field_names(_method_of(user)))
+    for said, name, value in given:
+        if name != "plugins":
+            set_field(user, full_name(name, known), value, said)
     return resolve_experiment(user)
 
 
@@ -139,10 +139,6 @@ def is_field(name: str) -> bool:
     return name in known | parts | SHORT_FIELDS.keys()
 
 
-def _as_field(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
 def resolve_experiment(user: dict[str, Any]) -> Experiment:
     """Put the user's fields over the preset of their dataset, and validate them.
 
@@ -166,13 +162,7 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
             budget="budget" not in user,
             weights="init" not in (user.get("model") or {}),
         )
-    rate = learning_rate(experiment, is_set="lr" in (user.get("optimizer") or {}))
-    # What it was read from is the source's to say: the run depends on the rate alone.
-    read: dict[str, Any] = {"rates": None}
-    if rate is not None:
-        read |= {"lr": rate[0], "lr_source": rate[1]}
-    optimizer = experiment.optimizer.model_copy(update=read)
-    return experiment.model_copy(update={"optimizer": optimizer})
+    return with_learning_rate(experiment)
 
 
 def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from trishul_ray.config import SET_BY_HAND
+from trishul_ray.config import RateSource
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.runs.summary import RunSummary, flat_config, flatten, read_metrics, versions
@@ -115,7 +115,7 @@ def run_name(experiment: Experiment) -> str:
     parts.append(f"α={split.alpha:g}" if split.kind == "dirichlet" else split.kind)
     if "budget" in experiment.identity():
         parts.append(f"rank={experiment.lora_rank}")
-    if experiment.optimizer.lr_source == SET_BY_HAND:
+    if experiment.optimizer.lr_source is RateSource.USER:
         parts.append(f"lr={experiment.optimizer.lr:.3g}")
     label = experiment.name
     if experiment.data.path is not None and label == type(experiment).model_fields["name"].default:

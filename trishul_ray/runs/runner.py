@@ -18,7 +18,7 @@ from threading import Timer
 
 from filelock import FileLock, Timeout
 
-from trishul_ray.config import GENERAL_DEFAULT
+from trishul_ray.config import RateSource
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import Coverage
@@ -216,7 +216,7 @@ def run_steps(
 def learning_rate_line(experiment: Experiment) -> str:
     """Return the learning rate of a run and its source; a warning if it is the default."""
     options = experiment.optimizer
-    warning = "warning: " if options.lr_source == GENERAL_DEFAULT else ""
+    warning = "warning: " if options.lr_source is RateSource.GENERAL else ""
     return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
 
 
