@@ -149,7 +149,7 @@ def _run(
         server = Server(experiment, executor, checkpoints, "benchmark")
         while not server.finished:
             server.step()
-        last = next(record for record in reversed(server.records) if "accuracy" in record)
+        last = next(record for record in reversed(server.checkpoint.records) if record.scored)
         bench = executor.bench
         trained = global_model(bench, server.broadcast(), options.rounds)
         errors = []
@@ -165,7 +165,7 @@ def _run(
                 float((part - weight.double() - exact).norm() / exact.norm()) for part in found
             )
             errors.append((float(exact.norm() / weight.double().norm()), once, twice))
-    return (float(last["loss"]), float(last["accuracy"])), errors
+    return (last.scores["loss"], last.scores["accuracy"]), errors
 
 
 def cost(options: argparse.Namespace) -> Section:

@@ -293,7 +293,7 @@ def small_run(
     if not report.finished:
         return np.empty(0), ""
     result = driver.final()
-    return result.state.shared, result.digest
+    return result.checkpoint.state.shared, result.digest
 
 
 def marked_tests(place: Place) -> Section:
@@ -554,7 +554,7 @@ def run(place: Place) -> None:
         if not report.finished:
             total = seconds[0] + each * (fed.rounds + 1)
             title += f", from {len(seconds) - 1} rounds"
-        clients = [r["client_seconds"] for r in driver.server.records if "client_seconds" in r]
+        clients = [r.client_seconds for r in driver.server.checkpoint.records[1:]]
         trained = fed.clients_per_round * statistics.median(clients)
         shown = [
             ["start", f"{seconds[0]:.1f}"],

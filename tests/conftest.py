@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import psutil
 import pytest
+from tiny_run import untimed
 
 # A loaded machine is no failure; timing belongs into benchmarks.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -134,7 +135,9 @@ def finish(driver):
         events += standing.events
     final = driver.final()
     # Each record is told once, in order, whatever happened.
-    assert [record["round"] for record in told] == [record["round"] for record in final.records]
+    assert [record.round for record in told] == [
+        record.round for record in final.checkpoint.records
+    ]
     final.__dict__["events"] = events
     return final
 
@@ -145,18 +148,13 @@ def drive_to_end():
     return finish
 
 
-def untimed(records):
-    """Records without what a clock says."""
-    return [{k: v for k, v in r.items() if not k.endswith("seconds")} for r in records]
-
-
 @pytest.fixture(scope="session")
 def assert_same():
     """``assert_same(result, reference)``: same bytes of the state, same metrics."""
 
     def check(result, reference):
         assert result.digest == reference.digest
-        assert untimed(result.records) == untimed(reference.records)
+        assert untimed(result.checkpoint.records) == untimed(reference.checkpoint.records)
 
     return check
 

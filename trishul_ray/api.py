@@ -85,7 +85,6 @@ def run(
     from trishul_ray.experiment.loading import experiment_of_arguments
     from trishul_ray.result import Result
     from trishul_ray.runs.runner import run_steps
-    from trishul_ray.runs.summary import flat_metrics
 
     if on_round is not None and not callable(on_round):
         raise InputError(f"on_round of type {type(on_round).__name__}: it must be a function")
@@ -127,7 +126,7 @@ def run(
                 # A continued run reports its earlier rounds at first.
                 if on_round is not None and (started or not report.round):
                     for record in report.records:
-                        on_round({"round": record["round"], **flat_metrics(record)})
+                        on_round(record.row())
                 started = True
     return Result(experiment, finished.home, finished.summary, repeated=finished.repeated)
 

@@ -45,7 +45,7 @@ def finish(driver, report):
         report = driver.step()
         records += report.records
         events += report.events
-    return driver.final(), [record["round"] for record in records], events
+    return driver.final(), [record.round for record in records], events
 
 
 def test_a_client_killed_in_mid_round_is_restarted(small, inline_result, assert_same):
@@ -54,7 +54,7 @@ def test_a_client_killed_in_mid_round_is_restarted(small, inline_result, assert_
         first_records = driver.begin().records
         _, client = driver.processes()
         result, rounds, events = finish(driver, step_and_kill(driver, client))
-    assert [r["round"] for r in first_records] + rounds == [0, 1, 2]
+    assert [r.round for r in first_records] + rounds == [0, 1, 2]
     assert f"client actor {client} died; its work goes to an idle one" in events
     assert [e for e in events if f"client actor {client} was restarted as" in e] != []
     assert "(restart 1)" in "".join(events)
@@ -72,7 +72,7 @@ def test_a_client_without_restarts_is_dropped_and_another_does_its_work(
         result, rounds, events = finish(driver, step_and_kill(driver, first))
         assert len(driver.processes()) == 2
         assert first not in driver.processes()
-    assert [r["round"] for r in first_records] + rounds == [0, 1, 2]
+    assert [r.round for r in first_records] + rounds == [0, 1, 2]
     assert [e for e in events if f"client actor {first} is gone for good" in e] != []
     assert_same(result, inline_result(experiment))
 
@@ -109,7 +109,7 @@ def test_a_coordinator_killed_in_mid_round_continues_from_the_checkpoint(
         assert psutil.wait_procs(family, timeout=10)[1] == []
         result, rounds, events = finish(driver, report)
         after = [psutil.Process(pid) for pid in driver.processes()]
-    assert [r["round"] for r in first_records] + rounds == [0, 1, 2, 3]
+    assert [r.round for r in first_records] + rounds == [0, 1, 2, 3]
     assert [e for e in events if "loss 1 of at most 3, going on from the checkpoint" in e] != []
     assert "continuing after round 1" in events
     assert_same(result, inline_result(experiment))
@@ -145,7 +145,7 @@ def test_a_death_in_the_second_run_of_the_same_actors(
             assert driver.processes() == processes
             result, rounds, _ = finish(driver, step_and_kill(driver, processes[victim]))
             after = driver.processes()
-        assert [r["round"] for r in records] + rounds == [0, 1, 2]
+        assert [r.round for r in records] + rounds == [0, 1, 2]
         assert_same(result, inline_result(second))
         # The next run has all its restarts: what died was replaced and not kept.
         with open_driver(third, prepare_run(third), "a", workers=workers) as driver:

@@ -69,7 +69,7 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     reference = inline_result(experiment)
     result = result_of(tmp_path, experiment)
     assert result["state_sha256"] == reference.digest
-    accuracies = [record["accuracy"] for record in reference.records]
+    accuracies = [record.scores["accuracy"] for record in reference.checkpoint.records]
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     (group,) = [e for e in client.search_experiments() if e.name == "trishul"]
     (run,) = client.search_runs([group.experiment_id])

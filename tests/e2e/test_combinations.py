@@ -126,12 +126,12 @@ def one_round(hub, cache, tmp_path, drive_to_end):
 
 
 def check(final, headline):
-    before, after = final.records
+    before, after = final.checkpoint.records
     for record in (before, after):
-        assert 0.0 <= record[headline] <= 1.0 and math.isfinite(record["loss"])
-    assert after["uploaded_parameters"] > 0 and after["refused"] == {}
+        assert 0.0 <= record.scores[headline] <= 1.0 and math.isfinite(record.scores["loss"])
+    assert after.uploaded_parameters > 0 and after.refused == {}
     # It trained: the global model answers otherwise than before.
-    assert after["loss"] != before["loss"]
+    assert after.scores["loss"] != before.scores["loss"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_round_of_every_combination(pair, method, one_round):
 def test_a_round_of_each_glue_task(dataset, one_round):
     final = one_round(dataset, "llama-tiny", "trishul")
     check(final, "accuracy")
-    parts = {name for name in final.records[0] if name.startswith("accuracy_")}
+    parts = {name for name in final.checkpoint.records[0].scores if name.startswith("accuracy_")}
     groups = {"accuracy_matched", "accuracy_mismatched"} if dataset == "glue/mnli" else set()
     assert parts == groups
 

@@ -42,7 +42,9 @@ def records(cache, tmp_path, drive_to_end):
                 *words,
             ],
         )
-        return drive_to_end(InlineDriver(experiment, prepare_run(experiment), "a")).records
+        return drive_to_end(
+            InlineDriver(experiment, prepare_run(experiment), "a")
+        ).checkpoint.records
 
     return run
 
@@ -61,4 +63,4 @@ def test_the_loss_falls(records, dataset, folder, words):
     if not (HUB / folder).is_dir():
         pytest.skip(f"no mirror with {folder} (TRISHUL_HUB)")
     before, *_, after = records(f"dataset={dataset}", *words)
-    assert after["loss"] < before["loss"] - 0.1
+    assert after.scores["loss"] < before.scores["loss"] - 0.1

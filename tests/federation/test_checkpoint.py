@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, arrays_digest
+from trishul_ray.federation.records import RoundRecord
 from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
@@ -29,7 +30,7 @@ def make(round_number, fill=1.0):
         round=round_number,
         state=state_of(fill),
         client_states={3: {"variate": np.arange(4, dtype=np.float32)}},
-        records=[{"round": 0, "accuracy": 0.5}, {"round": 1, "refused": {"2": "why"}}],
+        records=[RoundRecord(0, scores={"accuracy": 0.5}), RoundRecord(1, refused={"2": "why"})],
         spectra={"before": np.ones((2, 3))},
         matrices={"cosine": np.ones((1, 2, 2))},
         test_rows={"row": np.arange(3), "score": np.ones(3, dtype=np.float32)},

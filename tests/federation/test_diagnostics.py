@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tiny_run import untimed
 
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.federation import local
@@ -20,35 +21,35 @@ INLINE = ("resources.backend=inline", "evaluation.every=9")
 def test_spectra_of_what_is_sent_are_recorded_with_and_without_a_prox(small, inline_result, method):
     name, *more = method.split()
     final = inline_result(small(f"method={name}", *more, *INLINE))
-    values = final.spectra["uploaded"]
+    values = final.checkpoint.spectra["uploaded"]
     heads, rank = values.shape
     assert heads == sum(e.shape[0] for e in final.blueprint.layout.entries if "core" in e.name)
     assert rank > 1 and (np.diff(values) <= 0).all() and (values[:, 0] > 0).all()
-    assert ("before" in final.spectra) == (method == "trishul")
+    assert ("before" in final.checkpoint.spectra) == (method == "trishul")
     if method == "trishul":
         # Of the same cores, but for the scalars near 1.
-        assert final.spectra["after"].shape == values.shape
-        np.testing.assert_allclose(values[:, 0], final.spectra["after"][:, 0], rtol=0.2)
+        assert final.checkpoint.spectra["after"].shape == values.shape
+        np.testing.assert_allclose(values[:, 0], final.checkpoint.spectra["after"][:, 0], rtol=0.2)
 
 
 def test_matrices_compare_the_clients_of_every_round(small, inline_result):
     final = inline_result(small("method=ravan", *INLINE))
-    found = final.matrices
+    found = final.checkpoint.matrices
     assert found["round"].tolist() == [1, 2, 3]
-    cohorts = [record["clients"] for record in final.records[1:]]
+    cohorts = [record.clients for record in final.checkpoint.records[1:]]
     np.testing.assert_array_equal(found["clients"], cohorts)
-    for number, record in enumerate(final.records[1:]):
+    for number, record in enumerate(final.checkpoint.records[1:]):
         inner = found["inner_products"][number]
         # The mean square of the updates is their variance and the square of their mean.
         variance = np.trace(inner) / len(inner) - inner.mean()
-        assert record["delta_aggregation_variance"] == pytest.approx(variance, rel=1e-6)
+        assert record.diagnostics["delta_aggregation_variance"] == pytest.approx(variance, rel=1e-6)
         above = np.triu_indices(len(inner), 1)
         cosine = found["cosine"][number][above].mean()
-        assert record["delta_client_cosine"] == pytest.approx(cosine, rel=1e-6)
-        alignment = record["delta_principal_angle_similarity"]
+        assert record.diagnostics["delta_client_cosine"] == pytest.approx(cosine, rel=1e-6)
+        alignment = record.diagnostics["delta_principal_angle_similarity"]
         assert found["principal_angle_similarity"][number][above].mean() == pytest.approx(alignment)
-        assert record["delta_inconsistency_index"] == pytest.approx(1 - alignment)
-        assert record["delta_relative_variance"] > 0
+        assert record.diagnostics["delta_inconsistency_index"] == pytest.approx(1 - alignment)
+        assert record.diagnostics["delta_relative_variance"] > 0
 
 
 def test_matrices_outlive_a_stop(small, inline_result):
@@ -58,7 +59,10 @@ def test_matrices_outlive_a_stop(small, inline_result):
     again = InlineDriver(experiment, prepared, "a")
     while not again.step().finished:
         pass
-    whole, resumed = inline_result(experiment).matrices, again.final().matrices
+    whole, resumed = (
+        inline_result(experiment).checkpoint.matrices,
+        again.final().checkpoint.matrices,
+    )
     assert whole.keys() == resumed.keys()
     for key, value in whole.items():
         np.testing.assert_array_equal(value, resumed[key])
@@ -67,29 +71,24 @@ def test_matrices_outlive_a_stop(small, inline_result):
 EVERYONE = "evaluation.diagnostics_cohort=all"
 
 
-def numbers(records):
-    timed = ("seconds", "client_seconds")
-    return [{k: v for k, v in record.items() if k not in timed} for record in records]
-
-
 @pytest.mark.parametrize("words", [["method=ravan"], ["method=trishul", "federation.compute=bell"]])
 def test_all_clients_are_compared_once_and_nothing_else_changes(small, inline_result, words):
     plain, asked = small(*words, *INLINE), small(*words, *INLINE, EVERYONE)
     assert plain.id != asked.id
     before, after = inline_result(plain), inline_result(asked)
     assert after.digest == before.digest
-    assert numbers(after.records) == numbers(before.records)
-    everyone = {k: v for k, v in after.matrices.items() if k.startswith("everyone_")}
-    assert after.matrices.keys() - everyone.keys() == before.matrices.keys()
-    for name, matrix in before.matrices.items():
-        np.testing.assert_array_equal(matrix, after.matrices[name])
+    assert untimed(after.checkpoint.records) == untimed(before.checkpoint.records)
+    everyone = {k: v for k, v in after.checkpoint.matrices.items() if k.startswith("everyone_")}
+    assert after.checkpoint.matrices.keys() - everyone.keys() == before.checkpoint.matrices.keys()
+    for name, matrix in before.checkpoint.matrices.items():
+        np.testing.assert_array_equal(matrix, after.checkpoint.matrices[name])
     assert everyone["everyone_clients"].tolist() == [*range(plain.federation.clients)]
     # The cohort of the last round sent what is compared, from the same broadcast.
-    last = before.matrices["clients"][-1]
+    last = before.checkpoint.matrices["clients"][-1]
     for name in ("cosine", "inner_products", "principal_angle_similarity"):
         matrix = everyone[f"everyone_{name}"]
         np.testing.assert_allclose(matrix, matrix.T, atol=1e-12)
-        np.testing.assert_allclose(matrix[np.ix_(last, last)], before.matrices[name][-1])
+        np.testing.assert_allclose(matrix[np.ix_(last, last)], before.checkpoint.matrices[name][-1])
 
 
 def test_the_comparison_of_all_clients_outlives_a_stop(small, inline_result):
@@ -102,8 +101,10 @@ def test_the_comparison_of_all_clients_outlives_a_stop(small, inline_result):
     while not again.step().finished:
         pass
     done = InlineDriver(experiment, prepared, "a").final()  # from the last checkpoint
-    for found in (again.final().matrices, done.matrices):
-        np.testing.assert_array_equal(found["everyone_cosine"], whole.matrices["everyone_cosine"])
+    for found in (again.final().checkpoint.matrices, done.checkpoint.matrices):
+        np.testing.assert_array_equal(
+            found["everyone_cosine"], whole.checkpoint.matrices["everyone_cosine"]
+        )
 
 
 def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
@@ -123,8 +124,8 @@ def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
         assert any("client 9" in e for e in report.events) == (
             number == experiment.federation.rounds
         )
-    assert report.finished and "everyone_cosine" not in driver.final().matrices
-    assert state_digest(driver.final().state) == driver.final().digest
+    assert report.finished and "everyone_cosine" not in driver.final().checkpoint.matrices
+    assert state_digest(driver.final().checkpoint.state) == driver.final().digest
 
 
 def test_more_clients_than_can_be_compared_are_refused(small):
@@ -135,8 +136,14 @@ def test_more_clients_than_can_be_compared_are_refused(small):
 def test_the_first_and_the_last_round_are_always_diagnosed(small, inline_result):
     words = ("method=trishul", "resources.backend=inline", "evaluation.diagnostics_every=5")
     final = inline_result(small(*words, "federation.rounds=3"))
-    diagnosed = [r["round"] for r in final.records if "delta_aggregation_variance" in r]
-    assert diagnosed == [r["round"] for r in final.records if "svt_zeroed" in r] == [1, 3]
+    diagnosed = [
+        r.round for r in final.checkpoint.records if "delta_aggregation_variance" in r.diagnostics
+    ]
+    assert (
+        diagnosed
+        == [r.round for r in final.checkpoint.records if "svt_zeroed" in r.diagnostics]
+        == [1, 3]
+    )
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -165,17 +172,17 @@ def test_the_time_of_a_client_is_that_of_its_local_steps(small, monkeypatch, eve
 
 def test_limited_clients_are_compared_over_the_heads_that_both_trained(small, inline_result):
     final = inline_result(small("method=ravan", "method.head_fraction=0.5", *INLINE))
-    cosine = final.matrices["cosine"]
+    cosine = final.checkpoint.matrices["cosine"]
     assert np.nanmax(np.abs(cosine)) <= 1 + 1e-9
     np.testing.assert_allclose(np.diagonal(cosine, axis1=1, axis2=2), 1.0)
-    trained = final.spectra["uploaded"]
+    trained = final.checkpoint.spectra["uploaded"]
     cores = sum(e.shape[0] for e in final.blueprint.layout.entries if "core" in e.name)
     assert 0 < len(trained) <= -(-cores // 2)
 
 
 def test_methods_without_cores_have_no_matrices(small, inline_result):
     final = inline_result(small("method=fedit", *INLINE))
-    assert final.matrices == {} and final.spectra == {}
+    assert final.checkpoint.matrices == {} and final.checkpoint.spectra == {}
 
 
 def test_rounds_of_different_width_are_padded():

@@ -40,11 +40,11 @@ def test_an_invalid_upload_is_left_out_recorded_and_reported(small):
     experiment = small("resources.backend=inline")
     server = serve(experiment, spoilt=1)
     report = server.step()
-    record = server.records[2]
-    first = record["clients"][0]
-    assert list(record["refused"]) == [str(first)]
+    record = server.checkpoint.records[2]
+    first = record.clients[0]
+    assert list(record.refused) == [str(first)]
     assert f"upload of client {first} rejected: shared holds" in report.events[-1]
-    assert np.isfinite(server.state.shared).all()
+    assert np.isfinite(server.checkpoint.state.shared).all()
 
 
 def test_below_the_quorum_the_run_fails_and_keeps_its_checkpoint(small):
@@ -84,9 +84,10 @@ def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method)
     )
     shares = capacities("uniform", experiment.seed, experiment.federation.clients)[:4]
     assert 1.0 in shares and min(shares) < 1.0, "choose another seed"
-    record = inline_result(experiment).records[1]
-    assert record["clients"] == [0, 1, 2, 3]
-    assert record["effective_rank"] > 0 and np.isfinite(record["aggregation_variance"])
+    record = inline_result(experiment).checkpoint.records[1]
+    assert record.clients == [0, 1, 2, 3]
+    assert record.diagnostics["effective_rank"] > 0
+    assert np.isfinite(record.diagnostics["aggregation_variance"])
 
 
 def test_a_survey_is_a_round_before_the_first(small):
@@ -95,9 +96,11 @@ def test_a_survey_is_a_round_before_the_first(small):
     executor = Faulty(experiment, prepare_run(experiment))
     server = Server(experiment, executor, open_checkpoints(experiment), "a")
     jobs = [TrainJob(0, client) for client in range(experiment.federation.clients)]
-    answers = [upload.arrays.extra for upload in executor.run(server.state, jobs).uploads]
+    answers = [
+        upload.arrays.extra for upload in executor.run(server.checkpoint.state, jobs).uploads
+    ]
     numbers = sum(array.size for array in answers[0].values())
-    assert server.records[0]["uploaded_parameters"] == 3 * numbers
+    assert server.checkpoint.records[0].uploaded_parameters == 3 * numbers
     layer, found = next(iter(server.survey().items()))
     means = [
         np.mean(trio, axis=0) for trio in itertools.combinations([a[layer] for a in answers], 3)

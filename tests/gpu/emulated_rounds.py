@@ -75,9 +75,9 @@ def server_of(experiment):
 
 def on_cpu(experiment):
     server, _ = server_of(experiment)
-    start = server.state.shared
+    start = server.checkpoint.state.shared
     server.step()
-    return start, server.state.shared
+    return start, server.checkpoint.state.shared
 
 
 def emulated(experiment, device):
@@ -106,7 +106,7 @@ def emulated(experiment, device):
         server.step()
     (start, steps, end), evaluation = spans[-2:]
     found = {"start": start, "steps": steps, "end": end, "evaluation": evaluation}
-    return server.state.shared, found
+    return server.checkpoint.state.shared, found
 
 
 def known_waits(device):

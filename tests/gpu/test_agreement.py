@@ -28,9 +28,9 @@ def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
             f"storage.runs={tmp_path / device}",
         )
         driver = InlineDriver(experiment, prepare_run(experiment), "a")
-        start = driver.server.state.shared
+        start = driver.server.checkpoint.state.shared
         driver.step()
-        states.append(driver.server.state.shared)
+        states.append(driver.server.checkpoint.state.shared)
     assert np.abs(states[0] - start).max() > 1e-3
     assert np.abs(states[0] - states[1]).max() < 1e-4
 
@@ -55,7 +55,7 @@ def test_the_losses_of_bf16_stay_near_those_of_fp32(small, drive_to_end, tmp_pat
             f"storage.runs={tmp_path}",
         )
         driver = InlineDriver(experiment, prepare_run(experiment), "a")
-        records[precision] = drive_to_end(driver).records
-    fp32, bf16 = ([record["loss"] for record in records[p]] for p in ("fp32", "bf16"))
+        records[precision] = drive_to_end(driver).checkpoint.records
+    fp32, bf16 = ([record.scores["loss"] for record in records[p]] for p in ("fp32", "bf16"))
     assert fp32[-1] < 0.75 * fp32[0]
     assert np.abs(np.divide(bf16, fp32) - 1).max() < LOSS_BOUND, (fp32, bf16)

@@ -40,7 +40,7 @@ def test_the_same_bytes_twice_and_after_a_resume(
             stopped.step()
         results.append(drive_to_end(InlineDriver(run, prepared, "a")))
     assert len({result.digest for result in results}) == 1
-    losses = [[record["loss"] for record in result.records] for result in results]
+    losses = [[record.scores["loss"] for record in result.checkpoint.records] for result in results]
     assert losses[0] == losses[1] == losses[2]
 
 

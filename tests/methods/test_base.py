@@ -30,15 +30,17 @@ def test_the_full_profile_is_the_unmasked_run(executor, tmp_path, name):
 def test_limited_clients_send_less(executor, tmp_path, name):
     full = run(executor(f"method={name}"), tmp_path)
     limited = run(executor(f"method={name}", "federation.compute=skewed-right"), tmp_path)
-    for before, after in zip(full.records[1:], limited.records[1:], strict=True):
-        assert after["uploaded_parameters"] < before["uploaded_parameters"]
+    for before, after in zip(
+        full.checkpoint.records[1:], limited.checkpoint.records[1:], strict=True
+    ):
+        assert after.uploaded_parameters < before.uploaded_parameters
 
 
 @pytest.mark.parametrize("name", ["trishul", "ravan", "fedit", "ffalora"])
 def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name):
     server = run(executor(f"method={name}"), tmp_path)
     wire = server.blueprint.expected.lengths["shared"]
-    assert [r["downloaded_parameters"] for r in server.records[1:]] == [3 * wire, 3 * wire]
+    assert [r.downloaded_parameters for r in server.checkpoint.records[1:]] == [3 * wire, 3 * wire]
 
 
 def carried(server, bench, broadcast, client):
@@ -47,7 +49,7 @@ def carried(server, bench, broadcast, client):
     for seed in (1, 2):
         draw = np.random.default_rng(seed).normal(size=broadcast.shared.shape)
         run = new_run(bench, replace(broadcast, shared=draw.astype(np.float32)), 1, client)
-        kept = server.client_states.get(client, {})
+        kept = server.checkpoint.client_states.get(client, {})
         run.client_state = {name: to_tensor(value) for name, value in kept.items()}
         server.method.start(run, bench.initial)
         starts.append(run.vector.clone())
@@ -81,9 +83,9 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
             expected += len(cohort) * (base if what == "dense" else stack)
         server.step()
         known |= set(cohort)
-        record = server.records[-1]
-        assert record["downloaded_parameters"] == expected >= 0
-        stack = record["uploaded_parameters"] - len(cohort) * server.blueprint.parameters["head"]
+        record = server.checkpoint.records[-1]
+        assert record.downloaded_parameters == expected >= 0
+        stack = record.uploaded_parameters - len(cohort) * server.blueprint.parameters["head"]
 
 
 @given(st.integers(1, 400), st.integers(1, 1000), st.integers(1, 1000))

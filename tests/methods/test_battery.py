@@ -6,6 +6,7 @@ import torch
 from newcomers import NEWCOMERS
 from peft import PeftModel
 from pydantic import ValidationError
+from tiny_run import untimed
 
 from trishul_ray.adapters.export import FOLDED_ERROR, export_merged, export_peft
 from trishul_ray.adapters.model import Trained
@@ -103,8 +104,8 @@ def test_uploads_are_as_declared_and_finite(name, executor, tmp_path):
 def test_training_moves_and_the_loss_falls(name, executor, tmp_path):
     inline = executor(f"method={name}", "federation.local_steps=25", "optimizer.lr=0.003")
     server = run(inline, tmp_path)
-    losses = [record["train_loss"] for record in server.records[1:]]
-    start = server.records[0]["loss"]
+    losses = [record.train_loss for record in server.checkpoint.records[1:]]
+    start = server.checkpoint.records[0].scores["loss"]
     assert losses[-1] < start
 
 
@@ -140,7 +141,7 @@ def test_one_client_is_central_training(name, executor, tmp_path):
     inline = executor(f"method={name}", *options)
     server, broadcast = first_broadcast(inline, tmp_path)
     for number in (1, 2):
-        state = server.client_states.get(0, {})
+        state = server.checkpoint.client_states.get(0, {})
         with deterministic(inline.experiment):
             upload, _ = train_client(inline.bench, broadcast, TrainJob(number, 0, state))
         vector = inline.bench.initial.clone()
@@ -181,9 +182,9 @@ class Shuffled:
 def test_the_order_of_work_changes_nothing(name, executor, tmp_path):
     inline = executor(f"method={name}")
     digests = {
-        state_digest(run(inline, tmp_path, "plain").state),
-        state_digest(run(Shuffled(inline, 1), tmp_path, "one").state),
-        state_digest(run(Shuffled(inline, 2), tmp_path, "two").state),
+        state_digest(run(inline, tmp_path, "plain").checkpoint.state),
+        state_digest(run(Shuffled(inline, 1), tmp_path, "one").checkpoint.state),
+        state_digest(run(Shuffled(inline, 2), tmp_path, "two").checkpoint.state),
     }
     assert len(digests) == 1
 
@@ -206,17 +207,18 @@ def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backb
         inline.bench.model.train(True)  # as a job that was interrupted may leave it
         torch.manual_seed(seed)
         again = run(Shuffled(inline, seed), tmp_path, f"again{seed}")
-        assert state_digest(again.state) == state_digest(plain.state)
-        assert [r.get("loss") for r in again.records] == [r.get("loss") for r in plain.records]
+        assert state_digest(again.checkpoint.state) == state_digest(plain.checkpoint.state)
+        assert untimed(again.checkpoint.records) == untimed(plain.checkpoint.records)
 
 
 def test_dropout_is_on_only_if_configured(executor, dropout_backbone, tmp_path):
     options = with_dropout("fedit", dropout_backbone)
     options[2:3] = ["model.dropout=false"]
-    plain = run(executor(*options), tmp_path, "plain")
+    plain = run(executor(*options), tmp_path, "plain").checkpoint.records
     dropped = run(executor(*with_dropout("fedit", dropout_backbone)), tmp_path, "dropped")
-    assert plain.records[0]["loss"] == dropped.records[0]["loss"], "evaluation knows no dropout"
-    assert plain.records[1]["train_loss"] != dropped.records[1]["train_loss"]
+    dropped = dropped.checkpoint.records
+    assert plain[0].scores == dropped[0].scores, "evaluation knows no dropout"
+    assert plain[1].train_loss != dropped[1].train_loss
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +242,7 @@ def test_ambient_threads_change_nothing(name, executor, wide_backbone, tmp_path)
         for threads in (1, 2):
             torch.set_num_threads(threads)
             server = run(inline, tmp_path, f"with{threads}")
-            digests.add((state_digest(server.state), state_digest(server.broadcast())))
+            digests.add((state_digest(server.checkpoint.state), state_digest(server.broadcast())))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -254,10 +256,8 @@ def test_stop_and_resume_changes_nothing(name, executor, tmp_path):
     checkpoints = CheckpointStore(Store.open(str(tmp_path / "parts")), whole.experiment.id)
     Server(whole.experiment, inline, checkpoints, "attempt").step()
     resumed = run(inline, tmp_path, "parts")
-    assert state_digest(resumed.state) == state_digest(whole.state)
-    for before, after in zip(whole.records, resumed.records, strict=True):
-        timeless = {k: v for k, v in before.items() if "seconds" not in k}
-        assert timeless == {k: v for k, v in after.items() if "seconds" not in k}
+    assert state_digest(resumed.checkpoint.state) == state_digest(whole.checkpoint.state)
+    assert untimed(resumed.checkpoint.records) == untimed(whole.checkpoint.records)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -12,11 +12,11 @@ def test_fedex_counts_its_residual(executor, tmp_path):
     head = dense.blueprint.parameters["head"]
     widths = 8 * 64 * 64
     cohort = 3
-    assert [r["downloaded_parameters"] for r in dense.records[1:]] == [
+    assert [r.downloaded_parameters for r in dense.checkpoint.records[1:]] == [
         cohort * (lora + head),
         cohort * (lora + head + widths),
     ]
-    assert factors.records[2]["downloaded_parameters"] == cohort * (
+    assert factors.checkpoint.records[2].downloaded_parameters == cohort * (
         lora + head + (cohort + 1) * lora
     )
-    assert state_digest(dense.state) == state_digest(factors.state)
+    assert state_digest(dense.checkpoint.state) == state_digest(factors.checkpoint.state)

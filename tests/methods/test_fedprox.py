@@ -23,7 +23,7 @@ def test_fedprox_holds_back(executor, tmp_path):
             "method=fedprox", f"method.mu={mu}", "optimizer.name=sgd", "optimizer.lr=0.005"
         )
         server = server_of(inline, tmp_path)
-        start = server.state.shared
+        start = server.checkpoint.state.shared
         server.step()
-        moved[mu] = np.linalg.norm(server.state.shared - start)
+        moved[mu] = np.linalg.norm(server.checkpoint.state.shared - start)
     assert moved[100] < 0.9 * moved[0]

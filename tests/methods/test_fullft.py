@@ -9,6 +9,6 @@ def test_full_fine_tuning_trains_every_parameter(executor, tmp_path):
         p.numel() for p in inline.bench.model.merge(inline.bench.initial).parameters()
     )
     server = server_of(inline, tmp_path)
-    start = server.state.shared
+    start = server.checkpoint.state.shared
     server.step()
-    assert (server.state.shared != start).mean() > 0.9
+    assert (server.checkpoint.state.shared != start).mean() > 0.9

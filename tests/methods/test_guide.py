@@ -39,9 +39,9 @@ def test_it_is_short(example):
 def test_it_depends_on_what_was_broadcast_and_kept(example, executor, tmp_path):
     """The first step of round 1 is FedIT's; all later ones depend on the regularizer."""
     one = ["federation.rounds=1", "federation.local_steps=1"]
-    start = server_of(executor("method=fedit", *one), tmp_path / "a").state.shared
-    mean = run(executor("method=fedit", *one), tmp_path / "b").state.shared
-    moved = run(executor("method=feddyn", *one), tmp_path / "c").state
+    start = server_of(executor("method=fedit", *one), tmp_path / "a").checkpoint.state.shared
+    mean = run(executor("method=fedit", *one), tmp_path / "b").checkpoint.state.shared
+    moved = run(executor("method=feddyn", *one), tmp_path / "c").checkpoint.state
     assert (start != mean).any()
     # Three of four clients took part, and all g were zero before.
     allowed = rounding(4, 1.0) * (abs(mean) + abs(start))
@@ -49,7 +49,7 @@ def test_it_depends_on_what_was_broadcast_and_kept(example, executor, tmp_path):
     assert (abs(moved.extra["moved"] - 0.75 * (start - mean)) <= allowed).all()
     strong = run(executor("method=feddyn", "method.alpha=10"), tmp_path / "d")
     weak = run(executor("method=feddyn", "method.alpha=0.001"), tmp_path / "e")
-    assert state_digest(strong.state) != state_digest(weak.state)
+    assert state_digest(strong.checkpoint.state) != state_digest(weak.checkpoint.state)
 
 
 def test_it_takes_the_rate_of_the_method_it_is_compared_with(example):

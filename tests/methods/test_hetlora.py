@@ -39,7 +39,7 @@ def test_hetlora_weight_is_the_norm_of_the_update(executor):
 def test_hetlora_prunes(executor, tmp_path):
     options = ["method=hetlora", "method.prune=true", "method.gamma=0.5", "method.penalty=5"]
     server = run(executor(*options, "federation.clients_per_round=4"), tmp_path)
-    ranks = [int(state["rank"][0]) for state in server.client_states.values()]
+    ranks = [int(state["rank"][0]) for state in server.checkpoint.client_states.values()]
     assert set(ranks) <= {1, 2, 4}
     assert min(ranks) < 4
 
@@ -62,7 +62,7 @@ def test_limited_cohorts_leave_every_component_alive(executor, tmp_path, name):
         sent = recording.uploads[0].arrays.shared
         least = min(least, float(live_components(bench, sent).float().mean()))
     assert least < 1, "choose another seed: no limited client took part"
-    assert live_components(bench, server.state.shared).all()
+    assert live_components(bench, server.checkpoint.state.shared).all()
 
 
 def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
@@ -74,8 +74,8 @@ def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
         server = server_of(inline, tmp_path)
         server.step()
         states[unsent] = (
-            server.state.shared,
-            live_components(inline.bench, server.state.shared),
+            server.checkpoint.state.shared,
+            live_components(inline.bench, server.checkpoint.state.shared),
         )
     assert states["keep"][1].all() and not states["zero"][1].all()
     sent = states["zero"][0] != 0
@@ -96,4 +96,4 @@ def test_hetlora_averages_the_classification_head_by_federation_weighting(execut
         return np.concatenate([v.ravel() for k, v in named.items() if k.startswith("head:")])
 
     mean = np.average([heads(u.arrays.shared) for u in recording.uploads], axis=0, weights=rows)
-    np.testing.assert_allclose(heads(server.state.shared), mean, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(heads(server.checkpoint.state.shared), mean, rtol=1e-5, atol=1e-7)

@@ -22,19 +22,19 @@ def test_rolora_alternates_and_averages_exactly(executor, tmp_path):
     whole = server.blueprint.expected.lengths["shared"]
     sent = []
     for number in (1, 2, 3, 4):
-        before = named(server, server.state.shared)
+        before = named(server, server.checkpoint.state.shared)
         server.step()
-        after = named(server, server.state.shared)
+        after = named(server, server.checkpoint.state.shared)
         moved = {name for name in after if not torch.equal(after[name], before[name])}
         factors = {name.rpartition(".")[2] for name in moved if "lora" in name}
         assert factors == {"lora_B" if number % 2 else "lora_A"}
-        sent.append(server.records[-1]["uploaded_parameters"] // 3)
-        assert server.records[-1]["aggregation_error"] < 1e-6
+        sent.append(server.checkpoint.records[-1].uploaded_parameters // 3)
+        assert server.checkpoint.records[-1].diagnostics["aggregation_error"] < 1e-6
     assert sent[0] == sent[2] < whole and sent[1] == sent[3] < whole
     head = sum(e.numel for e in server.blueprint.layout.entries if e.kind == "classifier")
     assert sent[0] + sent[1] == whole + head
     fedit = run(executor("method=fedit"), tmp_path)
-    assert fedit.records[-1]["aggregation_error"] > 1e-3
+    assert fedit.checkpoint.records[-1].diagnostics["aggregation_error"] > 1e-3
 
 
 def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
@@ -44,10 +44,12 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
     wire, bench = server.method.wire(server.blueprint.layout), inline.bench
     assert not [name for name in wire if name.endswith("lora_B")]
     assert [name for name in wire if name.endswith("lora_A")]
-    kept = server.client_states
+    kept = server.checkpoint.client_states
     assert len(kept) >= 3 and len({arrays_digest(state) for state in kept.values()}) == len(kept)
-    last = server.records[-1]
-    assert "aggregation_error" not in last  # a client's update is no function of what it sends
+    last = server.checkpoint.records[-1]
+    assert (
+        "aggregation_error" not in last.diagnostics
+    )  # a client's update is no function of what it sends
     # By hand: put A, B and the head of each client into the vector, and score all test rows.
     broadcast = server.broadcast()
     scores = {}
@@ -66,17 +68,17 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
         bench.model.unbind()
         recall = bench.task.metrics.recall([found])
         scores[client] = score_by_mix(recall, server.blueprint.client_mix)[client]
-    own = {int(name): score for name, score in last["personal"].items()}
+    own = {int(name): score for name, score in last.personal.items()}
     assert {client: own[client] for client in scores} == pytest.approx(scores)
-    of_global = {int(name): score for name, score in last["per_client"].items()}
+    of_global = {int(name): score for name, score in last.per_client.items()}
     assert own != of_global
     for client in own.keys() - scores.keys():  # never sampled
         assert own[client] == of_global[client]
-    assert last["personal_mean"] == pytest.approx(np.mean(list(own.values())))
+    assert last.scores["personal_mean"] == pytest.approx(np.mean(list(own.values())))
     # Scoring more models changes no training.
     plain = run(executor(*options), tmp_path)
-    assert state_digest(plain.state) == state_digest(server.state)
-    assert "personal_mean" not in plain.records[-1]
+    assert state_digest(plain.checkpoint.state) == state_digest(server.checkpoint.state)
+    assert "personal_mean" not in plain.checkpoint.records[-1].scores
 
 
 class Attacked(Recording):
@@ -96,7 +98,7 @@ def test_a_median_stays_among_the_honest_uploads(executor, tmp_path):
     server = server_of(attacked, tmp_path)
     server.step()
     honest = np.stack([u.arrays.shared for u in attacked.uploads[1:]])
-    found = server.state.shared
+    found = server.checkpoint.state.shared
     assert (found >= honest.min(axis=0)).all() and (found <= honest.max(axis=0)).all()
     mean = server_of(Attacked(executor("method=fedit", "federation.rounds=1")), tmp_path)
     mean.step()
@@ -116,7 +118,7 @@ def test_the_median_of_equal_uploads_is_their_mean(executor, tmp_path):
     for method in ("fedmedian", "fedit"):
         server = server_of(Alike(executor(f"method={method}", "federation.rounds=1")), tmp_path)
         server.step()
-        found.append(server.state.shared)
+        found.append(server.checkpoint.state.shared)
     np.testing.assert_array_equal(*found)
 
 
@@ -128,4 +130,6 @@ def test_a_wide_round_gives_a_median_every_upload(executor, tmp_path):
     server.step()
     sent = np.stack([u.arrays.shared for u in recording.uploads])
     assert len(sent) == 18
-    np.testing.assert_allclose(server.state.shared, np.median(sent, axis=0), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(
+        server.checkpoint.state.shared, np.median(sent, axis=0), rtol=1e-6, atol=1e-9
+    )

@@ -23,8 +23,12 @@ def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path
     recording = Recording(executor(*words))
     server = run(recording, tmp_path)
     assert len({u.rows for u in recording.uploads}) > 1
-    total = sum(state["control"].astype(np.float64) for state in server.client_states.values())
-    np.testing.assert_allclose(server.state.extra["control"], total / 4, rtol=1e-4, atol=1e-6)
+    total = sum(
+        state["control"].astype(np.float64) for state in server.checkpoint.client_states.values()
+    )
+    np.testing.assert_allclose(
+        server.checkpoint.state.extra["control"], total / 4, rtol=1e-4, atol=1e-6
+    )
 
 
 def variate(executor, *words):
@@ -63,7 +67,7 @@ def test_scaffold_server_step(executor, tmp_path):
     moved = {}
     for rate in (1, 0.5):
         server = server_of(executor("method=scaffold", f"method.server_lr={rate}"), tmp_path)
-        start = server.state.shared
+        start = server.checkpoint.state.shared
         server.step()
-        moved[rate] = server.state.shared - start
+        moved[rate] = server.checkpoint.state.shared - start
     np.testing.assert_allclose(moved[0.5], 0.5 * moved[1], atol=1e-6)

@@ -17,13 +17,13 @@ from trishul_ray.rng import torch_rng
 def test_measured_allocations(executor, tmp_path, allocation):
     inline = executor("method=trishul", f"method.allocation={allocation}")
     server = server_of(inline, tmp_path)
-    asked = server.records[0]["uploaded_parameters"]
+    asked = server.checkpoint.records[0].uploaded_parameters
     assert asked == 4 * len(inline.bench.model.specs), "one number per layer and asked client"
     heads = server.blueprint.heads
     assert sum(heads.values()) == 16
     blocks = {}
     for spec in inline.bench.model.specs:
-        score = float(server.state.survey[spec.name][0])
+        score = float(server.checkpoint.state.survey[spec.name][0])
         blocks[spec.block] = blocks.get(spec.block, 0.0) + score
     order = sorted(blocks, key=blocks.get)
     counts = [heads.get(block, 0) for block in order]

@@ -52,7 +52,7 @@ def test_steps_are_the_rounds_and_end_with_the_result(tiny):
     assert [report.round for report in reports] == [0, 1, 2, 2]
     assert [report.finished for report in reports] == [False, False, False, True]
     records = [record for report in reports for record in report.records]
-    assert [record["round"] for record in records] == [0, 1, 2]
+    assert [record.round for record in records] == [0, 1, 2]
     whole = run_experiment(twin, quiet())
     assert finished.summary.state_sha256 == whole.summary.state_sha256
     assert set(finished.summary.files) == set(whole.summary.files)

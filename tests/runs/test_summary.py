@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
-from trishul_ray.runs.summary import RunSummary, flat_metrics, hardware, kernels
+from trishul_ray.runs.summary import RunSummary, hardware, kernels
 
 
 def test_the_kernels_in_use_are_recorded():
@@ -52,12 +53,13 @@ def summary_of(small):
     """``summary_of(result, experiment, test=..., validation=...)``: with invented accuracies."""
 
     def summary(experiment, result, **accuracies):
-        records = [dict(record) for record in result.records]
+        records = deepcopy(result.checkpoint.records)
         for name, values in accuracies.items():
             for record, value in zip(records, values, strict=True):
-                record[name] = value
+                record.scores[name] = value
         coverage = coverage_of(experiment, prepare_run(experiment).dataset)
-        return RunSummary.of(experiment, replace(result, records=records), coverage, 1.0, None)
+        result = replace(result, checkpoint=replace(result.checkpoint, records=records))
+        return RunSummary.of(experiment, result, coverage, 1.0, None)
 
     return summary
 
@@ -65,10 +67,12 @@ def summary_of(small):
 def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
     experiment = small("data.validation_share=0.2", "evaluation.per_client=true")
     result = final_of(experiment)
-    assert all(0 <= record["validation_accuracy"] <= 1 for record in result.records)
-    last = result.records[-1]
-    assert last["validation_loss"] != last["loss"]
-    assert "validation_per_client_mean" in flat_metrics(last)
+    assert all(
+        0 <= record.scores["validation_accuracy"] <= 1 for record in result.checkpoint.records
+    )
+    last = result.checkpoint.records[-1]
+    assert last.scores["validation_loss"] != last.scores["loss"]
+    assert "validation_per_client_mean" in last.metrics()
     found = summary_of(
         experiment,
         result,

@@ -120,8 +120,8 @@ def assert_as_inline(experiment, inline_result):
     summary = json.loads(run_folder(experiment).read("result.json"))
     assert summary["state_sha256"] == reference.digest
     numbers = [
-        {k: v for k, v in r.items() if isinstance(v, int | float) and not k.endswith("seconds")}
-        for r in reference.records
+        {k: v for k, v in r.row().items() if not k.endswith("seconds")}
+        for r in reference.checkpoint.records
     ]
     rows = read_metrics(run_folder(experiment))
     assert [{k: row[k] for k in known} for row, known in zip(rows, numbers, strict=True)] == numbers

@@ -294,7 +294,10 @@ def test_smokes_language_cells_train_and_differ(inline_result, cache, tmp_path):
         method, dataset = labels["method"], labels["dataset"]
         here = all(labels[axis] == label for axis, label in place.items())
         if here and method in ("Full-FT", "FedIT", "Fed-SB", "RAVAN"):
-            records = inline_result(cell.experiment).records
-            assert cell.metric == "loss" and records[-1]["loss"] < records[0]["loss"] - 0.5
-            losses[method, dataset] = round(records[-1]["loss"], 3)
+            records = inline_result(cell.experiment).checkpoint.records
+            assert (
+                cell.metric == "loss"
+                and records[-1].scores["loss"] < records[0].scores["loss"] - 0.5
+            )
+            losses[method, dataset] = round(records[-1].scores["loss"], 3)
     assert len(losses) == len(set(losses.values())) == 8

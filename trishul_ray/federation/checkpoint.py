@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -20,6 +19,7 @@ from safetensors.numpy import save as save_tensors
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, ArrayState
+from trishul_ray.federation.records import RoundRecord
 from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
@@ -58,12 +58,16 @@ class Checkpoint:
     round: int
     state: ArrayState
     client_states: dict[int, Arrays] = field(default_factory=dict)
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[RoundRecord] = field(default_factory=list)
     spectra: Arrays = field(default_factory=dict)
     matrices: Arrays = field(default_factory=dict)
     test_rows: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     info: DatasetInfo | None = None
+
+    def is_last(self, rounds: int) -> bool:
+        """Return whether a run of so many rounds is over: all are done, and the last is scored."""
+        return self.round >= rounds and self.records[-1].scored
 
     def _groups(self) -> dict[str, Arrays]:
         """Return the groups of tensors, by the first part of their names in the file."""
@@ -86,7 +90,7 @@ class Checkpoint:
             "experiment_id": self.experiment_id,
             "attempt": self.attempt,
             "round": self.round,
-            "records": self.records,
+            "records": [vars(record) for record in self.records],
             "sources": self.sources,
             "info": None if self.info is None else asdict(self.info),
         }
@@ -111,7 +115,7 @@ class Checkpoint:
             attempt=meta["attempt"],
             round=meta["round"],
             state=State(np.zeros(0)),
-            records=meta["records"],
+            records=[RoundRecord(**fields) for fields in meta["records"]],
             sources=meta["sources"],
             info=DatasetInfo.from_json(meta["info"]) if meta.get("info") else None,
         )

@@ -43,14 +43,9 @@ from trishul_ray.federation.messages import (
     to_array,
     to_tensor,
 )
+from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
-from trishul_ray.methods.base import (
-    ClientUpload,
-    Method,
-    Round,
-    State,
-    build_method,
-)
+from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.sums import EvalSums, score_by_mix, summarize_clients
 
@@ -81,7 +76,7 @@ def broadcast_of(method: Method, state: ArrayState) -> ArrayState:
 class RoundReport:
     """Progress of a run after one step."""
 
-    records: list[dict[str, Any]]  # complete records, oldest first
+    records: list[RoundRecord]  # complete records, oldest first
     events: list[str]
     round: int  # the last aggregated round
     finished: bool
@@ -90,17 +85,16 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Final state of a run, with everything its results are made from."""
+    """A finished run, with everything its results are made from."""
 
-    state: ArrayState
-    digest: str
-    records: list[dict[str, Any]]
-    spectra: Arrays
-    matrices: Arrays
-    test_rows: Arrays  # see Checkpoint
+    checkpoint: Checkpoint  # the last one, without what the clients keep
     blueprint: Blueprint
-    attempt: str
     broadcast: ArrayState  # that of the round after the last
+
+    @property
+    def digest(self) -> str:
+        """See :func:`state_digest`."""
+        return state_digest(self.checkpoint.state)
 
 
 class Server:
@@ -108,6 +102,11 @@ class Server:
 
     The constructor starts the run, or restores the newest valid checkpoint. ``attempt`` names the
     run in the tracking server; a restored run keeps its name.
+
+    Attributes:
+        checkpoint: Everything that the next round needs; saved after every step.
+        blueprint: What is known of the workers' benches.
+        events: What has happened since the last report, a line each.
 
     Raises:
         RunError: the data or the backbone differ from those of the checkpoint.
@@ -118,41 +117,27 @@ class Server:
     ) -> None:
         self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
-        self.attempt, self.round = attempt, 0
-        self.state: ArrayState = State(np.zeros(0))
-        self.client_states: dict[int, Arrays] = {}
-        self.records: list[dict[str, Any]] = [{"round": 0}]
-        self.spectra: Arrays = {}
-        self.matrices: Arrays = {}
-        self.test_rows: Arrays = {}
-        checkpoint = checkpoints.newest()
+        restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
-        if checkpoint is not None:
-            self._restore(checkpoint)
-        # The clients that have taken part so far.
-        self._known = {client for r in self.records for client in r.get("clients", ())}
-        if checkpoint is None and self.events:
+        if restored is not None:
+            self.events.append(f"continuing after round {restored.round}")
+        elif self.events:
             self.events.append("no valid checkpoint is left: the run starts over")
-        self.blueprint = executor.describe(self.state.survey)
-        if checkpoint is None:
+        start = Checkpoint(experiment.id, attempt, 0, State(np.zeros(0)), records=[RoundRecord(0)])
+        self.checkpoint = restored or start
+        # The clients that have taken part so far.
+        self._known = {client for record in self.checkpoint.records for client in record.clients}
+        self.blueprint = executor.describe(self.checkpoint.state.survey)
+        if restored is None:
             with deterministic(experiment):
-                self.state = self._initial_state()
-        elif changed := changed_sources(checkpoint.sources, self.blueprint.sources):
+                self.checkpoint.state = self._initial_state()
+        elif changed := changed_sources(restored.sources, self.blueprint.sources):
             raise RunError(
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        self.round = checkpoint.round
-        self.state = checkpoint.state
-        self.client_states = checkpoint.client_states
-        self.records = checkpoint.records
-        self.spectra = checkpoint.spectra
-        self.matrices = checkpoint.matrices
-        self.test_rows = checkpoint.test_rows
-        self.attempt = checkpoint.attempt
-        self.events.append(f"continuing after round {checkpoint.round}")
+        self.checkpoint.sources = self.blueprint.sources
+        self.checkpoint.info = self.blueprint.info
 
     def _initial_state(self) -> ArrayState:
         """Return the state before round 1; a survey comes before it, as round 0."""
@@ -174,18 +159,18 @@ class Server:
         rng = numpy_rng(self.experiment.seed, "survey-cohort")
         clients = rng.choice(fed.clients, min(plan.clients, fed.clients), replace=False)
         cohort = sorted(clients.tolist())
-        outcome = self.executor.run(self.state, [TrainJob(0, client) for client in cohort])
+        state, record = self.checkpoint.state, self.checkpoint.records[0]
+        outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
         self.events += outcome.events
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
-        mean, _ = finish(self._sum(0, cohort, outcome, reducer), self.state, reducer)
-        sent = sum(report.uploaded for report in outcome.reports)
-        self.records[0] |= {"uploaded_parameters": sent, "uploaded_bytes": 4 * sent}
+        mean, _ = finish(self._sum(0, cohort, outcome, reducer), state, reducer)
+        record.uploaded_parameters = sum(report.uploaded for report in outcome.reports)
         return {layer: answer.astype(np.float32) for layer, answer in mean.extra.items()}
 
     @property
     def finished(self) -> bool:
         """Whether all rounds are done and the last one is evaluated."""
-        return self.round >= self.experiment.federation.rounds and "loss" in self.records[-1]
+        return self.checkpoint.is_last(self.experiment.federation.rounds)
 
     def step(self) -> RoundReport:
         """Train and aggregate the next round, and evaluate the model after the previous one.
@@ -197,61 +182,62 @@ class Server:
             FailsAgainError: too few uploads are valid.
         """
         began = time.perf_counter()
-        number = self.round + 1
-        cohort = self.cohort(number) if number <= self.experiment.federation.rounds else []
+        now, fed = self.checkpoint, self.experiment.federation
+        complete, number = now.records[-1], now.round + 1
+        cohort = self.cohort(number) if number <= fed.rounds else []
         with deterministic(self.experiment):
             broadcast = self.broadcast()
-            train = [TrainJob(number, c, self.client_states.get(c, {})) for c in cohort]
+            train = [TrainJob(number, c, now.client_states.get(c, {})) for c in cohort]
             outcome = self.executor.run(broadcast, [*train, *self._evaluation_jobs()])
             self.events += outcome.events
-            complete = self.records[-1]
             for rows in self.blueprint.scored if outcome.evaluations else ():
                 found = [each for each in outcome.evaluations if each.rows == rows]
-                complete.update(self._scores(rows, found))
+                self._score(complete, rows, found)
                 if each := [report.each for report in found if report.each]:
-                    self.test_rows = {
-                        k: np.concatenate([part[k] for part in each]) for k in each[0]
-                    }
+                    now.test_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
             if cohort:
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, cohort, broadcast, outcome)
                 began += time.perf_counter() - paused
                 record = self._aggregate(number, cohort, broadcast, outcome)
-                self.matrices |= everyone
-                record["seconds"] = time.perf_counter() - began
-                self.records.append(record)
-            self.checkpoints.save(self.checkpoint())
+                now.matrices |= everyone
+                record.seconds = time.perf_counter() - began
+                now.records.append(record)
+            self.checkpoints.save(now)
         return self._report([complete])
 
-    def _scores(self, rows: RowSet, reports: list[EvalReport]) -> dict[str, Any]:
-        """Return the metrics of a set of rows, and of the test rows more than numbers.
+    def _score(self, record: RoundRecord, rows: RowSet, reports: list[EvalReport]) -> None:
+        """Add to a record the metrics of a set of rows, and of the test rows more than numbers.
 
         These are the scores by class and, if asked for, by client, of which the last are kept: of
         the global model and, for a method that leaves a part of it with the clients, of their own.
         """
         metrics, info = self.blueprint.metrics, self.blueprint.info
         sums = [report.sums for report in reports if report.client is None]
-        found: dict[str, Any] = dict(metrics.merge(sums))
-        recall = metrics.recall(sums)
-        found |= {"recall": recall} if recall else {}
+        found, recall = metrics.merge(sums), metrics.recall(sums)
+        by_client: dict[int, float] = {}
+        own: dict[int, float] = {}
         if self.experiment.evaluation.per_client:
             mix = self.blueprint.client_mix
-            scores = metrics.by_client(sums) if mix is None else score_by_mix(recall, mix)
-            names = info.clients if mix is None else self._client_names()
-            found |= summarize_clients("per_client", scores)
-            found["per_client"] = {names[c] if names else str(c): s for c, s in scores.items()}
+            by_client = metrics.by_client(sums) if mix is None else score_by_mix(recall, mix)
+            found |= summarize_clients("per_client", by_client)
             if self.method.personal:
                 # The model of a client that has kept nothing yet is the global one.
-                own = scores | self._personal_scores(reports)
+                own = by_client | self._personal_scores(reports)
                 found |= summarize_clients("personal", own)
-                found["personal"] = {names[c] if names else str(c): s for c, s in own.items()}
+        record.scores |= {score_name(name, rows): value for name, value in found.items()}
         if rows == "validation":
-            return {score_name(k, rows): v for k, v in found.items() if isinstance(v, float)}
-        if "per_client" in found:
-            for record in self.records:
-                record.pop("per_client", None)
-                record.pop("personal", None)
-        return found
+            return
+        record.recall = recall
+        if by_client:
+            for earlier in self.checkpoint.records:
+                earlier.per_client, earlier.personal = {}, {}
+            names = info.clients
+            if self.blueprint.client_mix is not None:
+                clients = self.experiment.federation.clients
+                names = client_names(info, self.experiment.partition, clients)
+            record.per_client = {names[c] if names else str(c): s for c, s in by_client.items()}
+            record.personal = {names[c] if names else str(c): s for c, s in own.items()}
 
     def _personal_scores(self, reports: list[EvalReport]) -> dict[int, float]:
         """Return the score of each client's own model on this client's rows, or by its mix."""
@@ -268,10 +254,6 @@ class Server:
             for score in score_by_mix(metrics.recall(own), mix[client : client + 1]).values()
         }
 
-    def _client_names(self) -> tuple[str, ...]:
-        fed, info = self.experiment.federation, self.blueprint.info
-        return client_names(info, self.experiment.partition, fed.clients)
-
     def cohort(self, round_number: int) -> list[int]:
         """Return the clients of a round, ascending, drawn uniformly without replacement."""
         fed = self.experiment.federation
@@ -281,10 +263,11 @@ class Server:
     def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""
         with deterministic(self.experiment):
-            return broadcast_of(self.method, self.state)
+            return broadcast_of(self.method, self.checkpoint.state)
 
     def _evaluation_jobs(self) -> list[EvalJob]:
-        if self.round not in self.experiment.scored_rounds:
+        number = self.checkpoint.round
+        if number not in self.experiment.scored_rounds:
             return []
         size = self.experiment.evaluation.batch_size
 
@@ -292,14 +275,14 @@ class Server:
             return [(start, min(start + size, count)) for start in range(0, count, size)]
 
         jobs = []
-        last = self.round == self.experiment.federation.rounds
+        last = number == self.experiment.federation.rounds
         for rows, count in self.blueprint.scored.items():
             each = last and rows == "test"
-            jobs += [EvalJob(self.round, *chunk, rows, each=each) for chunk in chunks(count)]
-            if (counts := self.blueprint.client_rows.get(rows)) is not None and self.round:
-                for client, state in sorted(self.client_states.items()):
+            jobs += [EvalJob(number, *chunk, rows, each=each) for chunk in chunks(count)]
+            if (counts := self.blueprint.client_rows.get(rows)) is not None and number:
+                for client, state in sorted(self.checkpoint.client_states.items()):
                     own = chunks(int(counts[client]))
-                    jobs += [EvalJob(self.round, *chunk, rows, client, state) for chunk in own]
+                    jobs += [EvalJob(number, *chunk, rows, client, state) for chunk in own]
         return jobs
 
     def _compare_everyone(
@@ -315,7 +298,8 @@ class Server:
         if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
             return {}
         others = sorted({*range(fed.clients)} - {*cohort})
-        jobs = [TrainJob(number, c, self.client_states.get(c, {})) for c in others]
+        states = self.checkpoint.client_states
+        jobs = [TrainJob(number, c, states.get(c, {})) for c in others]
         try:
             more = self.executor.run(broadcast, jobs)
         except FailsAgainError as error:  # no client of the run itself
@@ -329,12 +313,12 @@ class Server:
 
     def _aggregate(
         self, number: int, cohort: list[int], broadcast: ArrayState, outcome: Outcome
-    ) -> dict[str, Any]:
+    ) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
-        fed, layout = self.experiment.federation, self.blueprint.layout
+        fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
         reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
         total = self._sum(number, cohort, outcome, reducer)
-        mean, trained = finish(total, self.state, reducer)
+        mean, trained = finish(total, now.state, reducer)
         accepted = set(total.clients)
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
@@ -344,19 +328,19 @@ class Server:
         if self.method.needs_uploads:
             singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
         round_ = Round(number, len(accepted), fed.clients, torch.from_numpy(trained), singles)
-        new = self.method.aggregate(self.state.map(to_tensor), mean.map(to_tensor), round_, layout)
-        self.state = replace(new.map(to_array), survey=self.state.survey)
-        self.client_states |= {
+        new = self.method.aggregate(now.state.map(to_tensor), mean.map(to_tensor), round_, layout)
+        now.state = replace(new.map(to_array), survey=now.state.survey)
+        now.client_states |= {
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
         }
-        self.round = number
+        now.round = number
         record = self._record(number, cohort, broadcast, outcome, total)
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(
                 valid, broadcast, self.blueprint, self.experiment, outcome.reports
             )
-            record |= diagnosed.metrics
+            record.diagnostics = diagnosed.metrics
             units = round_units(self.method, layout, number)
             alike = all(
                 u.active is None or (units is not None and np.array_equal(u.active, units))
@@ -365,9 +349,9 @@ class Server:
             if len(valid) == len(total.clients) and alike:
                 error = aggregation_error(valid, reducer, broadcast, self.broadcast())
                 if error is not None:
-                    record["aggregation_error"] = error
-            self.spectra = diagnosed.spectra or self.spectra
-            self.matrices = append_round(self.matrices, number, diagnosed.matrices)
+                    record.diagnostics["aggregation_error"] = error
+            now.spectra = diagnosed.spectra or now.spectra
+            now.matrices = append_round(now.matrices, number, diagnosed.matrices)
         return record
 
     def _sum(self, number: int, cohort: list[int], outcome: Outcome, reducer: Reducer) -> Partial:
@@ -376,10 +360,8 @@ class Server:
         Raises:
             FailsAgainError: Too few are valid.
         """
-        total, quorum = (
-            self.executor.reduce(outcome.uploads, reducer),
-            self.experiment.federation.quorum,
-        )
+        total = self.executor.reduce(outcome.uploads, reducer)
+        quorum = self.experiment.federation.quorum
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
         if len(total.clients) < max(quorum * len(cohort), 1):
@@ -398,9 +380,9 @@ class Server:
         broadcast: ArrayState,
         outcome: Outcome,
         total: Partial,
-    ) -> dict[str, Any]:
+    ) -> RoundRecord:
         tensors, reports = broadcast.map(as_tensor), outcome.reports
-        before = self.records[-1].get("accepted_uploads", ())
+        before = self.checkpoint.records[-1].accepted_uploads
         down = sum(
             self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
@@ -408,58 +390,32 @@ class Server:
         down += len(set(cohort) - self._known) * self.method.setup_parameters(tensors)
         self._known |= set(cohort)
         sent = {r.client: r.uploaded for r in reports}
-        up = sum(sent.values())
-        return {
-            "round": number,
-            "clients": cohort,
-            "refused": {str(c): why for c, why in total.refused.items()},
-            "train_loss": float(np.mean([r.loss for r in reports])),
-            "accepted_uploads": [sent[client] for client in total.clients],
-            "uploaded_parameters": up,
-            "downloaded_parameters": down,
-            "uploaded_bytes": 4 * up,
-            "downloaded_bytes": 4 * down,
-            "client_seconds": float(np.mean([r.seconds for r in reports])),
-        }
+        return RoundRecord(
+            round=number,
+            clients=cohort,
+            refused={str(client): why for client, why in total.refused.items()},
+            accepted_uploads=[sent[client] for client in total.clients],
+            train_loss=float(np.mean([r.loss for r in reports])),
+            uploaded_parameters=sum(sent.values()),
+            downloaded_parameters=down,
+            client_seconds=float(np.mean([r.seconds for r in reports])),
+        )
 
     def progress(self) -> RoundReport:
         """Return the records that no later step changes, and the events since the last report."""
-        return self._report(self.records if self.finished else self.records[:-1])
+        records = self.checkpoint.records
+        return self._report(records if self.finished else records[:-1])
 
-    def _report(self, records: list[dict[str, Any]]) -> RoundReport:
+    def _report(self, records: list[RoundRecord]) -> RoundReport:
         events, self.events = self.events, []
         headline = self.blueprint.metrics.headline
-        return RoundReport(records, events, self.round, self.finished, headline)
+        return RoundReport(records, events, self.checkpoint.round, self.finished, headline)
 
     def result(self) -> RunResult:
         """Return the result of a finished run."""
-        return RunResult(
-            state=self.state,
-            digest=state_digest(self.state),
-            records=self.records,
-            spectra=self.spectra,
-            matrices=self.matrices,
-            test_rows=self.test_rows,
-            blueprint=self.blueprint,
-            attempt=self.attempt,
-            broadcast=self.broadcast(),
-        )
-
-    def checkpoint(self) -> Checkpoint:
-        """Return everything that the next round needs."""
-        return Checkpoint(
-            experiment_id=self.experiment.id,
-            attempt=self.attempt,
-            round=self.round,
-            state=self.state,
-            client_states=self.client_states,
-            records=self.records,
-            spectra=self.spectra,
-            matrices=self.matrices,
-            test_rows=self.test_rows,
-            sources=self.blueprint.sources,
-            info=self.blueprint.info,
-        )
+        # What the clients keep may be large, and the result is sent to the driver.
+        kept = replace(self.checkpoint, client_states={})
+        return RunResult(kept, self.blueprint, self.broadcast())
 
 
 def _single(upload: Upload, reducer: Reducer) -> ClientUpload:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trishul_ray.data.partition import client_names, skewed_by
 from trishul_ray.data.prepare import Coverage
@@ -43,7 +42,7 @@ def write_artifacts(
         name = "adapter" if fits_adapter(bench) else "model"
         headline = result.blueprint.metrics.headline
         notes = {
-            headline: f"{result.records[-1][headline]:.4f} ({coverage.sentence})",
+            headline: f"{result.checkpoint.records[-1].scores[headline]:.4f} ({coverage.sentence})",
             "clients": f"{experiment.federation.clients}, partition {experiment.partition.kind}",
         }
         # Where it will lie: the folder given is a local one, which is copied there.
@@ -56,32 +55,37 @@ def _draw_figures(
 ) -> None:
     note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
     method, headline = experiment.method.name, result.blueprint.metrics.headline
-    measured = [r for r in result.records if headline in r]
+    records, arrays = result.checkpoint.records, result.checkpoint
+    measured = [record for record in records if record.scored]
     curve = metric_of_run(
-        [r["round"] for r in measured],
-        {method: [r[headline] for r in measured]},
-        references={"untouched backbone": measured[0][headline]},
+        [r.round for r in measured],
+        {method: [r.scores[headline] for r in measured]},
+        references={"untouched backbone": measured[0].scores[headline]},
         metric=headline,
         rows=coverage.test.used if headline == "accuracy" else None,
     )
     save_png(draw_curves, curve, figures / f"{headline}.png", note)
     losses = metric_of_run(
-        [r["round"] for r in result.records],
+        [r.round for r in records],
         {
-            "test": _column(result.records, "loss"),
-            "training, mean of the cohort": _column(result.records, "train_loss"),
+            "test": [r.scores.get("loss", math.nan) for r in records],
+            "training, mean of the cohort": [
+                math.nan if r.train_loss is None else r.train_loss for r in records
+            ],
         },
         metric="loss",
     )
     save_png(draw_curves, losses, figures / "loss.png", note)
     last = measured[-1]
-    if recall := dict(zip(prepared.dataset.info.classes, last.get("recall", ()), strict=False)):
+    if recall := dict(zip(prepared.dataset.info.classes, last.recall, strict=False)):
         scores = ScoresData(recall, "class", "recall on the test rows")
         save_png(draw_scores, scores, figures / "recall.png", note)
-    for name, whose in (("per_client", "the global model"), ("personal", "its own model")):
-        if by_client := last.get(name):
-            metric = f"test {headline} of the client"
-            metric += f", {whose}" * ("personal" in last)
+    for name, by_client, whose in (
+        ("per_client", last.per_client, "the global model"),
+        ("personal", last.personal, "its own model"),
+    ):
+        if by_client:
+            metric = f"test {headline} of the client" + f", {whose}" * bool(last.personal)
             scores = ScoresData(by_client, "client", metric)
             save_png(draw_scores, scores, figures / f"{name}.png", note)
     rows = RowsData(client_labels(prepared, experiment))
@@ -90,25 +94,20 @@ def _draw_figures(
         norms = result.blueprint.block_norms
         heads = heads_of_run(experiment.model.name, method, counts, norms)
         save_png(draw_bars, heads, figures / "heads_per_layer.png", note)
-    diagnosed = [r for r in result.records if "spectral_entropy" in r]
-    if diagnosed:
+    if diagnosed := [r.row() for r in records if "spectral_entropy" in r.diagnostics]:
         diagnostics = diagnostics_of_run(diagnosed)
         save_png(draw_curves, diagnostics, figures / "spectral_diagnostics.png", note)
     # The figures below show uploaded cores, which some methods do not have.
-    if "clients" in result.matrices and result.matrices["clients"].shape[1] > 1:
-        matrices = matrices_of_run(method, result.matrices)
+    if "clients" in arrays.matrices and arrays.matrices["clients"].shape[1] > 1:
+        matrices = matrices_of_run(method, arrays.matrices)
         save_png(draw_matrices, matrices, figures / "client_matrices.png", note)
-    arrays = {f"spectrum_{name}": values for name, values in result.spectra.items()}
-    spectra = spectra_of_run(method, arrays)
+    named = {f"spectrum_{name}": values for name, values in arrays.spectra.items()}
+    spectra = spectra_of_run(method, named)
     if spectra.uploaded:
         uploaded = replace(spectra, prox=None)
         save_png(draw_spectra, uploaded, figures / "uploaded_spectrum.png", note)
     if spectra.prox:
         save_png(draw_spectra, replace(spectra, uploaded=()), figures / "spectra.png", note)
-
-
-def _column(records: list[dict[str, Any]], name: str) -> list[float]:
-    return [record.get(name, math.nan) for record in records]
 
 
 def client_labels(prepared: Prepared, experiment: Experiment) -> LabelCounts:

@@ -90,8 +90,7 @@ def restore_files(
     names = names or "figures and model"
     try:
         checkpoint = open_checkpoints(experiment).newest()
-        last = experiment.federation.rounds
-        if checkpoint is None or checkpoint.round < last or "loss" not in checkpoint.records[-1]:
+        if checkpoint is None or not checkpoint.is_last(experiment.federation.rounds):
             raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -195,7 +194,7 @@ def extend_shorter(
             continue
         if checkpoint.round == rounds and rounds % (measured.diagnostics_every or 1):
             continue
-        scored = {record["round"] for record in checkpoint.records if "loss" in record}
+        scored = {record.round for record in checkpoint.records if record.scored}
         if any(r not in scored for r in experiment.scored_rounds if r < checkpoint.round):
             continue
         own.save(replace(checkpoint, experiment_id=experiment.id, attempt=attempt))

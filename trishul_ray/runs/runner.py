@@ -63,7 +63,6 @@ from trishul_ray.runs.summary import (
     RunSummary,
     attempt_of,
     file_hashes,
-    flat_metrics,
     seconds_until,
     write_tables,
 )
@@ -276,7 +275,7 @@ def _run(
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            write_tables(experiment, result, folder)
+            write_tables(experiment, result.checkpoint, folder)
             export = None
             if options.extras:
                 # Imports matplotlib and PEFT, which takes seconds.
@@ -284,7 +283,7 @@ def _run(
 
                 export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
-            wall = time.perf_counter() - began + seconds_until(earlier, result.records)
+            wall = time.perf_counter() - began + seconds_until(earlier, result.checkpoint.records)
             hashes = file_hashes(folder)
             summary = replace(
                 RunSummary.of(experiment, result, coverage, wall, tracker.run_id),
@@ -435,10 +434,10 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
         progress.note(event)
     for record in report.records:
         # A resume logs earlier rounds again: the tracker ignores those it already has.
-        tracker.log_round(record["round"], grouped_metrics(flat_metrics(record)))
-    progress.count_earlier(report.records[:-shown])
+        tracker.log_round(record.round, grouped_metrics(record.metrics()))
+    progress.count_earlier(record.metrics() for record in report.records[:-shown])
     for record in report.records[-shown:]:
-        progress.advance(record["round"], record)
+        progress.advance(record.round, record.metrics())
 
 
 def _attempt(home: Store, new: str) -> str:

@@ -24,6 +24,7 @@ import pyarrow as pa
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
+from trishul_ray.federation.records import RoundRecord
 from trishul_ray.files import digest
 from trishul_ray.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
@@ -122,16 +123,9 @@ def kernels() -> dict[str, Any]:
     return description
 
 
-def flat_metrics(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of one record, for MLflow and the metrics table."""
-    numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "round"}
-    numbers["refused_uploads"] = len(record.get("refused", {}))
-    return {name: float(value) for name, value in numbers.items()}
-
-
-def metrics_parquet(records: list[dict[str, Any]]) -> bytes:
+def metrics_parquet(records: Sequence[RoundRecord]) -> bytes:
     """Return one row per round as Parquet; a metric not measured in a round is null."""
-    rows = [{"round": r["round"], **flat_metrics(r)} for r in records]
+    rows = [record.row() for record in records]
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
     sink = io.BytesIO()
@@ -145,17 +139,17 @@ def read_metrics(home: Store) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def write_tables(experiment: Experiment, result: "RunResult | Checkpoint", folder: Path) -> None:
+def write_tables(experiment: Experiment, last: "Checkpoint", folder: Path) -> None:
     """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
     (folder / "config.yaml").write_bytes(experiment.to_yaml())
-    (folder / "metrics.parquet").write_bytes(metrics_parquet(result.records))
-    if result.spectra or result.matrices:
+    (folder / "metrics.parquet").write_bytes(metrics_parquet(last.records))
+    if last.spectra or last.matrices:
         # The arrays of all diagnosed rounds, and the last spectra.
-        arrays: dict[str, Any] = dict(result.matrices)
-        arrays |= {f"spectrum_{key}": value for key, value in result.spectra.items()}
+        arrays: dict[str, Any] = dict(last.matrices)
+        arrays |= {f"spectrum_{key}": value for key, value in last.spectra.items()}
         np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
-    if result.test_rows:
-        test_rows: dict[str, Any] = dict(result.test_rows)
+    if last.test_rows:
+        test_rows: dict[str, Any] = dict(last.test_rows)
         np.savez_compressed(folder / "test_rows.npz", **dict(sorted(test_rows.items())))
 
 
@@ -266,17 +260,17 @@ class RunSummary:
         run_id: str | None,
     ) -> "RunSummary":
         """Return the summary of a result, without what is known once its files are written."""
-        records, blueprint = result.records, result.blueprint
+        records, blueprint = result.checkpoint.records, result.blueprint
         headline = blueprint.metrics.headline
-        measured = [r for r in records if headline in r]
-        trained = [r for r in records if "train_loss" in r]
+        measured = [record for record in records if record.scored]
+        rows = [record.row() for record in records]
         chosen_on: RowSet = "validation" if "validation" in blueprint.scored else "test"
-        best = max(measured[1:], key=lambda r: r[score_name(headline, chosen_on)])
+        best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
         names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
         last = measured[-1]
 
         def total(name: str) -> int:
-            return sum(record.get(name, 0) for record in records)
+            return int(sum(row.get(name, 0) for row in rows))
 
         return cls(
             id=experiment.id,
@@ -284,26 +278,26 @@ class RunSummary:
             status="finished",
             headline=headline,
             data=coverage.to_json(),
-            scored_rounds=[r["round"] for r in measured],
-            final=_metrics(last, ["round", *names]),
-            best=_metrics(best, ["round", *names]) | {"chosen_on": chosen_on},
-            untouched=_metrics(measured[0], names),
-            recall=dict(zip(blueprint.info.classes, last.get("recall", ()), strict=False)),
-            per_client=last.get("per_client", {}),
-            personal=last.get("personal", {}),
+            scored_rounds=[record.round for record in measured],
+            final={"round": last.round} | _scores(last, names),
+            best={"round": best.round} | _scores(best, names) | {"chosen_on": chosen_on},
+            untouched=_scores(measured[0], names),
+            recall=dict(zip(blueprint.info.classes, last.recall, strict=False)),
+            per_client=last.per_client,
+            personal=last.personal,
             parameters=blueprint.parameters,
             uploaded_parameters=total("uploaded_parameters"),
             downloaded_parameters=total("downloaded_parameters"),
             uploaded_bytes=total("uploaded_bytes"),
             downloaded_bytes=total("downloaded_bytes"),
-            refused_uploads=sum(len(r["refused"]) for r in trained),
-            round_seconds=[round(r["seconds"], 4) for r in trained],
+            refused_uploads=total("refused_uploads"),
+            round_seconds=[round(r.seconds, 4) for r in records if r.seconds is not None],
             wall_seconds=round(wall_seconds, 3),
             diagnostics=_last_diagnostics(records),
             heads=blueprint.heads,
             block_squared_norms=blueprint.block_norms,
             state_sha256=result.digest,
-            attempt=result.attempt,
+            attempt=result.checkpoint.attempt,
             mlflow_run_id=run_id,
             versions=versions(),
             hardware=hardware(),
@@ -401,19 +395,20 @@ def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
     return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
 
 
-def _last_diagnostics(records: list[dict[str, Any]]) -> dict[str, Any]:
+def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, Any]:
     """Return the last diagnosed round's spectral metrics; empty for methods without cores."""
     names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
     for record in reversed(records):
-        metrics = {k: v for k, v in record.items() if k in names or k.startswith("svt_")}
+        found = record.diagnostics.items()
+        metrics = {k: v for k, v in found if k in names or k.startswith("svt_")}
         if metrics:
-            return {"round": record["round"]} | metrics
+            return {"round": record.round} | metrics
     return {}
 
 
-def _metrics(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, Any]:
     # A metric of a group of test rows is missing if the evaluated subset holds none of them.
-    return {name: record[name] for name in names if name in record}
+    return {name: record.scores[name] for name in names if name in record.scores}
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
@@ -438,9 +433,9 @@ def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | 
     return {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
 
 
-def seconds_until(last: int, records: list[dict[str, Any]]) -> float:
+def seconds_until(last: int, records: Sequence[RoundRecord]) -> float:
     """Return how long the rounds up to ``last`` took."""
-    return float(sum(r["seconds"] for r in records if 0 < r["round"] <= last))
+    return sum(record.seconds or 0.0 for record in records if record.round <= last)
 
 
 def attempt_of(home: Store) -> str:

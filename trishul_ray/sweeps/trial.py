@@ -31,7 +31,7 @@ from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
-from trishul_ray.runs.summary import NUMBERS, attempt_of, flat_metrics
+from trishul_ray.runs.summary import NUMBERS, attempt_of
 from trishul_ray.sweeps.status import read_failure
 from trishul_ray.sweeps.sweep_file import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
@@ -208,7 +208,7 @@ class CellTrial(tune.Trainable):
             checkpoint = open_checkpoints(run.experiment).newest()
             # The last record is that of a round that has not been evaluated.
             for record in checkpoint.records[:-1] if checkpoint is not None else ():
-                self._metrics |= {ROUND: record["round"], **flat_metrics(record)}
+                self._metrics |= {ROUND: record.round, **record.metrics()}
             raise _StoppedBefore(noted.reason)
         steps = partial(
             run_steps,
@@ -264,8 +264,8 @@ class CellTrial(tune.Trainable):
 
     def _add_rounds(self, report: RoundReport) -> None:
         for record in report.records:
-            self._metrics |= flat_metrics(record)
-            self._add({ROUND: record["round"]})
+            self._metrics |= record.metrics()
+            self._add({ROUND: record.round})
         if not report.records:
             self._add({})
 

@@ -121,13 +121,13 @@ def test_a_round_with_the_metrics_of_the_real_dataset(
 ):
     words = ["model.init=random", "federation.rounds=1", "federation.local_steps=1"]
     made = experiment(name, *words)
-    before, after = drive_to_end(InlineDriver(made, prepare_run(made), "a")).records
-    assert before["loss"] != after["loss"] and 0 <= after[headline] <= 1
-    assert sum(metric.startswith(f"{headline}_") for metric in after) == groups
+    before, after = drive_to_end(InlineDriver(made, prepare_run(made), "a")).checkpoint.records
+    assert before.scores["loss"] != after.scores["loss"] and 0 <= after.scores[headline] <= 1
+    assert sum(metric.startswith(f"{headline}_") for metric in after.scores) == groups
 
 
 @pytest.mark.parametrize("method", ["trishul", "fedit"])
 def test_a_few_steps_learn_the_rule(method, experiment, drive_to_end):
     made = experiment("sst2", f"method={method}", "federation.rounds=2", "optimizer.lr=0.01")
-    final = drive_to_end(InlineDriver(made, prepare_run(made), "a")).records[-1]
-    assert final["accuracy"] > 0.75
+    final = drive_to_end(InlineDriver(made, prepare_run(made), "a")).checkpoint.records[-1]
+    assert final.scores["accuracy"] > 0.75

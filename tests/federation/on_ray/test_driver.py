@@ -69,7 +69,7 @@ def test_the_number_of_actors_changes_nothing(
         result = drive_to_end(driver)
         processes = [psutil.Process(pid) for pid in driver.processes()]
     assert_same(result, inline_result(experiment))
-    assert len([record["accuracy"] for record in result.records]) == 4
+    assert len([record.scores["accuracy"] for record in result.checkpoint.records]) == 4
     # Closing the driver ends the coordinator and its clients.
     assert len(processes) >= 2
     assert psutil.wait_procs(processes, timeout=10)[1] == []
@@ -98,7 +98,7 @@ def test_a_wide_round_waits_for_resources_and_is_summed_by_actors(
     with open_driver(experiment, prepare_run(experiment), "a", notify) as driver:
         result = drive_to_end(driver)
     assert notices == ["waiting for resources on the cluster for 1 x (1 CPU)"]
-    assert len(result.records[1]["clients"]) == 40
+    assert len(result.checkpoint.records[1].clients) == 40
     assert_same(result, inline_result(experiment))
 
 
@@ -147,6 +147,6 @@ def test_actors_continue_an_inline_run_in_the_same_folder(
     with open_driver(experiment, prepared, "second") as driver:
         result = drive_to_end(driver)
     assert "continuing after round 1" in result.__dict__["events"]
-    assert result.attempt == "first"
+    assert result.checkpoint.attempt == "first"
     assert_same(result, inline_result(experiment))
     assert list((tmp_path / "here" / experiment.id / "checkpoints").glob("round-000003-*"))

@@ -54,8 +54,8 @@ def test_actors_compare_all_clients_as_one_process_does(
     words = ["method=ravan", "resources.cpus_per_actor=0.5", "resources.actors=2"]
     experiment = small(*words, "evaluation.diagnostics_cohort=all")
     with open_driver(experiment, prepare_run(experiment), "a", workers=two_actors) as driver:
-        found = drive_to_end(driver).matrices
-    expected = inline_result(experiment).matrices
+        found = drive_to_end(driver).checkpoint.matrices
+    expected = inline_result(experiment).checkpoint.matrices
     assert found.keys() == expected.keys() and "everyone_cosine" in found
     for name, matrix in expected.items():
         np.testing.assert_array_equal(found[name], matrix)

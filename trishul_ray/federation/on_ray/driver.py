@@ -122,8 +122,8 @@ class RayDriver:
 
     def _without_repeats(self, report: RoundReport) -> RoundReport:
         """Drop records that were returned before: a successor of the coordinator repeats them."""
-        new = [record for record in report.records if record["round"] > self._last_round]
-        self._last_round = max([self._last_round, *(record["round"] for record in new)])
+        new = [record for record in report.records if record.round > self._last_round]
+        self._last_round = max([self._last_round, *(record.round for record in new)])
         return replace(report, records=new)
 
     def _failure(self, error: RayError) -> RunError:

@@ -1,0 +1,69 @@
+"""What is recorded of each round."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RoundRecord:
+    """The record of a round: a row of metrics.parquet, and what is more than one number.
+
+    It is complete one step later, when the model after the round has been scored.
+
+    Attributes:
+        round: Number of the round; 0 is the untouched backbone, before which clients may have
+            answered a survey.
+        clients: The cohort, ascending.
+        refused: Why an upload was left out, by client.
+        accepted_uploads: How many numbers each accepted client sent, by ascending client.
+        train_loss: Mean over the cohort and its local steps.
+        uploaded_parameters: Numbers that all clients sent.
+        downloaded_parameters: Numbers that all clients received.
+        client_seconds: Mean time of a client's local steps.
+        diagnostics: What is measured of the uploads, by name; empty if the round is not diagnosed.
+        seconds: How long the round took.
+        scores: Metrics of the model after the round, by name; empty if it was not scored.
+        recall: Of the test rows of each class, None for a class without any.
+        per_client: The headline on each client's test rows; of the last scored round alone.
+        personal: The headline of each client's own model on them, likewise.
+    """
+
+    round: int
+    clients: list[int] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    accepted_uploads: list[int] = field(default_factory=list)
+    train_loss: float | None = None
+    uploaded_parameters: int | None = None
+    downloaded_parameters: int | None = None
+    client_seconds: float | None = None
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    recall: list[float | None] = field(default_factory=list)
+    per_client: dict[str, float] = field(default_factory=dict)
+    personal: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the model after the round has been scored."""
+        return bool(self.scores)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers that are known, by the names of MLflow and of metrics.parquet."""
+        up, down = self.uploaded_parameters, self.downloaded_parameters
+        numbers = {
+            "train_loss": self.train_loss,
+            "uploaded_parameters": up,
+            "downloaded_parameters": down,
+            "uploaded_bytes": None if up is None else 4 * up,
+            "downloaded_bytes": None if down is None else 4 * down,
+            "client_seconds": self.client_seconds,
+            **self.diagnostics,
+            "seconds": self.seconds,
+            **self.scores,
+            "refused_uploads": len(self.refused),
+        }
+        return {name: float(value) for name, value in numbers.items() if value is not None}
+
+    def row(self) -> dict[str, float]:
+        """Return the number of the round and its metrics."""
+        return {"round": self.round, **self.metrics()}
