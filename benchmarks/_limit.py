@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
@@ -41,7 +42,7 @@ class Limit:
     def __init__(self, bench: Workbench) -> None:
         """Copy the model's structure, not its weights."""
         self.device, self.dtype, self.task = bench.device, bench.dtype, bench.task
-        self.model = bench.model.merge(bench.initial)
+        self.model = bench.model.merge(Trained(bench.initial))
         adapted = dict(bench.model.model.named_parameters())
         for name, _ in list(self.model.named_parameters()):
             owner, _, attribute = name.rpartition(".")

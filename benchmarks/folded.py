@@ -26,7 +26,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from trishul_ray.adapters import linear, lora
 from trishul_ray.adapters.lora import LoRA
-from trishul_ray.adapters.model import AdaptedModel
+from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import CheckpointStore
@@ -231,7 +231,7 @@ def _steps(dtype: torch.dtype, options: argparse.Namespace) -> dict[bool, list[f
     found: dict[bool, list[float]] = {False: [], True: []}
     for number in range(options.steps + 1):
         for folded in (False, True) if number % 2 else (True, False):
-            adapted.bind(vector, grad, base if folded else None)
+            adapted.bind(Trained(vector, base if folded else {}), grad)
             seconds = _seconds(step)
             if number:
                 found[folded].append(seconds)

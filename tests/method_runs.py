@@ -44,7 +44,7 @@ class Recording:
 
 def weights_of(inline, broadcast):
     trained = global_model(inline.bench, broadcast, 0)
-    return inline.bench.model.deltas(trained.vector, trained.base, trained.constants)
+    return inline.bench.model.deltas(trained)
 
 
 def same_run(executor, tmp_path, first, second):

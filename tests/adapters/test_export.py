@@ -12,7 +12,7 @@ from trishul_ray.errors import InputError
 
 
 def trained_logits(bench, state):
-    bench.adapted.bind(state)
+    bench.adapted.bind(Trained(state))
     with torch.no_grad():
         result = bench.adapted.forward(**bench.inputs).logits
     bench.adapted.unbind()
@@ -134,7 +134,7 @@ def test_a_change_of_a_frozen_weight_is_part_of_the_adapter(make, tmp_path):
     name = bench.adapted.specs[0].name
     weight = bench.adapted.model.get_parameter(f"{name}.weight")
     change = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) / 10
-    bench.adapted.bind(state, base={name: change})
+    bench.adapted.bind(Trained(state, {name: change}))
     with torch.no_grad():
         expected = bench.adapted.forward(**bench.inputs).logits
     bench.adapted.unbind()

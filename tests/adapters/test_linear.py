@@ -135,7 +135,7 @@ def test_a_bound_model_computes_with_its_base(make, trains):
         layer = bench.model.get_submodule(name)
         layer.register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x[0], y)}))
     state = bench.adapted.initial()
-    bench.adapted.bind(state, torch.zeros_like(state) if trains else None, base)
+    bench.adapted.bind(Trained(state, base), torch.zeros_like(state) if trains else None)
     pixels = torch.randn(2000, 3, 8, 8, generator=generator).to(LOW)
     bench.adapted.forward(pixel_values=pixels)
     gains = []
@@ -154,7 +154,7 @@ def test_float32_weights_add_the_base_exactly(make):
     bench = make("vit", "lora")
     base = {spec.name: torch.randn(24, 24) for spec in bench.adapted.specs}
     state = bench.adapted.initial()
-    bench.adapted.bind(state, torch.zeros_like(state), base)
+    bench.adapted.bind(Trained(state, base), torch.zeros_like(state))
     for name, update in base.items():
         layer = bench.model.get_submodule(name)
         assert torch.equal(layer.moved_weight, layer.weight + update)
@@ -165,9 +165,9 @@ def test_merging_leaves_the_base_bound(make):
     bench = make("vit", "lora")
     state = bench.random_state()
     base = {spec.name: torch.ones(24, 24) for spec in bench.adapted.specs}
-    bench.adapted.bind(state, None, base)
+    bench.adapted.bind(Trained(state, base), None)
     expected = bench.adapted.forward(**bench.inputs).logits
-    bench.adapted.merge(state, base)
+    bench.adapted.merge(Trained(state, base))
     assert torch.equal(bench.adapted.forward(**bench.inputs).logits, expected)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from trishul_ray.adapters.base import LayerSpec
+from trishul_ray.adapters.base import FrozenLinear, LayerSpec
 from trishul_ray.adapters.lora import LoRA, merging_pays
 from trishul_ray.errors import InputError
 
@@ -39,7 +39,7 @@ def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale
         else:
             params = {k: leaves[k] for k in adapter.shapes(SPEC)}
             constants = {} if train_A else {"lora_A": leaves["lora_A"].detach()}
-            y = adapter.forward(leaves["x"], weight, bias, constants, params, path)
+            y = adapter.forward(leaves["x"], FrozenLinear(weight, bias, constants), params, path)
         y.square().sum().backward()
         results.append((y, {k: v.grad for k, v in leaves.items()}))
     (y, got), (y_ref, expected) = results

@@ -8,7 +8,7 @@ from tolerances import forward
 from torch import nn
 
 from trishul_ray.adapters.linear import AdaptedLinear
-from trishul_ray.adapters.model import AdaptedModel, ParameterOverrides
+from trishul_ray.adapters.model import AdaptedModel, ParameterOverrides, Trained
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.errors import InputError
@@ -45,9 +45,9 @@ def test_the_start_is_the_pretrained_model(make, family, adapters):
     expected = logits(bench.twin(**bench.inputs))
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
     start = bench.adapted.initial()
-    bench.adapted.bind(start)  # merged once: W + 0 is W, so the bits are equal
+    bench.adapted.bind(Trained(start))  # merged once: W + 0 is W, so the bits are equal
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
-    bench.adapted.bind(start, torch.zeros_like(start))
+    bench.adapted.bind(Trained(start), torch.zeros_like(start))
     trained = logits(bench.adapted.forward(**bench.inputs))
     torch.testing.assert_close(trained, expected, rtol=0, atol=forward(3, 64, expected))
     bench.adapted.unbind()
@@ -66,7 +66,7 @@ def test_detach_restores_the_original_model(make, backbone, family, adapters):
     assert any(isinstance(module, AdaptedLinear) for module in model.modules())
     vector = adapted.initial()
     grad = torch.zeros_like(vector)
-    adapted.bind(vector, grad)
+    adapted.bind(Trained(vector), grad)
     logits_before = adapted.forward(**bench.inputs).logits
     logits_before.square().sum().backward()
     with torch.no_grad():
@@ -75,16 +75,16 @@ def test_detach_restores_the_original_model(make, backbone, family, adapters):
     assert adapted.detach() is model
     assert_same(model, before)
     with pytest.raises(InputError, match="detached"):
-        adapted.bind(vector)
+        adapted.bind(Trained(vector))
 
 
 @pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
 def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters):
     bench = make(family, adapters)
     state = bench.random_state()
-    bench.adapted.bind(state)
+    bench.adapted.bind(Trained(state))
     expected = logits(bench.adapted.forward(**bench.inputs))
-    merged = bench.adapted.merge(state)
+    merged = bench.adapted.merge(Trained(state))
     assert not any(isinstance(module, AdaptedLinear) for module in merged.modules())
     assert [type(m) for m in merged.modules()] == [type(m) for m in bench.twin.modules()]
     plain = logits(merged(**bench.inputs))
@@ -94,13 +94,13 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
     assert bench.adapted.attached
     bench.adapted.unbind()
-    for name, delta in bench.adapted.deltas(state).items():
+    for name, delta in bench.adapted.deltas(Trained(state)).items():
         weight = bench.twin.get_parameter(name + ".weight")
         assert torch.equal(
             merged.get_parameter(name + ".weight"), (weight.double() + delta).float()
         )
     # An untrained state merges to the pretrained bits.
-    plain = bench.adapted.merge(bench.adapted.initial())
+    plain = bench.adapted.merge(Trained(bench.adapted.initial()))
     for name, parameter in bench.twin.named_parameters():
         assert torch.equal(plain.get_parameter(name), parameter), name
 
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters,
     bench = make(family, adapters, path=path, dtype=torch.float64)
     adapted, state = bench.adapted, bench.random_state()
     grad = torch.zeros_like(state)
-    adapted.bind(state, grad)
+    adapted.bind(Trained(state), grad)
     loss = adapted.forward(**bench.inputs).logits.square().mean()
     loss.backward()
 
@@ -155,7 +155,7 @@ def test_backward_adds_into_the_given_vector_and_steps_are_seen(make):
     state = bench.random_state()
     grad = torch.zeros_like(state)
     pointer = grad.data_ptr()
-    bench.adapted.bind(state, grad)
+    bench.adapted.bind(Trained(state), grad)
 
     def backward():
         loss = bench.adapted.forward(**bench.inputs).logits.square().sum()
@@ -178,14 +178,14 @@ def test_backward_adds_into_the_given_vector_and_steps_are_seen(make):
 def test_a_bound_state_without_gradients_is_merged_once(make):
     bench = make("vit")
     state = bench.random_state()
-    bench.adapted.bind(state)
+    bench.adapted.bind(Trained(state))
     first = logits(bench.adapted.forward(**bench.inputs))
     layers = [m for m in bench.model.modules() if isinstance(m, AdaptedLinear)]
     weights = [layer.merged for layer in layers]
     assert all(weight is not None for weight in weights)
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), first)
     assert all(layer.merged is weight for layer, weight in zip(layers, weights, strict=True))
-    bench.adapted.bind(bench.adapted.initial())
+    bench.adapted.bind(Trained(bench.adapted.initial()))
     assert not torch.equal(logits(bench.adapted.forward(**bench.inputs)), first)
     bench.adapted.unbind()
     assert all(layer.merged is None and layer.params is None for layer in layers)
@@ -194,10 +194,10 @@ def test_a_bound_state_without_gradients_is_merged_once(make):
 def test_evaluation_and_training_forwards_agree(make, family):
     bench = make(family)
     state = bench.random_state()
-    bench.adapted.bind(state)
+    bench.adapted.bind(Trained(state))
     with torch.inference_mode():
         evaluated = bench.adapted.forward(**bench.inputs).logits.clone()
-    bench.adapted.bind(state, torch.zeros_like(state))
+    bench.adapted.bind(Trained(state), torch.zeros_like(state))
     trained = logits(bench.adapted.forward(**bench.inputs))
     torch.testing.assert_close(evaluated, trained, rtol=0, atol=forward(3, 64, trained))
 
@@ -218,7 +218,7 @@ def test_the_classification_head_is_trained_only_on_request(make):
     assert with_head.adapted.layout.size == without.adapted.layout.size + 600 + 75
     state = with_head.random_state()
     head = with_head.adapted.direct_parameters(state)
-    with_head.adapted.bind(state)
+    with_head.adapted.bind(Trained(state))
     with_head.adapted.forward(**with_head.inputs)
     assert torch.equal(with_head.model.classifier.weight, head["classifier.weight"])
     with_head.adapted.unbind()
@@ -233,7 +233,7 @@ def test_bfloat16_backbones_train_float32_vectors(make):
     gradients = []
     for adapted, inputs in ((bench.adapted, bench.inputs), (wide.adapted, wide.inputs)):
         grad = torch.zeros_like(state)
-        adapted.bind(state, grad)
+        adapted.bind(Trained(state), grad)
         for _ in range(2):  # the head's cast must not outlive its graph
             grad.zero_()
             adapted.forward(**inputs).logits.float().square().sum().backward()
@@ -250,8 +250,8 @@ def test_layouts_and_vectors_depend_on_the_seed_alone(make):
     assert torch.equal(one.adapted.initial(), two.adapted.initial())
     assert not torch.equal(one.adapted.initial(), other.adapted.initial())
     state = one.random_state()
-    for name, delta in one.adapted.deltas(state).items():
-        assert torch.equal(delta, two.adapted.deltas(state)[name])
+    for name, delta in one.adapted.deltas(Trained(state)).items():
+        assert torch.equal(delta, two.adapted.deltas(Trained(state))[name])
 
 
 def test_rejected_adapters_leave_the_model_unchanged(backbone):
@@ -282,7 +282,7 @@ def test_mismatched_vectors_raise(make, vector, grad, message):
     bench = make("vit")
     state = bench.adapted.initial()
     with pytest.raises(InputError, match=message):
-        bench.adapted.bind(vector(state), None if grad is None else grad(state))
+        bench.adapted.bind(Trained(vector(state)), None if grad is None else grad(state))
 
 
 def tied():

@@ -1,14 +1,17 @@
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from trishul_ray.adapters.base import LayerSpec
-from trishul_ray.adapters.multihead import MultiHead, choose_routes, multihead_linear
+from trishul_ray.adapters.base import FrozenLinear, LayerSpec
+from trishul_ray.adapters.multihead import Call, MultiHead, Routes, choose_routes, multihead_linear
 from trishul_ray.errors import InputError
 
-ROUTES = [(True, True), (True, False), (False, True), (False, False)]
+ROUTES = [Routes(*pair) for pair in itertools.product((True, False), repeat=2)]
 
 
 def case(d_out, d_in, heads, rank, tokens, dtype=torch.float64, *, bias=True, seed=0, scale=True):
@@ -23,19 +26,24 @@ def case(d_out, d_in, heads, rank, tokens, dtype=torch.float64, *, bias=True, se
     constants = {k: v.to(dtype) for k, v in adapter.constants(spec, 7).items()}
     params = {name: normal(*shape) for name, shape in adapter.shapes(spec).items()}
     x, weight = normal(*tokens, d_in), normal(d_out, d_in) / d_in**0.5
-    return adapter, constants, params, x, weight, normal(d_out) if bias else None
+    return adapter, FrozenLinear(weight, normal(d_out) if bias else None, constants), params, x
 
 
-def plain(x, weight, bias, constants, params):
+def as_dtype(frozen, dtype):
+    constants = {name: value.to(dtype) for name, value in frozen.constants.items()}
+    return FrozenLinear(frozen.weight.to(dtype), frozen.bias.to(dtype), constants)
+
+
+def plain(x, frozen, params):
     """Eq. (forward) term by term, for autograd."""
     core = params["core"]
     heads, rank, _ = core.shape
-    y = functional.linear(x, weight, bias)
+    y = functional.linear(x, frozen.weight, frozen.bias)
     for i in range(heads):
         columns = slice(i * rank, (i + 1) * rank)
         scale = params["scale"][i] if "scale" in params else 1.0
-        thin = x @ constants["basis_A"][columns].T @ core[i].T
-        y = y + scale * thin @ constants["basis_B"][:, columns].T
+        thin = x @ frozen.constants["basis_A"][columns].T @ core[i].T
+        y = y + scale * thin @ frozen.constants["basis_B"][:, columns].T
     return y
 
 
@@ -60,9 +68,9 @@ shapes = st.tuples(
 @settings(deadline=None, max_examples=60)
 @given(shapes, st.sampled_from(["auto", "merged", "factored"]), st.booleans(), st.booleans())
 def test_values_and_gradients_are_those_of_the_formula(shape, path, bias, scale):
-    adapter, constants, params, x, weight, b = case(*shape, bias=bias, scale=scale)
-    y, got = gradients(lambda x, p: adapter.forward(x, weight, b, constants, p, path), x, params)
-    y_ref, expected = gradients(lambda x, p: plain(x, weight, b, constants, p), x, params)
+    adapter, frozen, params, x = case(*shape, bias=bias, scale=scale)
+    y, got = gradients(lambda x, p: adapter.forward(x, frozen, p, path), x, params)
+    y_ref, expected = gradients(lambda x, p: plain(x, frozen, p), x, params)
     torch.testing.assert_close(y, y_ref, rtol=1e-12, atol=1e-12)
     assert got.keys() == expected.keys()
     for name in expected:
@@ -73,40 +81,20 @@ def test_values_and_gradients_are_those_of_the_formula(shape, path, bias, scale)
 @pytest.mark.parametrize("d_out, d_in", [(5, 9), (9, 5)])
 @pytest.mark.parametrize("tokens", [(2,), (3, 4)])
 def test_gradcheck(routes, d_out, d_in, tokens):
-    adapter, constants, params, x, weight, bias = case(d_out, d_in, 2, 2, tokens)
-    product = adapter.product(params)
-
-    def layer(x, product):
-        return multihead_linear(
-            x, weight, bias, constants["basis_B"], constants["basis_A"], product, routes
-        )
-
-    assert torch.autograd.gradcheck(layer, (x.requires_grad_(), product.requires_grad_()))
+    adapter, frozen, params, x = case(d_out, d_in, 2, 2, tokens)
+    leaves = x.requires_grad_(), adapter.product(params).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, p: multihead_linear(x, p, frozen, routes), leaves)
 
 
 @pytest.mark.parametrize("d_out, d_in", [(96, 96), (48, 96), (96, 48)])
 @pytest.mark.parametrize("tokens", [(8,), (4, 200)])
 def test_routes_agree_in_float32(d_out, d_in, tokens):
-    adapter, constants, params, x, weight, bias = case(
-        d_out, d_in, 4, 10, tokens, dtype=torch.float32
-    )
-    results = []
-    for routes in ROUTES:
-        results.append(
-            gradients(
-                lambda x, p, routes=routes: multihead_linear(
-                    x,
-                    weight,
-                    bias,
-                    constants["basis_B"],
-                    constants["basis_A"],
-                    adapter.product(p),
-                    routes,
-                ),
-                x,
-                params,
-            )
-        )
+    adapter, frozen, params, x = case(d_out, d_in, 4, 10, tokens, dtype=torch.float32)
+
+    def through(routes):
+        return lambda x, p: multihead_linear(x, adapter.product(p), frozen, routes)
+
+    results = [gradients(through(routes), x, params) for routes in ROUTES]
     y_ref, expected = results[0]
     for y, got in results[1:]:
         assert (y - y_ref).abs().max() <= 1e-5 * y_ref.abs().max()
@@ -117,39 +105,39 @@ def test_routes_agree_in_float32(d_out, d_in, tokens):
 
 @pytest.mark.parametrize("path", ["merged", "factored"])
 def test_routes_agree_to_1e_12_in_float64(path):
-    adapter, constants, params, x, weight, bias = case(64, 48, 4, 8, (50,))
-    y, _ = gradients(lambda x, p: adapter.forward(x, weight, bias, constants, p, path), x, params)
-    expected = functional.linear(x, weight + adapter.delta(constants, params), bias)
+    adapter, frozen, params, x = case(64, 48, 4, 8, (50,))
+    y, _ = gradients(lambda x, p: adapter.forward(x, frozen, p, path), x, params)
+    whole = frozen.weight + adapter.delta(frozen.constants, params)
+    expected = functional.linear(x, whole, frozen.bias)
     assert (y - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 def test_the_frozen_weight_and_bias_get_no_gradient():
-    adapter, constants, params, x, weight, bias = case(8, 8, 2, 2, (4,))
-    weight.requires_grad_()
-    bias.requires_grad_()
-    params["core"].requires_grad_()
+    adapter, frozen, params, x = case(8, 8, 2, 2, (4,))
+    for tensor in (frozen.weight, frozen.bias, params["core"]):
+        tensor.requires_grad_()
     for path in ("merged", "factored"):
-        adapter.forward(x, weight, bias, constants, params, path).sum().backward()
-    assert weight.grad is None
-    assert bias.grad is None
+        adapter.forward(x, frozen, params, path).sum().backward()
+    assert frozen.weight.grad is None
+    assert frozen.bias.grad is None
     assert params["core"].grad is not None
 
 
 def test_no_graph_without_trainables():
-    adapter, constants, params, x, weight, bias = case(8, 8, 2, 2, (4,))
-    assert not adapter.forward(x, weight, bias, constants, params).requires_grad
-    assert not torch.isnan(adapter.forward(x, weight, bias, constants, params)).any()
+    adapter, frozen, params, x = case(8, 8, 2, 2, (4,))
+    y = adapter.forward(x, frozen, params)
+    assert not y.requires_grad and not torch.isnan(y).any()
 
 
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 def test_the_start_is_the_pretrained_layer(path):
-    adapter, constants, _, x, weight, bias = case(16, 16, 2, 4, (40,), dtype=torch.float32)
+    adapter, frozen, _, x = case(16, 16, 2, 4, (40,), dtype=torch.float32)
     start = adapter.initial(LayerSpec("layer", "layer", 16, 16), seed=1)
     assert torch.equal(start["core"], torch.zeros(2, 4, 4))
     assert torch.equal(start["scale"], torch.ones(2))
-    expected = functional.linear(x, weight, bias)
     # W + 0 is W: equal bits.
-    assert torch.equal(adapter.forward(x, weight, bias, constants, start, path), expected)
+    expected = functional.linear(x, frozen.weight, frozen.bias)
+    assert torch.equal(adapter.forward(x, frozen, start, path), expected)
 
 
 def test_bases_are_drawn_per_layer_and_seed():
@@ -179,28 +167,25 @@ def test_the_update_has_the_norm_of_its_cores_under_orthonormal_bases():
 
 
 def test_bfloat16_weights_keep_small_updates_and_float32_core_gradients():
-    adapter, constants, params, x, weight, bias = case(32, 32, 2, 8, (64,), dtype=torch.float32)
+    adapter, frozen, params, x = case(32, 32, 2, 8, (64,), dtype=torch.float32)
     tiny = {k: 1e-4 * v for k, v in params.items()}
-    low = {k: v.to(torch.bfloat16) for k, v in (("x", x), ("w", weight), ("b", bias))}
+    low, x = as_dtype(frozen, torch.bfloat16), x.to(torch.bfloat16)
     tiny["core"].requires_grad_()
-    y = adapter.forward(low["x"], low["w"], low["b"], constants, tiny)
+    y = adapter.forward(x, low, tiny)
     assert y.dtype == torch.bfloat16
     y.float().square().sum().backward()
     assert tiny["core"].grad.dtype == torch.float32
     reference = {k: v.detach().double().clone() for k, v in tiny.items()}
     reference["core"].requires_grad_()
-    wide = {k: v.double() for k, v in low.items()}
-    bases = {k: v.double() for k, v in constants.items()}
-    plain(wide["x"], wide["w"], wide["b"], bases, reference).square().sum().backward()
+    exact = replace(
+        as_dtype(low, torch.float64), constants=as_dtype(frozen, torch.float64).constants
+    )
+    plain(x.double(), exact, reference).square().sum().backward()
     error = (tiny["core"].grad - reference["core"].grad).norm() / reference["core"].grad.norm()
     assert error < 0.02
     # A merged bfloat16 weight would lose an update this small.
-    assert (
-        choose_routes(6304, 768, 768, 4, 110, core_grad=True, input_grad=True, low_precision=True)[
-            0
-        ]
-        is False
-    )
+    call = Call(6304, 768, 768, 4, 110, core_grad=True, input_grad=True)
+    assert not choose_routes(call, low_precision=True).merged_forward
 
 
 @pytest.mark.parametrize(
@@ -208,7 +193,8 @@ def test_bfloat16_weights_keep_small_updates_and_float32_core_gradients():
     [(6304, (True, True)), (16, (False, False))],
 )
 def test_routes_follow_the_number_of_tokens(tokens, routes):
-    assert choose_routes(tokens, 768, 768, 4, 110, core_grad=True, input_grad=True) == routes
+    call = Call(tokens, 768, 768, 4, 110, core_grad=True, input_grad=True)
+    assert choose_routes(call) == routes
 
 
 def test_no_heads_leave_the_layer_unchanged():
@@ -216,7 +202,7 @@ def test_no_heads_leave_the_layer_unchanged():
     assert adapter.shapes(spec) == adapter.constants(spec, 0) == adapter.initial(spec, 0) == {}
     assert adapter.num_parameters(spec) == adapter.num_scalars(spec) == 0
     x, weight = torch.randn(3, 8), torch.randn(8, 8)
-    assert torch.equal(adapter.forward(x, weight, None, {}, {}), x @ weight.T)
+    assert torch.equal(adapter.forward(x, FrozenLinear(weight), {}), x @ weight.T)
 
 
 @pytest.mark.parametrize(

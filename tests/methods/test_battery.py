@@ -1,5 +1,7 @@
 """What every registered method must satisfy; new methods are picked up automatically."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -45,7 +47,7 @@ def logits(bench, trained=None, rows=16):
     batch = bench.task.prepare_batch(bench.test.batch(np.arange(rows)), "cpu", torch.float32)
     with torch.inference_mode():
         if trained is not None:
-            bench.model.bind(trained.vector, None, trained.base, trained.constants)
+            bench.model.bind(trained)
         try:
             return bench.model.forward(**bench.task.inputs(batch)).logits
         finally:
@@ -74,7 +76,7 @@ def test_starts_at_the_pretrained_model_or_as_documented(name, executor, tmp_pat
         return
     survey = server.survey()
     # Fed-SB starts at W0 + U S V^T, the rank-r part of -eta0 sign(mean gradient).
-    for layer, delta in bench.model.deltas(trained.vector, {}, trained.constants).items():
+    for layer, delta in bench.model.deltas(replace(trained, base={})).items():
         step = -bench.method.config.init_lr * np.sign(survey[layer].astype(np.float64))
         u, s, vt = np.linalg.svd(step)
         rank = trained.constants[layer]["basis_A"].shape[0]
@@ -124,7 +126,7 @@ def test_a_client_call_can_be_repeated(name, executor, tmp_path):
 
 def model_of(bench, trained):
     """Return the update of every weight, and the classification head, in float64."""
-    weights = bench.model.deltas(trained.vector, trained.base, trained.constants)
+    weights = bench.model.deltas(trained)
     head = {k: v.double() for k, v in bench.model.direct_parameters(trained.vector).items()}
     return weights | head
 
@@ -272,7 +274,7 @@ def test_exports_give_the_same_logits(name, executor, tmp_path):
         bench.task.prepare_batch(bench.test.batch(np.arange(16)), "cpu", torch.float32)
     )
     export_merged(bench.model, trained, tmp_path / "merged")
-    base = bench.model.merge(bench.initial)
+    base = bench.model.merge(Trained(bench.initial))
     merged = type(base).from_pretrained(tmp_path / "merged").eval()
     with torch.inference_mode():
         torch.testing.assert_close(merged(**batch).logits, ours, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ from method_runs import Recording, run, same_run, server_of, weights_of
 from safetensors.torch import load_file
 
 from trishul_ray.adapters.export import export_peft
+from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.workbench import global_model
 
 
@@ -30,7 +31,7 @@ def test_bfloat16_keeps_folded_updates(executor, tmp_path, name, lr):
         moved = x.double() @ base.double().T
         outputs = []
         for frozen in (trained.base, {}):
-            model.bind(trained.vector, torch.zeros_like(trained.vector), frozen)
+            model.bind(Trained(trained.vector, frozen), torch.zeros_like(trained.vector))
             adapted = model.model.get_submodule(layer)
             outputs.append(adapted(x).detach().double())
             if frozen:
@@ -59,7 +60,7 @@ def test_alpha_scales_the_update(executor, tmp_path, name):
     vector = bench.initial.clone()
     shared = torch.from_numpy(recording.uploads[0].arrays.shared)
     server.method.unpack(bench.model.layout, vector, shared)
-    clients = bench.model.deltas(vector)
+    clients = bench.model.deltas(Trained(vector))
     found = weights_of(recording.inner, server.broadcast())
     for layer, update in clients.items():
         adapter = bench.model.adapters[layer]

@@ -3,6 +3,8 @@
 import torch
 from method_runs import Recording, server_of, weights_of
 
+from trishul_ray.adapters.model import Trained
+
 
 def test_flora_with_one_client_is_merging(executor, tmp_path):
     one = ["federation.clients=1", "federation.clients_per_round=1", "federation.rounds=1"]
@@ -13,6 +15,6 @@ def test_flora_with_one_client_is_merging(executor, tmp_path):
     vector = bench.initial.clone()
     shared = torch.from_numpy(recording.uploads[0].arrays.shared)
     server.method.unpack(bench.model.layout, vector, shared)
-    merged = bench.model.deltas(vector)
+    merged = bench.model.deltas(Trained(vector))
     for layer, value in weights_of(recording.inner, server.broadcast()).items():
         torch.testing.assert_close(value, merged[layer], atol=1e-7, rtol=1e-6)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from method_runs import Recording, run, server_of
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import State
 
@@ -30,7 +31,7 @@ def test_hetlora_weight_is_the_norm_of_the_update(executor):
     inline = executor("method=hetlora")
     bench = inline.bench
     shared = torch.randn(bench.model.layout.size, generator=torch.Generator().manual_seed(1))
-    deltas = bench.model.deltas(shared)
+    deltas = bench.model.deltas(Trained(shared))
     norm = torch.stack([d.square().sum() for d in deltas.values()]).sum().sqrt()
     found = bench.method.weight(State(shared), bench.model.layout, 1.0)
     assert found == pytest.approx(float(norm), rel=1e-5)

@@ -6,6 +6,7 @@ import torch
 from method_runs import Recording, initial_state, one_round, server_of, weights_of
 from torch.func import functional_call
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.local import batch_order, train_client
 from trishul_ray.federation.messages import TrainJob, to_tensor
@@ -42,7 +43,7 @@ def test_trishul_without_its_prongs_is_ravan_byte_for_byte(executor):
 
 
 def ambient(bench, shared):
-    return bench.model.deltas(global_model(bench, State(shared), 1).vector)
+    return bench.model.deltas(global_model(bench, State(shared), 1))
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
@@ -86,7 +87,7 @@ def test_exact_methods_average_updates_exactly(executor, tmp_path, name, weighti
         vector = bench.initial.clone()
         shared = torch.from_numpy(upload.arrays.shared)
         server.method.unpack(bench.model.layout, vector, shared)
-        clients.append(bench.model.deltas(vector, sent.base, sent.constants))
+        clients.append(bench.model.deltas(Trained(vector, sent.base, sent.constants)))
     errors = []
     for layer, found in weights_of(recording.inner, server.broadcast()).items():
         exact = sum(w * c[layer] for w, c in zip(weights / weights.sum(), clients, strict=True))
@@ -101,7 +102,7 @@ def plain_training(bench, method, lam, train_scale=True):
     """Algorithm 1 of the paper for one client, by torch's own autograd, Adam and SVD."""
     settings = bench.settings
     model = bench.model
-    base = model.merge(bench.initial)  # a plain copy of the backbone
+    base = model.merge(Trained(bench.initial))  # a plain copy of the backbone
     state = {k: v.detach().clone() for k, v in base.state_dict().items()}
     views = model.layout.views(bench.initial.clone())
     leaves = {k: v.detach().clone().requires_grad_() for k, v in views.items()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from method_runs import Recording, run, server_of
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.methods.base import State
 from trishul_ray.tasks.sums import score_by_mix
@@ -62,7 +63,7 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
             view.copy_(tensors[name])
         _, rows = bench.scored["test"]
         batch = bench.task.prepare_batch(bench.test.batch(rows), "cpu", torch.float32)
-        bench.model.bind(vector)
+        bench.model.bind(Trained(vector))
         with torch.inference_mode():
             found = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
         bench.model.unbind()

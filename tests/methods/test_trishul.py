@@ -6,6 +6,7 @@ import pytest
 import torch
 from method_runs import server_of
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.local import gradient_mask
 from trishul_ray.federation.messages import to_array
 from trishul_ray.federation.workbench import new_run
@@ -72,7 +73,7 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
         site = inline.bench.site
         weights = {
             n: p.double().square().sum()
-            for n, p in inline.bench.model.merge(inline.bench.initial).named_parameters()
+            for n, p in inline.bench.model.merge(Trained(inline.bench.initial)).named_parameters()
         }
         assert len(site.scored) == count * len(site.blocks())
         for layer in site.scored:

@@ -5,7 +5,7 @@ import torch
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
 from trishul_ray.adapters.lora import LoRA
-from trishul_ray.adapters.model import AdaptedModel
+from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
@@ -57,7 +57,7 @@ def gradient(adapted, given, saved=None):
     vector = adapted.initial()
     vector += 0.1 * torch.randn(vector.shape, generator=torch.Generator().manual_seed(1))
     grad = torch.zeros_like(vector)
-    adapted.bind(vector, grad)
+    adapted.bind(Trained(vector), grad)
 
     def note(tensor):
         if saved is not None:

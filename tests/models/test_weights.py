@@ -215,7 +215,7 @@ def test_tied_weights_are_trained_and_exported_as_one(family, precision, tmp_pat
     adapted = AdaptedModel(model, {}, seed=0, train_head=True, train_all=True)
     vector = adapted.initial()
     grad = torch.zeros_like(vector)
-    adapted.bind(vector, grad)
+    adapted.bind(Trained(vector), grad)
     adapted.forward(**given).logits.float().square().mean().backward()
     adapted.unbind()
     close = {"rtol": 1e-5, "atol": 1e-7}
@@ -228,7 +228,7 @@ def test_tied_weights_are_trained_and_exported_as_one(family, precision, tmp_pat
     stored = load(tmp_path / "out", kind, None, tmp_path)
     for name, value in adapted.direct_parameters(vector).items():
         assert torch.equal(stored.get_parameter(name), value)  # float32, whatever the precision
-    adapted.bind(vector)
+    adapted.bind(Trained(vector))
     torch.testing.assert_close(
         stored(**given).logits, adapted.forward(**given).logits.float(), rtol=0.1, atol=0.05
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from newcomers import unloaded_after
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
@@ -50,7 +51,7 @@ def made(case, tmp_path_factory):
     experiment = load_experiment(None, [*words, "tracking.mlflow=false"])
     bench = build_workbench(experiment, prepare_run(experiment))
     assert type(bench.task) is task_classes()[kind, reads]
-    bench.model.bind(bench.initial)
+    bench.model.bind(Trained(bench.initial))
     return bench
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.lazy import torch
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 #: needs fewer multiplications for the shapes at hand. The results agree up to rounding. To keep it
 #: so, an adapter's forward in low precision is always factored.
 ComputePath = Literal["auto", "merged", "factored"]
+
+
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Return whether adding an update to weights of this dtype would round it away."""
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,29 @@ class LayerSpec:
     block: str
     d_out: int
     d_in: int
+
+
+@dataclass(frozen=True)
+class FrozenLinear:
+    """What is frozen of an adapted layer: no gradient flows to it.
+
+    Attributes:
+        weight: [d_out, d_in].
+        bias: [d_out] or None.
+        constants: the adapter's frozen tensors by name, in the weight's dtype.
+        remainder: [d_out, d_in], only in low precision: the second part of a weight that was split
+            by :func:`trishul_ray.adapters.linear.split`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    remainder: Tensor | None = None
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether adding an update to the weight would round it away."""
+        return is_low_precision(self.weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -72,29 +100,13 @@ class LayerAdapter(ABC):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        constants: Mapping[str, Tensor],
+        frozen: FrozenLinear,
         params: Mapping[str, Tensor],
         path: ComputePath = "auto",
-        remainder: Tensor | None = None,
     ) -> Tensor:
-        """Compute the adapted layer.
+        """Compute the adapted layer, [..., d_in] -> [..., d_out] in the weight's dtype.
 
-        Gradients flow to ``x`` and ``params``, never to ``weight``, ``bias`` or ``remainder``.
-
-        Args:
-            x: [..., d_in] in the weight's dtype.
-            weight: [d_out, d_in], frozen.
-            bias: [d_out] or None.
-            constants: frozen tensors by name.
-            params: trainables by suffix.
-            path: how to compute.
-            remainder: [d_out, d_in], only in low precision: the second part of a frozen weight that
-                was split by :func:`trishul_ray.adapters.linear.split`.
-
-        Returns:
-            [..., d_out] in the weight's dtype.
+        ``params`` are the trainables by suffix, to which gradients flow, as to ``x``.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
-from trishul_ray.adapters.linear import LOW_PRECISION
+from trishul_ray.adapters.base import is_low_precision
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_module, classifier_parameters
 from trishul_ray.errors import InputError
@@ -149,9 +149,9 @@ def merge_trained(adapted: AdaptedModel, trained: Trained) -> nn.Module:
     A bfloat16 or float16 model becomes float32, which represents its weights exactly and keeps
     updates that its dtype would round away.
     """
-    low = any(p.dtype in LOW_PRECISION for p in adapted.model.parameters())
+    low = any(is_low_precision(p.dtype) for p in adapted.model.parameters())
     dtype = torch.float32 if low else None
-    return adapted.merge(trained.vector, trained.base, trained.constants, dtype)
+    return adapted.merge(trained, dtype)
 
 
 def export_merged(

@@ -16,10 +16,7 @@ Legend: n tokens; d_out, d_in the layer's widths; R the adapter's total rank.
 import torch
 from torch import Tensor, nn
 
-from trishul_ray.adapters.base import ComputePath, LayerAdapter
-
-#: Weights of these dtypes are not merged during training: adding the update would round it away.
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, is_low_precision
 
 
 class AdaptedLinear(nn.Module):
@@ -36,7 +33,7 @@ class AdaptedLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.adapter, self.path = adapter, path
-        self.low_precision = linear.weight.dtype in LOW_PRECISION
+        self.low_precision = is_low_precision(linear.weight.dtype)
         self.constants = constants  # float32, for exact updates
         self._bound_constants = constants
         # In the weight's dtype, for the forward; cast once.
@@ -78,9 +75,8 @@ class AdaptedLinear(nn.Module):
             return nn.functional.linear(x, self.weight, self.bias)
         frozen = self.weight if self.moved_weight is None else self.moved_weight
         if not self._uses_merged(self.params):
-            return self.adapter.forward(
-                x, frozen, self.bias, self._cast_constants, self.params, self.path, self.remainder
-            )
+            layer = FrozenLinear(frozen, self.bias, self._cast_constants, self.remainder)
+            return self.adapter.forward(x, layer, self.params, self.path)
         if self.merged is None:
             if self.remainder is not None:
                 frozen = frozen.float() + self.remainder.float()

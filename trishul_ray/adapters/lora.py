@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
-from trishul_ray.adapters.linear import LOW_PRECISION, split_linear
+from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec
+from trishul_ray.adapters.linear import split_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 
@@ -84,31 +84,28 @@ class LoRA(LayerAdapter):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        constants: Mapping[str, Tensor],
+        frozen: FrozenLinear,
         params: Mapping[str, Tensor],
         path: ComputePath = "auto",
-        remainder: Tensor | None = None,
     ) -> Tensor:
         """Compute the adapted layer, [..., d_in] -> [..., d_out] in the weight's dtype."""
-        factor_B, factor_A = self._factors(constants, params)
+        weight, bias = frozen.weight, frozen.bias
+        factor_B, factor_A = self._factors(frozen.constants, params)
         d_out, d_in = weight.shape
-        low_precision = weight.dtype in LOW_PRECISION
         merged = path == "merged"
         if path == "auto":
             backward = torch.is_grad_enabled() and factor_B.requires_grad
             merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=backward)
-        if merged and not low_precision:
-            return functional.linear(x, self.merged_weight(weight, constants, params), bias)
+        if merged and not frozen.low_precision:
+            return functional.linear(x, self.merged_weight(weight, frozen.constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
         x2 = x.reshape(-1, d_in)
         thin = x2 @ factor_A.t()  # [n, r]
         if self.scale != 1.0:
             thin = thin * self.scale
         up = factor_B.t()  # [r, d_out]
-        if low_precision:
-            y = split_linear(x2, weight, remainder, bias, (thin, up))
+        if frozen.low_precision:
+            y = split_linear(x2, weight, frozen.remainder, bias, (thin, up))
         else:
             # In place: nothing else needs the plain output, and a copy costs as much as a product.
             y = functional.linear(x2, weight, bias).addmm_(thin, up)

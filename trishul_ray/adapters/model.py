@@ -32,7 +32,8 @@ class Trained:
 
     Attributes:
         vector: [P] float32.
-        base: by layer, [d_out, d_in] added to the frozen weight.
+        base: by layer, [d_out, d_in] added to the frozen weight; it keeps at least 16 significant
+            bits whatever the weight's dtype.
         constants: by layer, frozen tensors that replace those of the adapter.
     """
 
@@ -146,31 +147,19 @@ class AdaptedModel:
         values |= {HEAD_PREFIX + name: value for name, value in self._overrides.initial().items()}
         return self.layout.pack(values)
 
-    def bind(
-        self,
-        vector: Tensor,
-        grad: Tensor | None = None,
-        base: Mapping[str, Tensor] | None = None,
-        constants: Mapping[str, dict[str, Tensor]] | None = None,
-    ) -> None:
-        """Compute with ``vector`` until :meth:`unbind`.
+    def bind(self, trained: Trained, grad: Tensor | None = None) -> None:
+        """Compute with a trained state, on the model's device, until :meth:`unbind`.
 
-        With ``grad``, ``backward`` adds into it (it is not zeroed here), and ``vector`` may change
-        in place between steps. Without ``grad`` nothing is trained, updates are merged into the
-        weights at the first forward, and ``vector`` must not change while bound.
-
-        Args:
-            vector: [P] float32 on the model's device.
-            grad: [P] float32 on the same device, or None.
-            base: by layer, [d_out, d_in] added to the frozen weight; it keeps at least 16
-                significant bits whatever the weight's dtype.
-            constants: by layer, frozen tensors that replace those of the adapter.
+        With ``grad``, float32 [P], ``backward`` adds into it (it is not zeroed here), and the
+        vector may change in place between steps. Without ``grad`` nothing is trained, updates are
+        merged into the weights at the first forward, and the vector must not change while bound.
 
         Raises:
             InputError: a shape, dtype or device does not match, or the adapters are detached.
         """
         if not self.attached:
             raise InputError("the adapters are detached from this model: attach them again")
+        vector = trained.vector
         for name, given in (("vector", vector), ("grad", grad)):
             if given is not None and (given.dtype, given.device) != (torch.float32, vector.device):
                 raise InputError(
@@ -184,11 +173,8 @@ class AdaptedModel:
                 leaves[name].requires_grad_()
                 leaves[name].grad = view
         for name, _, params in self._iter_layers(leaves):
-            self._layers[name].bind(
-                params,
-                None if base is None else base.get(name),
-                None if constants is None else constants.get(name),
-            )
+            layer = self._layers[name]
+            layer.bind(params, trained.base.get(name), trained.constants.get(name))
         self._overrides.bind({name: leaves[HEAD_PREFIX + name] for name in self._direct})
 
     def unbind(self) -> None:
@@ -238,46 +224,32 @@ class AdaptedModel:
         views = self.layout.views(vector)
         return {name: views[HEAD_PREFIX + name] for name in self._direct}
 
-    def deltas(
-        self,
-        vector: Tensor,
-        base: Mapping[str, Tensor] | None = None,
-        constants: Mapping[str, dict[str, Tensor]] | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the update of each adapted weight by module name, float64 [d_out, d_in].
-
-        The arguments are the fields of :class:`Trained`; ``base`` is part of the update.
-        """
-        base, constants = base or {}, constants or {}
+    def deltas(self, trained: Trained) -> dict[str, Tensor]:
+        """Return the update of each adapted weight, with its base, float64 [d_out, d_in]."""
         updates = {}
-        for name, adapter, params in self.iter_layers(vector):
-            update = adapter.delta(constants.get(name, self.constants(name)), params)
-            updates[name] = update + base[name].double() if name in base else update
+        for name, adapter, params in self.iter_layers(trained.vector):
+            constants = trained.constants.get(name, self.constants(name))
+            updates[name] = adapter.delta(constants, params)
+            if name in trained.base:
+                updates[name] = updates[name] + trained.base[name].double()
         return updates
 
     @torch.no_grad()
-    def merge(
-        self,
-        vector: Tensor,
-        base: Mapping[str, Tensor] | None = None,
-        constants: Mapping[str, dict[str, Tensor]] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> nn.Module:
+    def merge(self, trained: Trained, dtype: torch.dtype | None = None) -> nn.Module:
         """Return a plain copy of the model with updates and directly trained parameters written in.
 
         Sums are taken in float64 and cast once; a zero update leaves a weight bitwise unchanged.
-        This model stays adapted and bound. The arguments are the fields of :class:`Trained`, and
-        the dtype of the copy, by default the model's; bfloat16 rounds away updates below 2^-9 of a
-        weight.
+        This model stays adapted and bound. ``dtype`` is that of the copy, by default the model's;
+        bfloat16 rounds away updates below 2^-9 of a weight.
         """
         with self._original_modules():
             merged = copy.deepcopy(self.model)
         if dtype is not None:
             merged = merged.to(dtype)
-        for name, delta in self.deltas(vector, base, constants).items():
+        for name, delta in self.deltas(trained).items():
             weight = merged.get_parameter(name + ".weight")
             weight.copy_((weight.double() + delta.to(weight.device)).to(weight.dtype))
-        for name, value in self.direct_parameters(vector).items():
+        for name, value in self.direct_parameters(trained.vector).items():
             merged.get_parameter(name).copy_(value)
         return merged
 

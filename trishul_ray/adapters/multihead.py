@@ -12,15 +12,15 @@ Legend: h heads, r rank of one head, R = h r; d_out, d_in the layer's widths; n 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
-from trishul_ray.adapters.linear import LOW_PRECISION, split_linear
+from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec
+from trishul_ray.adapters.linear import split_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
@@ -96,38 +96,25 @@ class MultiHead(LayerAdapter):
     def forward(
         self,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        constants: Mapping[str, Tensor],
+        frozen: FrozenLinear,
         params: Mapping[str, Tensor],
         path: ComputePath = "auto",
-        remainder: Tensor | None = None,
     ) -> Tensor:
         """Compute the adapted layer, [..., d_in] -> [..., d_out] in the weight's dtype.
 
-        Bases may be float32 or already in the weight's dtype. The core gradient has the dtype of
-        the core.
+        The core gradient has the dtype of the core.
         """
         if self.heads == 0:
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, frozen.weight, frozen.bias)
         product = self.product(params)
-        d_out, d_in = weight.shape
+        d_out, d_in = frozen.weight.shape
         grad = torch.is_grad_enabled()
-        routes = choose_routes(
-            x.numel() // d_in,
-            d_out,
-            d_in,
-            self.heads,
-            self.rank,
-            core_grad=grad and product.requires_grad,
-            input_grad=grad and x.requires_grad,
-            path=path,
-            low_precision=weight.dtype in LOW_PRECISION,
-        )
-        basis_B, basis_A = constants["basis_B"], constants["basis_A"]
-        if basis_B.dtype != weight.dtype:
-            basis_B, basis_A = basis_B.to(weight.dtype), basis_A.to(weight.dtype)
-        return multihead_linear(x, weight, bias, basis_B, basis_A, product, routes, remainder)
+        call = Call(
+            x.numel() // d_in, d_out, d_in, self.heads, self.rank,
+            core_grad=grad and product.requires_grad, input_grad=grad and x.requires_grad,
+        )  # fmt: skip
+        routes = choose_routes(call, path, low_precision=frozen.low_precision)
+        return multihead_linear(x, product, frozen, routes)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
@@ -156,11 +143,8 @@ class MultiHead(LayerAdapter):
         """Count those of the routes that are taken; see :class:`LayerAdapter`."""
         if self.heads == 0:
             return 0
-        call = (n, spec.d_out, spec.d_in, self.heads, self.rank)
-        routes = choose_routes(
-            *call, core_grad=training, input_grad=training, path=path, low_precision=low_precision
-        )
-        return _route_costs(*call, core_grad=training, input_grad=training)[routes]
+        call = Call(n, spec.d_out, spec.d_in, self.heads, self.rank, training, training)
+        return call.costs()[choose_routes(call, path, low_precision=low_precision)]
 
     def num_parameters(self, spec: LayerSpec) -> int:
         """Return h r^2, the entries of the cores."""
@@ -171,51 +155,62 @@ class MultiHead(LayerAdapter):
         return self.heads if self.train_scale else 0
 
 
-@lru_cache(maxsize=4096)
-def choose_routes(
-    n: int,
-    d_out: int,
-    d_in: int,
-    heads: int,
-    rank: int,
-    *,
-    core_grad: bool,
-    input_grad: bool,
-    path: ComputePath = "auto",
-    low_precision: bool = False,
-) -> tuple[bool, bool]:
-    """Return ``(merged forward, merged core gradient)`` for one call.
+class Routes(NamedTuple):
+    """How one call computes."""
 
-    ``auto`` takes the pair with the fewest multiplications on top of those of the plain layer. In
-    low precision the forward is always factored.
+    merged_forward: bool  # through W + B blockdiag(P) A, not the thin factors
+    merged_core: bool  # the core gradient from dY^T X, not from the thin factors
+
+
+class Call(NamedTuple):
+    """The sizes of one call, and the gradients that it needs."""
+
+    tokens: int
+    d_out: int
+    d_in: int
+    heads: int
+    rank: int
+    core_grad: bool
+    input_grad: bool
+
+    def costs(self) -> dict[Routes, int]:
+        """Return the multiplications beyond those of the plain layer, by routes."""
+        n, d_out, d_in, heads, rank, core_grad, input_grad = self
+        total, small = heads * rank, min(d_out, d_in)
+        merge = total * d_out * d_in + small * total * rank  # W + B (P A); dX = dY W_eff is free
+        thin = n * total * (d_out + d_in)  # X A^T and the way back up
+        factored = thin + total * rank * min(n, d_out)
+        if input_grad:
+            factored += thin + total * rank * min(n, d_in)
+        per_head = n * total * rank  # U_i^T V_i
+        merged_core = n * d_out * d_in + merge  # dY^T X, then B_i^T (.) A_i^T
+        costs: dict[Routes, int] = {}
+        for merged_forward in (True, False):
+            base = merge if merged_forward else factored
+            # A factored forward has X A^T already, and dY B if the input gradient is needed.
+            again = thin if merged_forward else (0 if input_grad else n * total * d_out)
+            costs[Routes(merged_forward, True)] = base + (merged_core if core_grad else 0)
+            costs[Routes(merged_forward, False)] = base + (again + per_head if core_grad else 0)
+        return costs
+
+
+@lru_cache(maxsize=4096)
+def choose_routes(call: Call, path: ComputePath = "auto", *, low_precision: bool = False) -> Routes:
+    """Return the routes of a call.
+
+    ``auto`` takes those with the fewest multiplications on top of those of the plain layer. In low
+    precision the forward is always factored.
     """
     if path != "auto":
-        return path == "merged" and not low_precision, path == "merged"
-    costs = _route_costs(n, d_out, d_in, heads, rank, core_grad=core_grad, input_grad=input_grad)
-    allowed = [r for r in costs if not (low_precision and r[0]) and (core_grad or r[0] == r[1])]
+        return Routes(path == "merged" and not low_precision, path == "merged")
+    costs = call.costs()
+    allowed = [
+        r
+        for r in costs
+        if not (low_precision and r.merged_forward)
+        and (call.core_grad or r.merged_forward == r.merged_core)
+    ]
     return min(allowed, key=lambda routes: costs[routes])
-
-
-def _route_costs(
-    n: int, d_out: int, d_in: int, heads: int, rank: int, *, core_grad: bool, input_grad: bool
-) -> dict[tuple[bool, bool], int]:
-    """Return the multiplications beyond those of the plain layer, for each pair of routes."""
-    total, small = heads * rank, min(d_out, d_in)
-    merge = total * d_out * d_in + small * total * rank  # W + B (P A); dX = dY W_eff is then free
-    thin = n * total * (d_out + d_in)  # X A^T and the way back up
-    factored = thin + total * rank * min(n, d_out)
-    if input_grad:
-        factored += thin + total * rank * min(n, d_in)
-    per_head = n * total * rank  # U_i^T V_i
-    merged_core = n * d_out * d_in + merge  # dY^T X, then B_i^T (.) A_i^T
-    costs: dict[tuple[bool, bool], int] = {}
-    for merged_forward in (True, False):
-        base = merge if merged_forward else factored
-        # A factored forward has X A^T already, and dY B if the input gradient is needed.
-        again = thin if merged_forward else (0 if input_grad else n * total * d_out)
-        costs[merged_forward, True] = base + (merged_core if core_grad else 0)
-        costs[merged_forward, False] = base + (again + per_head if core_grad else 0)
-    return costs
 
 
 def effective_weight(weight: Tensor, basis_B: Tensor, basis_A: Tensor, product: Tensor) -> Tensor:
@@ -243,45 +238,26 @@ def _mix_input(basis_A: Tensor, product: Tensor) -> Tensor:
     return torch.bmm(product, basis_A.view(heads, rank, -1)).view(heads * rank, -1)
 
 
-def multihead_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    basis_B: Tensor,
-    basis_A: Tensor,
-    product: Tensor,
-    routes: tuple[bool, bool],
-    remainder: Tensor | None = None,
-) -> Tensor:
+def multihead_linear(x: Tensor, product: Tensor, frozen: FrozenLinear, routes: Routes) -> Tensor:
     """Return ``x (W + B blockdiag(P) A)^T + bias``, differentiable only in ``x`` and ``product``.
 
-    x, bias, bases and remainder have the weight's dtype. The product [h, r, r] may have another
-    one, and so has its gradient. The routes come from :func:`choose_routes`; with a remainder (the
-    second part of a split weight in low precision) the forward must be factored.
+    x has the weight's dtype. The product [h, r, r] may have another one, and so has its gradient.
+    With a remainder the forward must be factored.
     """
-    out = _MultiHeadLinear.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        x, weight, bias, basis_B, basis_A, product, routes, remainder
-    )
+    out = _MultiHeadLinear.apply(x, product, frozen, routes)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 
 class _MultiHeadLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        basis_B: Tensor,
-        basis_A: Tensor,
-        product: Tensor,
-        routes: tuple[bool, bool],
-        remainder: Tensor | None,
+        ctx: Any, x: Tensor, product: Tensor, frozen: FrozenLinear, routes: Routes
     ) -> Tensor:
-        merged_forward, merged_core = routes
+        weight, bias = frozen.weight, frozen.bias
+        basis_B, basis_A = frozen.constants["basis_B"], frozen.constants["basis_A"]
         ctx.routes, ctx.product_dtype = routes, product.dtype
         thin_x: Tensor | None = None
-        if merged_forward:
+        if routes.merged_forward:
             used = effective_weight(weight, basis_B, basis_A, product)
             y = functional.linear(x, used, bias)
         else:
@@ -293,13 +269,14 @@ class _MultiHeadLinear(torch.autograd.Function):
                 thin, up = _multiply_heads(thin_x, product.transpose(1, 2)), basis_B.t()
             else:
                 thin, up = thin_x, mix_output(basis_B, product)  # [n, R], [R, d_out]
-            if weight.dtype in LOW_PRECISION:
-                y = split_linear(x2, used, remainder, bias, (thin, up))
+            if frozen.low_precision:
+                y = split_linear(x2, used, frozen.remainder, bias, (thin, up))
             else:
                 y = functional.linear(x, used, bias).view(-1, weight.shape[0])
                 y.addmm_(thin, up)
             y = y.view(*x.shape[:-1], weight.shape[0])
-        ctx.save_for_backward(x, used, basis_B, basis_A, product, None if merged_core else thin_x)
+        kept = None if routes.merged_core else thin_x
+        ctx.save_for_backward(x, used, basis_B, basis_A, product, kept)
         return y
 
     @staticmethod
@@ -307,7 +284,7 @@ class _MultiHeadLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, used, basis_B, basis_A, product, thin_x = ctx.saved_tensors
         merged_forward, merged_core = ctx.routes
-        need_x, need_core = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        need_x, need_core = ctx.needs_input_grad[:2]
         d_out, d_in = used.shape
         heads, rank, _ = product.shape
         dy2, x2 = dy.reshape(-1, d_out), x.reshape(-1, d_in)
@@ -336,7 +313,7 @@ class _MultiHeadLinear(torch.autograd.Function):
             )
         if core is not None:
             core = core.to(ctx.product_dtype)
-        return dx, None, None, None, None, core, None, None
+        return dx, core, None, None
 
 
 def _multiply_heads(thin: Tensor, matrices: Tensor) -> Tensor:

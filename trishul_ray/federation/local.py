@@ -313,7 +313,7 @@ def _memory_of(work: str, batch_size: str) -> Iterator[None]:
 @contextmanager
 def _bound(bench: Workbench, trained: Trained, grad: Tensor | None = None) -> Iterator[None]:
     """Let the model compute with a trained state inside, and as pretrained again after."""
-    bench.model.bind(trained.vector, grad, trained.base, trained.constants)
+    bench.model.bind(trained, grad)
     try:
         yield
     finally:

@@ -71,7 +71,7 @@ def _predict(
     count = len(next(iter(columns.values())))
     found: list[_Read] = []
     with deterministic(bench.settings), torch.inference_mode():
-        bench.model.bind(trained.vector, None, trained.base, trained.constants)
+        bench.model.bind(trained)
         try:
             for start in range(0, count, batch_size):
                 stored = {
