@@ -10,12 +10,14 @@ Run an experiment, or load one that has run::
     trishul_ray.sweep(axes={"method": ["fedit", "trishul"], "seed": range(3)}, rounds=10)
     trishul_ray.runs()
 
-Importing the package loads nothing else: torch, transformers and Ray are imported by the first run.
+Importing the package loads nothing else: torch, transformers and Ray are imported with the first
+of these functions.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError
+from trishul_ray.federation.determinism import set_environment
 from trishul_ray.version import __version__
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from trishul_ray.plugins import load_plugin
     from trishul_ray.result import Result
     from trishul_ray.runs.summary import table_of_runs as runs
+
+set_environment()  # before torch is imported
 
 __all__ = [
     "CorruptFileError",

@@ -14,22 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+import pandas as pd
 import yaml
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from trishul_ray.config import Noted, Places
+from trishul_ray.data.own import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, at_loss, own_errors
-from trishul_ray.federation.determinism import set_environment
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from rich.console import Console
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
-
-    from trishul_ray.result import Result
-    from trishul_ray.sweeps.cells import Sweep
-    from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
+from trishul_ray.methods.base import method_names
+from trishul_ray.models.passed import pass_model
+from trishul_ray.result import Result
+from trishul_ray.runs.export import open_run
+from trishul_ray.runs.runner import run_steps
+from trishul_ray.runs.summary import RunSummary
+from trishul_ray.sweeps.cells import Sweep, TuneOptions, load_sweep
+from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 #: How to show the progress of a run: not at all, as lines, or as a live bar where there is a
 #: terminal or a notebook (elsewhere as lines); always on standard error.
@@ -42,15 +47,15 @@ _running = threading.Lock()
 def run(
     dataset: Any = None,
     *,
-    method: "str | Mapping[str, Any] | None" = None,
-    model: "str | nn.Module | Mapping[str, Any] | None" = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-    config: "str | Path | Mapping[str, Any] | None" = None,
+    method: str | Mapping[str, Any] | None = None,
+    model: str | nn.Module | Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
     progress: Progress = "rich",
     fresh: bool = False,
     on_round: Callable[[dict[str, float]], object] | None = None,
     **fields: Any,
-) -> "Result":
+) -> Result:
     """Run an experiment, or continue it where it stopped; a finished one is read.
 
     Args:
@@ -81,11 +86,6 @@ def run(
         InputError: The input is wrong; nothing was changed.
         RunError: The run failed; call it again with the same arguments to continue.
     """
-    set_environment()  # before torch is imported
-    from trishul_ray.experiment.loading import experiment_of_arguments
-    from trishul_ray.result import Result
-    from trishul_ray.runs.runner import run_steps
-
     if on_round is not None and not callable(on_round):
         raise InputError(f"on_round of type {type(on_round).__name__}: it must be a function")
     with own_errors():
@@ -110,7 +110,7 @@ def run(
         experiment = experiment_of_arguments(config, arguments)
     with (
         _alone(),
-        _progress(progress, experiment.federation.rounds) as display,
+        RunProgress(experiment.federation.rounds, _console(progress)) as display,
         at_loss(lambda why: display.note(f"{why}. Repeat the call to continue.")),
     ):
         steps = run_steps(experiment, display, fresh=fresh)
@@ -133,15 +133,15 @@ def run(
 
 @own_errors()
 def sweep(
-    file: "str | Path | Mapping[str, Any] | None" = None,
+    file: str | Path | Mapping[str, Any] | None = None,
     *,
-    axes: "Mapping[str, Iterable[Any]] | None" = None,
+    axes: Mapping[str, Iterable[Any]] | None = None,
     retries: int = 2,
     stall_minutes: float = 30.0,
     concurrency: int | None = None,
     progress: Progress = "rich",
     **fields: Any,
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """Run what is missing of a grid or a search of whole runs, as ``trishul sweep`` does.
 
     Args:
@@ -162,11 +162,6 @@ def sweep(
         InputError: The input is wrong; nothing was run.
         RunError: Ray or Ray Tune failed; call it again with the same arguments to continue.
     """
-    set_environment()
-    from trishul_ray.sweeps.cells import TuneOptions
-    from trishul_ray.sweeps.reproduce import reproduce
-    from trishul_ray.tracking.progress import SweepProgress
-
     read = _read_sweep(file, axes, fields)
     with (
         _alone(),
@@ -175,8 +170,6 @@ def sweep(
     ):
         options = TuneOptions(retries, stall_minutes, concurrency)
         (outcome,) = reproduce([read], options, display).outcomes
-    import pandas as pd
-
     rows = []
     for cell in outcome.cells:
         final = {
@@ -191,12 +184,12 @@ def sweep(
 
 @own_errors()
 def load(
-    run: "str | Path",
+    run: str | Path,
     *,
     runs: str = "runs",
-    model: "nn.Module | None" = None,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-) -> "Result":
+    model: nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Result:
     """Load a finished run.
 
     Args:
@@ -211,11 +204,6 @@ def load(
         CorruptFileError: One of its files is damaged; running it again restores the file from its
             last checkpoint.
     """
-    set_environment()
-    from trishul_ray.result import Result
-    from trishul_ray.runs.export import open_run
-    from trishul_ray.runs.summary import RunSummary
-
     if model is not None:
         _pass_module(model, tokenizer)
     home, experiment = open_run(str(run), runs)
@@ -237,9 +225,6 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that name a dataset, or the rows that were passed in its place."""
     if isinstance(dataset, str):
         return {"data.name": dataset}
-    from trishul_ray.config import Places
-    from trishul_ray.data.own import store_rows
-
     section = fields.get("data", {})
     columns = fields.get("columns", section.get("columns", {}))
     storage = fields.get("storage", {})
@@ -248,13 +233,8 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"data.name": "rows", "data.path": str(folder)}
 
 
-def _pass_module(module: Any, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """Return the section ``model`` of a module, which becomes known to this process."""
-    from torch import nn
-
-    from trishul_ray.config import Noted
-    from trishul_ray.models.passed import pass_model
-
     if not isinstance(module, nn.Module):
         raise InputError(
             f"model of type {type(module).__name__}: it must be a name, a section, or an nn.Module"
@@ -277,15 +257,7 @@ def _alone() -> Iterator[None]:
         _running.release()
 
 
-def _progress(kind: Progress, rounds: int) -> "RunProgress":
-    from trishul_ray.tracking.progress import RunProgress
-
-    return RunProgress(rounds, _console(kind))
-
-
-def _console(kind: Progress) -> "Console":
-    from rich.console import Console
-
+def _console(kind: Progress) -> Console:
     if kind not in get_args(Progress):
         raise InputError(f"progress={kind!r}: must be {', '.join(map(repr, get_args(Progress)))}")
     live = None if kind == "rich" else False
@@ -293,15 +265,11 @@ def _console(kind: Progress) -> "Console":
 
 
 def _read_sweep(
-    file: "str | Path | Mapping[str, Any] | None",
-    axes: "Mapping[str, Iterable[Any]] | None",
+    file: str | Path | Mapping[str, Any] | None,
+    axes: Mapping[str, Iterable[Any]] | None,
     fields: Mapping[str, Any],
-) -> "Sweep":
+) -> Sweep:
     """Return the sweep that the arguments of :func:`sweep` describe."""
-    from trishul_ray.experiment.loading import field_names, full_name
-    from trishul_ray.methods.base import method_names
-    from trishul_ray.sweeps.cells import load_sweep
-
     if (file is None) == (axes is None):
         raise InputError("sweep: give either a file, or its content, or axes={field: values}")
     known = list(dict.fromkeys(name for m in method_names() for name in field_names(m)))
@@ -334,8 +302,6 @@ def _axis(name: str, values: Any, known: Sequence[str]) -> tuple[str, Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         kind = type(values).__name__
         raise InputError(f"axes: {name!r} is of type {kind}: it must be a list of values")
-    from trishul_ray.experiment.loading import full_name
-
     return full_name(name, known), list(values)
 
 

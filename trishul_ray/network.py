@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, get_session
+
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import redact
 
@@ -48,8 +50,6 @@ def hub_fault() -> str:
 
     It is asked once, and again after a minute. In the hub's offline mode it is not asked.
     """
-    from huggingface_hub import constants
-
     asked, fault = _asked.get(constants.ENDPOINT, (-_REMEMBERED_SECONDS, ""))
     if time.monotonic() - asked >= _REMEMBERED_SECONDS:
         if constants.HF_HUB_OFFLINE:
@@ -61,8 +61,6 @@ def hub_fault() -> str:
 
 def _ask_hub() -> None:
     """Send one request with the hub's own client, whose proxies and certificates count."""
-    from huggingface_hub import constants, get_session
-
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
     except Exception as error:  # its HTTP library, and so its errors, change with the version
@@ -75,8 +73,6 @@ def hub_or_cache() -> Iterator[None]:
 
     Left to themselves, they try for half a minute before they say so.
     """
-    from huggingface_hub import constants
-
     if not hub_fault():
         yield
         return

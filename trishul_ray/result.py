@@ -24,8 +24,19 @@ class Result:
 
     Attributes:
         id: Its id.
-        summary: The content of its ``result.json``.
+        path: The folder of the run, or its address on another filesystem.
         repeated: Whether it had finished before, so that nothing was run.
+        summary: The content of its ``result.json``.
+        config: Every field of the experiment, by section.
+        final: The metrics after the last round, and its number.
+        best: The metrics of the round with the best headline metric, and its number. ``chosen_on``
+            names the rows whose headline metric is the best: ``validation``, or ``test`` if the run
+            has no validation rows (``data.validation_share``); then it is no fair score.
+        untouched: The metrics of the backbone before the first round.
+        recall: The recall of every class after the last round; None for one without test rows.
+        per_client: The global model's headline metric of every client after the last round. Empty
+            without ``evaluation.per_client``.
+        personal: The same of every client's own model; empty for a method whose clients have none.
     """
 
     def __init__(
@@ -34,7 +45,10 @@ class Result:
         self._experiment, self._home = experiment, home
         self.summary = {name: value for name, value in vars(summary).items() if name != "checksum"}
         self.repeated = repeated
-        self.id = summary.id
+        self.id, self.path = summary.id, home.uri
+        self.config, self.final, self.best = summary.config, summary.final, summary.best
+        self.untouched, self.recall = summary.untouched, summary.recall
+        self.per_client, self.personal = summary.per_client, summary.personal
 
     def __repr__(self) -> str:
         final, headline = self.final, self.summary["headline"]
@@ -67,60 +81,6 @@ class Result:
             for name, value in cells.items()
         )
         return f"<table>{rows}</table>"
-
-    @property
-    def path(self) -> str:
-        """The folder of the run, or its address on another filesystem."""
-        return self._home.uri
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Every field of the experiment, by section."""
-        config: dict[str, Any] = self.summary["config"]
-        return config
-
-    @property
-    def final(self) -> dict[str, Any]:
-        """The metrics after the last round, and its number."""
-        final: dict[str, Any] = self.summary["final"]
-        return final
-
-    @property
-    def best(self) -> dict[str, Any]:
-        """The metrics of the round with the best headline metric, and its number.
-
-        ``chosen_on`` names the rows whose headline metric is the best: ``validation``, or ``test``
-        if the run has no validation rows (``data.validation_share``); then it is no fair score.
-        """
-        best: dict[str, Any] = self.summary["best"]
-        return best
-
-    @property
-    def untouched(self) -> dict[str, Any]:
-        """The metrics of the backbone before the first round."""
-        untouched: dict[str, Any] = self.summary["untouched"]
-        return untouched
-
-    @property
-    def recall(self) -> dict[str, float | None]:
-        """The recall of every class after the last round; None for one without test rows."""
-        recall: dict[str, float | None] = self.summary.get("recall", {})
-        return recall
-
-    @property
-    def per_client(self) -> dict[str, float]:
-        """The global model's headline metric of every client after the last round.
-
-        Empty without ``evaluation.per_client``.
-        """
-        scores: dict[str, float] = self.summary.get("per_client", {})
-        return scores
-
-    @property
-    def personal(self) -> dict[str, float]:
-        """The same of every client's own model; empty for a method whose clients have none."""
-        scores: dict[str, float] = self.summary.get("personal", {})
-        return scores
 
     @cached_property
     def history(self) -> pd.DataFrame:

@@ -19,14 +19,11 @@ import typer
 from trishul_ray.cli import cluster, data, machine, run, sweeps
 from trishul_ray.cli.output import wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error
-from trishul_ray.federation.determinism import set_environment
 from trishul_ray.version import NUMERICS, __version__
 
 __all__ = ["app", "main"]
 
 # Commands import torch and the rest of the package only when they are called.
-set_environment()
-
 app = typer.Typer(
     name="trishul",
     no_args_is_help=True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from trishul_ray.federation.determinism import deterministic, set_environment
+from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from trishul_ray.federation.reduce import Partial, Reducer
     from trishul_ray.federation.residents import Residents
     from trishul_ray.federation.workbench import Workbench
-
-set_environment()
 
 
 @ray.remote
