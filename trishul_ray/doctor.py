@@ -69,10 +69,7 @@ def diagnose(
 ) -> list[Check]:
     """Check everything that a run needs, and return the results in the order to show them.
 
-    Args:
-        runs: ``storage.runs``: a folder or a filesystem URI.
-        tracking: ``tracking.uri``; default a SQLite file in ``runs``.
-        start_ray: Also join the cluster of ``RAY_ADDRESS``, or start a local one and stop it.
+    With ``start_ray``, also join the cluster of ``RAY_ADDRESS``, or start a local one and stop it.
     """
     places = Places.at()
     # Checks that wait run in threads, while this one spends as long on importing torch.

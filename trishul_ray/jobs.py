@@ -175,10 +175,8 @@ class Cluster:
     def submit(self, words: Sequence[str], runs: str, directory: Path) -> Job:
         """Start a command on the cluster; see :func:`check_no_secret`, :func:`check_directory`.
 
-        Args:
-            words: The command, without ``trishul``.
-            runs: Where its results go, unless ``storage.runs`` is one of the words.
-            directory: Working directory to ship, without data, results and environments.
+        Its results go to ``runs``, unless ``storage.runs`` is one of the words. The directory is
+        shipped without data, results and environments.
 
         Raises:
             InputError: The directory is too large.

@@ -1,4 +1,4 @@
-"""PyTorch, transformers and parts of Arrow, imported at their first use.
+"""PyTorch, transformers, MLflow and parts of Arrow, imported at their first use.
 
 A configuration consists of the classes of the methods, which compute with tensors. Modules that
 are imported to read one, or to list datasets, write ``from trishul_ray.lazy import torch`` instead
@@ -11,9 +11,11 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["pc", "pq", "torch", "transformers"]
+__all__ = ["mlflow", "pc", "pq", "torch", "transformers"]
 
 if TYPE_CHECKING:
+    import mlflow
+    import mlflow.entities
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
     import torch
@@ -24,6 +26,7 @@ else:
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module(self.__name__), name)
 
+    mlflow = _Lazy("mlflow")
     torch = _Lazy("torch")
     transformers = _Lazy("transformers")
     pc = _Lazy("pyarrow.compute")

@@ -750,7 +750,8 @@ def test_built_in_backbones_take_own_texts_by_default_and_without_a_download(tmp
         assert (experiment.model.init, experiment.budget) == ("pretrained", budget)
 
 
-def test_an_error_of_the_budget_does_not_hide_one_of_the_data(tmp_path):
+def test_an_error_of_the_budget_does_not_hide_one_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRISHUL_HUB", raising=False)
     file = write_rows(tmp_path / "notes.csv", [{"text": "a", "label": n} for n in range(4)])
     words = ["dataset=table", "model=bert-tiny", "budget=64", f"storage.cache={tmp_path}"]
     with pytest.raises(InputError, match=r"exceeds the width 128"):

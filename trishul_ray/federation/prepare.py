@@ -3,6 +3,7 @@
 The driver does this once; every worker gets the result.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,10 +186,31 @@ def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
             f"down to that: details are lost; for larger images: {', '.join(larger)}"
             f"{', ' * bool(larger)}vit-b16 (224)"
         )
-    patch = getattr(backbone.architecture, "patch_size", None)
-    if side > stored and isinstance(patch, int) and (side // patch) ** 2 > MAX_TOKENS:
+    if (
+        side > stored
+        and (patch := _patch_size(backbone)) is not None
+        and (tokens := (side // patch) ** 2) > MAX_TOKENS
+    ):
         return (
-            f"{takes} ({(side // patch) ** 2 + 1:,} tokens each), and those of dataset {info.name} "
+            f"{takes} ({tokens + 1:,} tokens each), and those of dataset {info.name} "
             f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
         )
     return None
+
+
+def smaller_images(backbone: Backbone, info: DatasetInfo) -> tuple[int, int] | None:
+    """Return the smallest side of images that keeps a dataset's details, and the backbone's side.
+
+    None if the backbone takes images that are not larger, or of one size, or is not known.
+    """
+    with suppress(InputError):
+        side, patch = backbone.preprocessing.image_size, _patch_size(backbone)
+        if side is not None and patch is not None:
+            smaller = max(-(-max(info.image_shape[1:]) // patch), 4) * patch
+            return (smaller, side) if smaller < side else None
+    return None
+
+
+def _patch_size(backbone: Backbone) -> int | None:
+    patch = getattr(backbone.architecture, "patch_size", None)
+    return patch if isinstance(patch, int) else None

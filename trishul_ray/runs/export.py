@@ -17,13 +17,7 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig
 
-from trishul_ray.adapters.export import (
-    AdapterExport,
-    export_merged,
-    export_peft,
-    merge_trained,
-    save_module,
-)
+from trishul_ray.adapters.export import export_merged, export_peft, merge_trained, save_module
 from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
@@ -32,12 +26,7 @@ from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import ArrayState, changed_sources
 from trishul_ray.federation.server import broadcast_of
-from trishul_ray.federation.workbench import (
-    ModelBench,
-    adapt_to,
-    build_model_bench,
-    global_model,
-)
+from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
@@ -84,9 +73,7 @@ class Export:
 def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     """Return the folder of a run and its experiment.
 
-    Args:
-        run: The id of a run under ``runs``, or the beginning of one, or the folder of a run.
-        runs: The folder of all runs.
+    ``run`` is an id under ``runs``, the beginning of one, or the folder of a run.
 
     Raises:
         InputError: The run does not exist, several begin so, or its config.yaml is not its own.
@@ -154,15 +141,9 @@ def fits_adapter(bench: ModelBench) -> bool:
 
 
 def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> Export:
-    """Write the adapter, or the merged model, of a run's newest checkpoint.
+    """Write the adapter, or the merged model, of a run's newest checkpoint into a new folder.
 
     Full fine-tuning has no adapter: its model is written instead.
-
-    Args:
-        run: The id of a run under ``runs``, or the folder of a run.
-        directory: The folder to create.
-        merged: Whether to write the whole model instead of the adapter.
-        runs: The folder of all runs.
 
     Raises:
         InputError: The run does not exist, or ``directory`` is not empty.
@@ -182,12 +163,8 @@ def write_model(
 ) -> Export:
     """Write a trained model with all that others need to use it.
 
-    Args:
-        run: The model.
-        directory: The folder to create.
-        merged: Whether to write the whole model even where an adapter holds the update.
-        notes: Further lines of the model card, by title.
-        place: Where the folder will lie in the end; by default where it is written.
+    ``notes`` are further lines of the model card, by title; ``place`` is where the folder will lie
+    in the end, if not where it is written.
 
     Raises:
         InputError: The folder is not empty.
@@ -195,20 +172,19 @@ def write_model(
     bench, trained = run.bench, run.trained
     notes = {"rounds": str(run.round)} | notes
     name_classes(bench.model.model, bench)
-    if merged or not fits_adapter(bench):
-        why = "" if merged else f", since {bench.settings.method.name} trains every weight"
-        export = Export("model", run.round, f"the whole model, with the update in its weights{why}")
-        notes |= {"weights": export.note}
-        with deterministic(bench.settings), quiet_transformers():
+    with deterministic(bench.settings), quiet_transformers():
+        if merged or not fits_adapter(bench):
+            why = "" if merged else f", since {bench.settings.method.name} trains every weight"
+            note = f"the whole model, with the update in its weights{why}"
+            notes |= {"weights": note}
             export_merged(
                 bench.model,
                 trained,
                 directory,
                 beside=lambda folder: write_model_files(bench, folder, backbone=None, notes=notes),
             )
-        return export
-    backbone = name_backbone(bench, place or str(directory.absolute()))
-    with deterministic(bench.settings), quiet_transformers():
+            return Export("model", run.round, note)
+        backbone = name_backbone(bench, place or str(directory.absolute()))
         adapter = export_peft(
             bench.model,
             trained,
@@ -217,19 +193,12 @@ def write_model(
             revision=backbone.revision,
             beside=lambda folder: write_model_files(bench, folder, backbone=backbone, notes=notes),
         )
-    return _describe(adapter, run.round)
-
-
-def _describe(adapter: AdapterExport, round_number: int) -> Export:
-    ranks = [min(adapter.ranks.values()), max(adapter.ranks.values())]
-    shown = f"{ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} to {ranks[1]}"
-    note = f"PEFT LoRA adapter of rank {shown}"
+    low, high = ranks = [min(adapter.ranks.values()), max(adapter.ranks.values())]
+    note = f"PEFT LoRA adapter of rank {low}" + (f" to {high}" if low != high else "")
     if adapter.folded:
-        note += (
-            f", which holds the changes of the frozen weights, too (relative error "
-            f"{adapter.error:.1g})"
-        )
-    return Export("adapter", round_number, note, ranks, adapter.error)
+        note += ", which holds the changes of the frozen weights, too "
+        note += f"(relative error {adapter.error:.1g})"
+    return Export("adapter", run.round, note, ranks, adapter.error)
 
 
 #: Folder of a copy of the backbone, in an exported adapter.
@@ -285,14 +254,7 @@ def name_backbone(bench: ModelBench, place: str) -> BackboneName:
 def write_model_files(
     bench: ModelBench, folder: Path, *, backbone: BackboneName | None, notes: dict[str, str]
 ) -> None:
-    """Write what belongs beside a model.
-
-    Args:
-        bench: The workbench of the run.
-        folder: Where the adapter or the merged model has been written.
-        backbone: Where the backbone of an adapter is; None for a merged model.
-        notes: Further lines of the model card, by title.
-    """
+    """Write what belongs beside a model; ``backbone`` is that of an adapter."""
     task, config = bench.task, getattr(bench.model.model, "config", None)
     if backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder))
@@ -306,7 +268,9 @@ def write_model_files(
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.save_pretrained(str(folder))
-    _write_json(folder / "task.json", task_fields(bench))
+    info = bench.info
+    about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
+    _write_json(folder / "task.json", about | task.settings())
     (folder / "README.md").write_text(model_card(bench, backbone, notes), encoding="utf-8")
 
 
@@ -334,17 +298,6 @@ def image_processor(task: ImageClassification) -> dict[str, Any]:
         "do_normalize": True,
         "image_mean": list(task.mean),
         "image_std": list(task.std),
-    }
-
-
-def task_fields(bench: ModelBench) -> dict[str, Any]:
-    """Return how the run makes inputs of rows and answers of outputs, as plain JSON values."""
-    task, info = bench.task, bench.info
-    return {
-        "task": type(task).__name__,
-        "dataset": info.name,
-        "classes": list(info.classes),
-        **task.settings(),
     }
 
 
@@ -389,38 +342,27 @@ def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str
 def _use(bench: ModelBench, backbone: BackboneName | None, python: bool) -> list[str]:
     """Return the lines that load the model."""
     if python:
+        source = "safetensors.torch import load_model"
         load = "load_model(model, f'{folder}/model.safetensors')"
         if backbone is not None:
+            source = "peft import PeftModel"
             load = "model = PeftModel.from_pretrained(model, folder).eval()"
-        source = (
-            "peft import PeftModel"
-            if backbone is not None
-            else "safetensors.torch import load_model"
-        )
-        return [
-            f"from {source}",
-            "",
-            f"model = {bench.settings.model.name.partition(':')[2]}(...)",
-            load,
-        ]
-    auto = AUTO_CLASSES[bench.task.model_kind]
-    images = isinstance(bench.task, ImageClassification)
-    reader = "AutoImageProcessor" if images else "AutoTokenizer"
-    prepare = f"{'processor' if images else 'tokenizer'} = {reader}.from_pretrained(folder)"
+        name = bench.settings.model.name.partition(":")[2]
+        return [f"from {source}", "", f"model = {name}(...)", load]
+    auto, reader, what = AUTO_CLASSES[bench.task.model_kind], "AutoTokenizer", "tokenizer"
+    if isinstance(bench.task, ImageClassification):
+        reader, what = "AutoImageProcessor", "processor"
+    here, prepare = 'folder = "."  # of this file', f"{what} = {reader}.from_pretrained(folder)"
     if backbone is None:
-        return [
-            f"from transformers import {', '.join(sorted((auto, reader)))}",
-            "",
-            'folder = "."  # of this file',
-            f"model = {auto}.from_pretrained(folder).eval()",
-            prepare,
-        ]
+        loaded = f"model = {auto}.from_pretrained(folder).eval()"
+        names = ", ".join(sorted((auto, reader)))
+        return [f"from transformers import {names}", "", here, loaded, prepare]
     base = f'f"{{folder}}/{COPY}"' if backbone.copied else repr(backbone.name)
     return [
         "from peft import PeftModel",
         f"from transformers import {', '.join(sorted(('AutoConfig', auto, reader)))}",
         "",
-        'folder = "."  # of this file',
+        here,
         f"base = {auto}.from_pretrained(",
         f"    {base}, config=AutoConfig.from_pretrained(folder), ignore_mismatched_sizes=True",
         ")",

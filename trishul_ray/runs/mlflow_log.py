@@ -68,12 +68,7 @@ def open_tracker(
 ) -> Tracker:
     """Find or create the MLflow run of an attempt.
 
-    Args:
-        experiment: The experiment.
-        attempt: Identifies the run.
-        data: The rows that it uses, as ``Coverage.to_json``.
-        tags: Further tags.
-        unread: Fields that are no parameters of this run, because nothing reads them.
+    ``data`` are the rows that it uses, as ``Coverage.to_json``.
     """
     options = experiment.tracking
     if not options.mlflow:
@@ -146,13 +141,7 @@ def _grouped(name: str) -> str:
 
 
 def log_data(tracker: Tracker, data: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Log the rows of a run as dataset inputs.
-
-    Args:
-        tracker: The run.
-        data: The rows, as ``Coverage.to_json``.
-        sources: Their hashes; see ``Blueprint``.
-    """
+    """Log the rows of a run, as ``Coverage.to_json``, as dataset inputs, with their hashes."""
     for split, context in (("train", "training"), ("test", "evaluation")):
         tracker.log_data(
             f"{data['dataset']} {split}",
@@ -203,12 +192,6 @@ def log_reused(
 ) -> list[str]:
     """Log a finished run where the experiment asks for it, unless it is there already.
 
-    Args:
-        experiment: The experiment, with its fields ``tracking`` as they are now.
-        summary: Its result.
-        home: Its folder.
-        tags: Further tags.
-
     Returns:
         What the store did not accept.
     """
@@ -244,11 +227,6 @@ def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]
     """Delete the MLflow run of an attempt that another one replaces; a tag says by which.
 
     It is out of every list and mean, and can be restored in MLflow, like all that is deleted there.
-
-    Args:
-        experiment: The experiment, with its fields ``tracking`` as they are now.
-        attempt: The one that is replaced; nothing is done if it is empty.
-        by: The attempt that replaces it.
 
     Returns:
         What the store did not accept.

@@ -32,10 +32,7 @@ _Read = TypeVar("_Read")
 def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
     """Return the class of every row, by name; of a question the answer.
 
-    Args:
-        run: The model.
-        rows: Texts or images alone, or rows with columns, as a dataset would be passed.
-        batch_size: Rows computed at once.
+    ``rows`` are texts or images alone, or rows with columns, as a dataset would be passed.
 
     Raises:
         InputError: These are no rows of the run's dataset.
@@ -87,10 +84,7 @@ def _predict(
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
     """Return the columns of a dataset's rows that a model reads.
 
-    Args:
-        info: Description of the dataset.
-        names: ``data.columns``: names of the user's columns by those of the platform.
-        rows: Texts or images alone, or rows with columns.
+    ``names`` are ``data.columns``; ``rows`` texts or images alone, or rows with columns.
 
     Raises:
         InputError: There are no rows, or a column is missing.

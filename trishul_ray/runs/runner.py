@@ -35,7 +35,13 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.on_ray.driver import Driver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.on_ray.workers import Workers
-from trishul_ray.federation.prepare import Prepared, coverage_of, image_size_line, prepare_run
+from trishul_ray.federation.prepare import (
+    Prepared,
+    coverage_of,
+    image_size_line,
+    prepare_run,
+    smaller_images,
+)
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import method_class
 from trishul_ray.models.backbone import Backbone
@@ -134,22 +140,10 @@ def run_steps(
     between two rounds: the lock is released, the MLflow run is ``KILLED``, and the checkpoints are
     kept, so that the same call continues it.
 
-    Args:
-        experiment: The experiment.
-        progress: Where to show the progress.
-        fresh: Whether to delete an earlier run first.
-        workers: Actors of earlier runs that this one may use, and leaves to the next one. The
-            caller has started Ray.
-        extras: Whether to draw the figures and export the model, for which this process loads a
-            backbone of its own. A later call with ``extras`` adds them to a finished run.
-        tags: Further tags of the MLflow run.
-
-    Yields:
-        The progress after each step.
-
-    Raises:
-        InputError: The parts of the experiment do not fit together.
-        RunError: The run failed.
+    ``workers`` are actors of earlier runs that this one may use, and leaves to the next one; the
+    caller has started Ray. With ``extras``, the figures are drawn and the model is exported, for
+    which this process loads a backbone of its own; a later call adds them to a finished run.
+    ``tags`` are further ones of the MLflow run.
     """
     for plugin in experiment.plugins:  # this process may have loaded another content since
         find_plugin(plugin)
@@ -178,9 +172,7 @@ def run_steps(
         mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-        remark = image_size_line(
-            Backbone.of(experiment.model, experiment.storage.places), prepared.dataset.info
-        )
+        remark = image_size_line(_backbone(experiment), prepared.dataset.info)
         for line in (remark, random_weights_line(experiment)):
             if line is not None:
                 progress.note(line)
@@ -246,11 +238,8 @@ def _run(
     status = "FAILED"
     try:
         with ExitStack() as stack:
-            unread = unread_fields(
-                experiment.task,
-                prepared.dataset.info,
-                Backbone.of(experiment.model, experiment.storage.places),
-            )
+            info, backbone = prepared.dataset.info, _backbone(experiment)
+            unread = unread_fields(experiment.task, info, backbone)
             tracker = open_tracker(experiment, attempt, coverage.to_json(), options.tags, unread)
             log_data(tracker, coverage.to_json(), prepared.sources)
             use_ray = experiment.resources.backend == "ray"
@@ -258,18 +247,13 @@ def _run(
                 progress.phase("starting Ray")
                 stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
                 stack.enter_context(ray_session())
-            ensure_pretrained(
-                Backbone.of(experiment.model, experiment.storage.places),
-                progress.task_progress("backbone"),
-                on_ray=use_ray,
-            )
+            ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=use_ray)
             progress.phase("starting clients")
             driver = stack.enter_context(
                 open_driver(experiment, prepared, attempt, progress.note, options.workers)
             )
             duration = None
             if options.extras:  # a sweep has an estimate of its own
-                info = prepared.dataset.info
                 duration = DurationNote(experiment, info, coverage, progress)
             earlier, result = yield from _train(driver, tracker, progress, duration)
         progress.phase("writing results")
@@ -310,26 +294,15 @@ def _run(
             progress.note(f"MLflow refused: {refused}")
 
 
+@dataclass
 class DurationNote:
-    """Notes once, in the first round or after it, that a run will take more than an hour.
+    """Notes once, in the first round or after it, that a run will take more than an hour."""
 
-    Args:
-        experiment: The run.
-        info: Its dataset.
-        coverage: How many rows it trains on and scores.
-        progress: Where to note it.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        info: DatasetInfo,
-        coverage: Coverage,
-        progress: RunProgress,
-    ) -> None:
-        self._experiment, self._info, self._coverage = experiment, info, coverage
-        self._progress = progress
-        self._noted = False
+    experiment: Experiment
+    info: DatasetInfo
+    coverage: Coverage
+    progress: RunProgress
+    noted: bool = False
 
     @contextmanager
     def round(self, done: int) -> Iterator[None]:
@@ -337,8 +310,8 @@ class DurationNote:
 
         A round that takes so long that all of them take more than an hour is noted while it runs.
         """
-        left = self._experiment.federation.rounds - done
-        if self._noted or left < 1:
+        left = self.experiment.federation.rounds - done
+        if self.noted or left < 1:
             yield
             return
         enough = max(LEAST_SECONDS, UNREMARKED_SECONDS / left)
@@ -351,53 +324,39 @@ class DurationNote:
         finally:
             timer.cancel()
         seconds = time.perf_counter() - began
-        if not self._noted and seconds * left > UNREMARKED_SECONDS:
+        if not self.noted and seconds * left > UNREMARKED_SECONDS:
             self._note(seconds, left, "about ")
-        self._noted = True
+        self.noted = True
 
     def _note(self, seconds: float, left: int, how: str) -> None:
-        self._noted = True
+        self.noted = True
         total = format_duration(seconds * left)
         each = f"{left} rounds of {how}{format_duration(seconds)}" if left > 1 else "its last round"
-        remedies = "; ".join(shorter(self._experiment, self._info, self._coverage, seconds))
-        self._progress.note(f"this run will take {how}{total}: {each}. Shorter: {remedies}")
+        remedies = "; ".join(self._shorter(seconds))
+        self.progress.note(f"this run will take {how}{total}: {each}. Shorter: {remedies}")
+
+    def _shorter(self, round_seconds: float) -> list[str]:
+        """Return what would make the run shorter, as settings with the values that they have."""
+        fed, rows = self.experiment.federation, self.coverage.test.used
+        found = []
+        fewer = int(UNREMARKED_SECONDS / round_seconds)
+        if 1 <= fewer < fed.rounds:
+            found.append(f"federation.rounds={fewer} takes an hour")
+        if rows > fed.clients_per_round * fed.local_steps * fed.batch_size / 4:
+            limit = f"evaluation.limit={min(1000, max(100, rows // 10))}"
+            found.append(f"{limit} or a larger evaluation.every ({rows:,} test rows)")
+        if self.info.kind != "image":
+            found.append(f"a smaller task.max_length ({self.experiment.task.max_length})")
+        elif sides := smaller_images(_backbone(self.experiment), self.info):
+            found.append("model.image_size={} ({})".format(*sides))
+        found.append("a smaller backbone (trishul models)")
+        if self.experiment.model.precision == "fp32":
+            found.append("model.precision=bf16")
+        return [*found, "more cores or a GPU"]
 
 
-def shorter(
-    experiment: Experiment, info: DatasetInfo, coverage: Coverage, round_seconds: float
-) -> list[str]:
-    """Return what would make a run shorter, as settings with the values that they have now."""
-    fed, rows = experiment.federation, coverage.test.used
-    found = []
-    fewer = int(UNREMARKED_SECONDS / round_seconds)
-    if 1 <= fewer < fed.rounds:
-        found.append(f"federation.rounds={fewer} takes an hour")
-    if rows > fed.clients_per_round * fed.local_steps * fed.batch_size / 4:
-        limit = min(1000, max(100, rows // 10))
-        found.append(f"evaluation.limit={limit} or a larger evaluation.every ({rows:,} test rows)")
-    if info.kind == "image":
-        found += filter(None, [_smaller_images(experiment, info)])
-    else:
-        found.append(f"a smaller task.max_length ({experiment.task.max_length})")
-    found.append("a smaller backbone (trishul models)")
-    if experiment.model.precision == "fp32":
-        found.append("model.precision=bf16")
-    found.append("more cores or a GPU")
-    return found
-
-
-def _smaller_images(experiment: Experiment, info: DatasetInfo) -> str | None:
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
-    try:
-        side = backbone.preprocessing.image_size
-    except InputError:
-        return None
-    patch = getattr(backbone.architecture, "patch_size", None)
-    stored = max(info.image_shape[1:])
-    if side is None or not isinstance(patch, int) or side <= stored:
-        return None
-    smaller = min(side, max(-(-stored // patch), 4) * patch)
-    return f"model.image_size={smaller} ({side})" if smaller < side else None
+def _backbone(experiment: Experiment) -> Backbone:
+    return Backbone.of(experiment.model, experiment.storage.places)
 
 
 def _train(

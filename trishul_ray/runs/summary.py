@@ -66,13 +66,8 @@ def versions() -> dict[str, str]:
         "trishul_ray": __version__,
         "numerics": str(NUMERICS),
         "python": platform.python_version(),
-        **_package_versions(),
+        **{name: metadata.version(name) for name in _PACKAGES},
     }
-
-
-@cache
-def _package_versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in _PACKAGES}
 
 
 def hardware() -> dict[str, Any]:
@@ -360,9 +355,7 @@ class RunSummary:
     def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
         """Return which files in the run's folder are ``missing`` or ``corrupt``, by name.
 
-        Args:
-            home: The folder.
-            among: The files to look at; None is all. They are read as a whole.
+        They are read as a whole; with ``among``, those alone.
         """
         damaged: dict[str, str] = {}
         for name, expected in self.sha256.items():

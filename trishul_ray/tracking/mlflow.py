@@ -37,11 +37,12 @@ import tenacity
 from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError, RunError, first_line
+from trishul_ray.lazy import mlflow
 from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
-    from mlflow.entities import Experiment, Run
+    from mlflow.entities import Experiment, Metric, Run
     from mlflow.tracking import MlflowClient
 
 ATTEMPT_TAG = "trishul.attempt"
@@ -71,6 +72,15 @@ _KEY_LIMIT = 250
 _PARAMS_PER_BATCH = 100
 _METRICS_PER_BATCH = 1000
 
+#: MLflow reads these when it is first imported. It sends no telemetry, does not let a lost server
+#: block a run for minutes, as its 7 retries of 120 s would, and does not print the run's address.
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Scalar = str | int | float | bool | None
 T = TypeVar("T")
@@ -79,10 +89,8 @@ T = TypeVar("T")
 def tracking_uri(uri: str | None, runs: str) -> str:
     """Return the MLflow tracking URI of a run.
 
-    Args:
-        uri: ``tracking.uri`` of the experiment; a bare path is a SQLite file. Without one, it is
-            that of the environment variable ``MLFLOW_TRACKING_URI``.
-        runs: ``storage.runs``; without any ``uri``, the store is ``<runs>/mlflow.db``.
+    ``uri`` is ``tracking.uri`` of the experiment (a bare path is a SQLite file), else that of the
+    environment variable ``MLFLOW_TRACKING_URI``, else ``<runs>/mlflow.db``.
 
     Raises:
         InputError: The store is a folder of files (which MLflow no longer writes) or an in-memory
@@ -129,14 +137,8 @@ def open_client(uri: str) -> "MlflowClient":
     Raises:
         InputError: The store cannot be created, is not a database, or does not answer.
     """
-    # MLflow reads these when it is first imported. Send no telemetry. Do not let a lost server
-    # block a run for minutes, as the default of 7 retries of 120 s would. Do not let MLflow print
-    # the address of the run: the run prints it.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    from mlflow.exceptions import MlflowException
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
@@ -154,7 +156,7 @@ def open_client(uri: str) -> "MlflowClient":
             new.replace(file)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # migrates the schema
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
         if new is not None:
             new.unlink(missing_ok=True)
         cause = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0][:300]
@@ -216,14 +218,11 @@ def get_or_create_experiment(
     Raises:
         InputError: The experiment was deleted in MLflow.
     """
-    from mlflow.exceptions import MlflowException
-
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
+    if (experiment := client.get_experiment_by_name(name)) is None:
         artifacts = (database.parent / "mlartifacts").absolute().as_uri() if database else None
         try:
             client.create_experiment(name, artifact_location=artifacts)
-        except MlflowException as error:
+        except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
         experiment = client.get_experiment_by_name(name)
@@ -287,14 +286,12 @@ def replace_run(uri: str, experiment_name: str, attempt: str, by: str) -> None:
     Raises:
         InputError: As :func:`has_finished`.
     """
-    from mlflow.exceptions import MlflowException
-
     try:
         with _opened(uri, experiment_name) as (client, experiment):
             for run in _runs_of(client, experiment, attempt):
                 client.set_tag(run.info.run_id, REPLACED_TAG, by)
                 client.delete_run(run.info.run_id)
-    except MlflowException as error:
+    except mlflow.MlflowException as error:
         raise InputError(f"tracking.uri={redact(uri)!r}: {first_line(error)}") from error
 
 
@@ -308,11 +305,9 @@ def is_outage(error: BaseException) -> bool:
 
     False for a wrong password and for input that the store refuses.
     """
-    from mlflow.exceptions import MlflowException
-
     cause = error.__cause__ if isinstance(error, InputError) else error
     temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
-    return isinstance(cause, MlflowException) and cause.error_code in temporary
+    return isinstance(cause, mlflow.MlflowException) and cause.error_code in temporary
 
 
 def _retrying(patience: float) -> tenacity.Retrying:
@@ -325,33 +320,27 @@ def _retrying(patience: float) -> tenacity.Retrying:
     )
 
 
-class Connection:
-    """An open store, which may be gone for a while. A server is waited for, once.
+def _patience(uri: str) -> float:
+    return OUTAGE_SECONDS if is_server(uri) else 0.0
 
-    Attributes:
-        client: MLflow's client of it.
-        uri: its address.
-        patience: for how many seconds it may be gone from now on.
+
+class Connection:
+    """MLflow's client of a store, which may be gone for a while: a server is waited for, once.
+
+    ``patience`` is for how many seconds it may be gone from now on.
     """
 
     def __init__(self, client: "MlflowClient", uri: str) -> None:
-        self.client, self.uri = client, uri
-        self.patience = _patience(uri)
+        self.client, self.uri, self.patience = client, uri, _patience(uri)
 
     def wait_for(self, action: Callable[[], T]) -> T:
         """Return what a call returns, however long a server that is gone may be waited for."""
-        from mlflow.exceptions import MlflowException
-
         try:
             return _retrying(self.patience)(action)
-        except MlflowException as error:
+        except mlflow.MlflowException as error:
             if is_outage(error):
                 self.patience = 0.0
             raise
-
-
-def _patience(uri: str) -> float:
-    return OUTAGE_SECONDS if is_server(uri) else 0.0
 
 
 class Tracker:
@@ -378,8 +367,7 @@ class Tracker:
     ) -> None:
         """Log the rows that the run reads as a dataset input, once, however often it is resumed.
 
-        ``digest`` has at most 36 characters, ``context`` is ``training`` or ``evaluation``, and
-        ``profile`` holds facts about the rows, e.g. their number.
+        ``digest`` has at most 36 characters; ``profile`` holds facts about the rows.
         """
 
     def log_artifacts(self, folder: Path | str) -> None:
@@ -423,17 +411,10 @@ class MlflowRun(Tracker):
         tags: Mapping[str, Scalar] | None = None,
         parent_run: str | None = None,
     ) -> Self:
-        """Find the run of an attempt, or create it.
+        """Find the run of an attempt, or create it; ``parent_run`` is that of its sweep.
 
-        Args:
-            uri: Tracking URI, from :func:`tracking_uri`.
-            experiment_name: Name of the MLflow experiment, created if it does not exist.
-            attempt: Identifies the run: a call with the same attempt continues the same run.
-            run_name: Name shown in MLflow.
-            params: Flat parameters. Secrets are masked or omitted, long values cut. MLflow allows
-                no change of a parameter: changed ones go into the tag ``trishul.resumed_with``.
-            tags: Further tags, treated alike.
-            parent_run: MLflow run id of the sweep this run belongs to.
+        Secrets in parameters and tags are masked or omitted, long values cut. MLflow allows no
+        change of a parameter: changed ones go into the tag ``trishul.resumed_with``.
 
         Raises:
             InputError: The store does not answer or cannot be written, or the experiment was
@@ -467,13 +448,11 @@ class MlflowRun(Tracker):
         return cls(Connection(client, uri), experiment, run)
 
     def _log_params(self, params: Mapping[str, str]) -> None:
-        from mlflow.entities import Param
-
         client = self._store.client
         known = client.get_run(self._id).data.params
-        new = [Param(key, value) for key, value in params.items() if key not in known]
+        new = [(key, value) for key, value in params.items() if key not in known]
         for batch in _batches(new, _PARAMS_PER_BATCH):
-            client.log_batch(self._id, params=batch)
+            client.log_batch(self._id, params=[mlflow.entities.Param(*each) for each in batch])
         changed = {k: v for k, v in params.items() if k in known and known[k] != v}
         if changed:
             text = json.dumps(changed, sort_keys=True)
@@ -484,13 +463,9 @@ class MlflowRun(Tracker):
         self._log(f"round {step}", partial(self._log_round, step, dict(metrics)))
 
     def _log_round(self, step: int, metrics: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
         if step in self.logged_steps():
             return
-        now = int(time.time() * 1000)
-        points = [Metric(key, float(value), now, step) for key, value in metrics.items()]
-        points.append(Metric(ROUND_METRIC, float(step), now, step))
+        points = _points({**metrics, ROUND_METRIC: step}, step)
         for batch in _batches(points, _METRICS_PER_BATCH):
             self._store.client.log_batch(self._id, metrics=batch)
         self.logged_steps().add(step)
@@ -506,28 +481,24 @@ class MlflowRun(Tracker):
         self, step: int, metrics: Mapping[str, float], tags: Mapping[str, Scalar]
     ) -> None:
         """Log metrics of the whole run, at its last round, and tags."""
-        from mlflow.entities import Metric, RunTag
-
-        now = int(time.time() * 1000)
-        points = [Metric(name, float(value), now, step) for name, value in metrics.items()]
-        public = [RunTag(name, value) for name, value in _public(tags, _TAG_VALUE_LIMIT).items()]
-        client = self._store.client
-        self._log("totals", lambda: client.log_batch(self._id, points, tags=public))
+        public = _public(tags, _TAG_VALUE_LIMIT)
+        marks = [mlflow.entities.RunTag(name, value) for name, value in public.items()]
+        client, points = self._store.client, _points(metrics, step)
+        self._log("totals", lambda: client.log_batch(self._id, points, tags=marks))
 
     def log_data(
         self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
     ) -> None:
         """Log a dataset input, which MLflow adds only once."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        dataset = Dataset(
+        dataset = mlflow.entities.Dataset(
             name=name,
             digest=digest,
             source_type=source.partition(":")[0],
             source=json.dumps({"source": redact(source)}),
             profile=json.dumps(dict(profile)),
         )
-        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])]
+        marks = [mlflow.entities.InputTag("mlflow.data.context", context)]
+        inputs = [mlflow.entities.DatasetInput(dataset, marks)]
         client = self._store.client
         self._log(f"dataset {name}", lambda: client.log_inputs(self._id, datasets=inputs))
 
@@ -568,14 +539,12 @@ class MlflowRun(Tracker):
 
     def _log(self, what: str, action: Callable[[], object], *, wait: bool = False) -> None:
         """Send all that is not sent, and this, in order; note ``what`` the store refuses."""
-        from mlflow.exceptions import MlflowException
-
         self._unsent.append((what, action))
         while self._unsent:
             what, action = self._unsent[0]
             try:
                 self._store.wait_for(action) if wait else action()
-            except (MlflowException, OSError) as error:
+            except (mlflow.MlflowException, OSError) as error:
                 if is_outage(error):
                     return
                 code = getattr(error, "error_code", None)
@@ -607,22 +576,15 @@ class SweepRun(MlflowRun):
         ended as ``FAILED`` although its cell did not fail. Cells that were logged by another sweep
         or a single run get the tags of this sweep.
 
-        Args:
-            cells: Tags of each cell, by id.
-            finished: MLflow run id of each finished cell, as in its result, by id.
-            failed: Returns whether a cell has failed.
-            records: Returns the rounds of a cell, or None if it has not finished.
-            stopped: Why early stopping ended a cell, by id; its run is ``KILLED``, with a tag.
-
-        Returns:
-            What the tracking store did not accept.
+        ``cells`` are the tags of each cell, ``finished`` the MLflow run of each finished one, as in
+        its result, and ``stopped`` why early stopping ended one, all by id. ``failed`` tells
+        whether a cell has failed, and ``records`` gives its rounds, or None if it has not finished.
+        Returns what the tracking store did not accept.
         """
-        from mlflow.exceptions import MlflowException
-
         rejected: list[str] = []
         try:
             children = self._store.wait_for(self._children)
-        except MlflowException as error:
+        except mlflow.MlflowException as error:
             return [first_line(error)]
         for id, child in children.items():
             if child.info.status not in ("RUNNING", "FAILED"):
@@ -660,14 +622,13 @@ class SweepRun(MlflowRun):
 
     def _add_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Add the tags that a run does not have; nothing if it was logged to another store."""
-        from mlflow.exceptions import MlflowException
 
         def add() -> None:
             run = self._store.client.get_run(run_id)
             for key in tags.keys() - run.data.tags.keys():
                 self._store.client.set_tag(run_id, key, tags[key])
 
-        with contextlib.suppress(MlflowException):
+        with contextlib.suppress(mlflow.MlflowException):
             self._store.wait_for(add)
 
 
@@ -738,6 +699,11 @@ class SweepTracking:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
+def _points(metrics: Mapping[str, float], step: int) -> "list[Metric]":
+    now = int(time.time() * 1000)
+    return [mlflow.entities.Metric(key, float(value), now, step) for key, value in metrics.items()]
+
+
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
@@ -756,12 +722,7 @@ def _public(fields: Mapping[str, Scalar], limit: int) -> dict[str, str]:
 
 
 def ui_command(uri: str, run: str = "") -> str:
-    """Return the command that shows a store, or one run of it, in a browser; a server's address.
-
-    Args:
-        uri: Tracking URI, from :func:`tracking_uri`.
-        run: Id of the run (of this package).
-    """
+    """Return the command that shows a store, or one run of it, in a browser; a server's address."""
     if is_server(uri):
         return redact(uri)
     words = ["trishul", "ui", *([run] if run else [])]
@@ -778,9 +739,7 @@ def ui_command(uri: str, run: str = "") -> str:
 def page_of_run(uri: str, run: str) -> str:
     """Return the page of a run in a store, as the part of its address after the server's.
 
-    Args:
-        uri: Tracking URI, from :func:`tracking_uri`.
-        run: Id of the run (of this package); empty for the page of all runs.
+    Without a run, it is the page of all.
 
     Raises:
         InputError: There is no such store, it does not answer, or the run is not in it.
@@ -811,12 +770,9 @@ def free_port(first: int = FIRST_PORT) -> int:
 
 
 def serve_ui(uri: str, port: int, ready: Callable[[str], None]) -> None:
-    """Run ``mlflow ui`` on localhost until it is interrupted; leave no process behind.
+    """Run ``mlflow ui`` for a SQLite store on localhost until it is interrupted.
 
-    Args:
-        uri: Tracking URI of a store that is no server.
-        port: A free port.
-        ready: Called with the address, once it answers.
+    ``ready`` is called with the address once it answers. No process is left behind.
 
     Raises:
         RunError: It does not start, or ends by itself.

@@ -87,15 +87,11 @@ class _Notebook:
 
 
 class RunProgress:
-    """Progress display of one federated run, as a context manager.
+    """Progress display of one federated run, as a context manager; by default on standard error.
 
     On a terminal it is one live bar with the finished rounds, accuracy, loss, uploaded parameters
     and remaining time, in a notebook one line that changes; elsewhere (a file, CI, a pipe) one
     plain line per round. It is not thread-safe: call it from the driver only.
-
-    Args:
-        total_rounds: Number of rounds of the whole run.
-        console: Where to print; default is standard error.
 
     Attributes:
         headline: The metric that is shown beside the loss; see ``Task.headline``.
@@ -147,13 +143,11 @@ class RunProgress:
             self._print(text, passing=True)
 
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished round.
+        """Show a finished round; round 0 is the evaluation of the untouched backbone.
 
-        Args:
-            round_: Its number, from 1; 0 is the evaluation of the untouched backbone.
-            metrics: Record of the round. Shown are the headline (a share in [0, 1]), ``loss``,
-                ``uploaded_parameters`` and ``seconds``. In a round without evaluation, a terminal
-                keeps showing the previous metrics; plain lines do not repeat them.
+        Of its record are shown the headline (a share in [0, 1]), ``loss``, ``uploaded_parameters``
+        and ``seconds``. In a round without evaluation, a terminal keeps showing the previous
+        metrics; plain lines do not repeat them.
         """
         now = time.monotonic()
         seconds = float(metrics.get("seconds", now - self._previous))
@@ -248,9 +242,6 @@ class SweepProgress(RunProgress):
 
     On a terminal it is a live bar with one line for each running cell; elsewhere one plain line per
     finished cell.
-
-    Args:
-        console: Where to print; default is standard error.
     """
 
     def __init__(self, console: Console | None = None) -> None:
