@@ -93,12 +93,9 @@ class DrawnFigure:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """The outcome of one cell.
+    """The outcome of one cell, with the id of its experiment, which other cells may share.
 
     Attributes:
-        labels: Label of each axis.
-        id: Id of the cell's experiment; cells of several tables may share it.
-        status: Whether the result can be used, and if not, why.
         reason: One line on a cell that is not finished; empty otherwise.
         metric: Name of the metric that the cell is read by.
         summary: Content of ``result.json``; None unless finished.
@@ -158,15 +155,10 @@ class SweepHead:
 
     Attributes:
         name: Identifies the sweep, also as a file name.
-        title: One line.
-        profile: What its numbers may be compared with.
         description: What it reproduces, with which expected result.
         axes: Labels of each axis, in order.
         shown: How labels are displayed, by axis and label, where that differs from the label.
-        tables: Tables that the cells form.
-        figures: Figures that the cells form.
-        overrides: Fields that the command line set and that can change a number, as
-            ``field=value``.
+        overrides: Fields that the command line set and that can change a number: ``field=value``.
     """
 
     name: str

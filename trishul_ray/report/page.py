@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
@@ -22,12 +22,7 @@ from markupsafe import Markup
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.files import digest
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.report.formats import (
-    escape_markdown,
-    to_csv,
-    to_latex,
-    to_markdown,
-)
+from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
     CellOutcome,
     CellStatus,
@@ -37,12 +32,7 @@ from trishul_ray.report.outcomes import (
 )
 from trishul_ray.report.paper import figure_numbers, slips
 from trishul_ray.report.statistics import ALPHA, POWER
-from trishul_ray.report.tables import (
-    SweepTable,
-    build_tables,
-    labels_text,
-    make_slug,
-)
+from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
 from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import __version__
 
@@ -125,10 +115,7 @@ _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.al
 MOST_VALUES = 6
 
 
-_STATUSES: tuple[CellStatus, ...] = (
-    *("finished", "missing", "stopped"),
-    *("failed", "stale", "corrupt"),
-)
+_STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
 #: Beginning of the problem of a figure whose runs have files that cannot be read.
@@ -139,13 +126,9 @@ _TIMED = 'data-timed="true"'
 
 @dataclass(frozen=True)
 class Switch:
-    """A choice, and how often it was made in which way.
+    """A choice, and how many runs made it in which way, the most frequent first.
 
-    Attributes:
-        field: The field of the experiment; empty if no field decides.
-        question: What is open.
-        values: Values with the number of runs, the most frequent first.
-        others: Number of further values.
+    ``field`` is empty if no field decides; ``others`` is the number of further values.
     """
 
     field: str
@@ -309,14 +292,9 @@ def write_report(
 
     The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
     LaTeX) and ``figures/`` (SVG, PDF, and what they show as CSV). A report that was made from the
-    same results by the same code, which ``made-from.json`` says, stays as it is.
-
-    Args:
-        outcomes: The sweeps, in the order of the page; any number of their cells may be missing.
-        folder: Where to write; created if needed. Files of the same name are replaced.
-        tables: The sweeps' tables, as :func:`~trishul_ray.report.tables.build_tables` makes
-            them; by default, they are made if the report is not there already.
-        figures: Draws a figure; by default :func:`trishul_ray.report.figures.drawing.draw`.
+    same results by the same code, which ``made-from.json`` says, stays as it is. Any number of
+    cells may be missing. ``tables`` are made if they are not given and the report is not there
+    already.
     """
     made_from = _made_from(outcomes) if figures is None else None
     if made_from is not None and _is_current(folder, made_from):
@@ -462,9 +440,7 @@ def _write(path: Path, content: str | bytes) -> Path:
 def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:
     """Return how runs set each of :data:`SWITCHES`.
 
-    Args:
-        summaries: The content of ``result.json`` of each run. Fields that a run's method ignores
-            are not in its ``identity``, and do not count.
+    Fields that a run's method ignores are not in its ``identity``, and do not count.
     """
     found = []
     for field, question in SWITCHES.items():

@@ -37,17 +37,11 @@ def paper_keys() -> tuple[str, ...]:
 
 
 def paper_value(key: str, labels: Mapping[str, str]) -> float | None:
-    """Return the number that the paper prints at a position of a table.
+    """Return the number that the paper prints at a position of a table, by its key.
 
     A record matches if it has the same label for every axis that both have. The average column of
-    ``tab:glue`` has the label ``average`` on the axis ``task``.
-
-    Args:
-        key: of a table, such as ``tab:vision``.
-        labels: label of each axis, such as ``{"method": "FedIT", "clients": "20"}``.
-
-    Returns:
-        The value as printed (accuracy and F1 in percent); None if no record matches, or several.
+    ``tab:glue`` has the label ``average`` on the axis ``task``. Accuracy and F1 are in percent;
+    None if no record matches, or several.
     """
     return _only(_paper()["tables"].get(key, ()), labels)
 
@@ -60,15 +54,9 @@ def figure_numbers() -> dict[str, int]:
 def figure_value(key: str, metric: str, labels: Mapping[str, str]) -> float | None:
     """Return a number that the paper prints for a figure, in its text or in a table.
 
-    Args:
-        key: of a figure, such as ``fig:lambda``.
-        metric: ``accuracy``, ``seconds_per_round``, ``overhead``, ``principal_angle_similarity``,
-            ``fewest_heads`` or ``most_heads``.
-        labels: label of each axis of the sweep.
-
-    Returns:
-        The value as printed (accuracy and overhead in percent); None if no record matches, or
-        several.
+    A metric is ``accuracy``, ``seconds_per_round``, ``overhead``, ``principal_angle_similarity``,
+    ``fewest_heads`` or ``most_heads``; accuracy and overhead are in percent. None if no record
+    matches, or several.
     """
     figure, tables = _paper()["figures"][key], _paper()["tables"]
     records = [*figure["records"], *tables.get(figure["values_of"], ())]

@@ -59,14 +59,12 @@ class ScoreComparison:
     """How two runs compare on the same test rows.
 
     Attributes:
-        rows: Number of rows.
         difference: Mean score of the first minus that of the second.
         interval: 95 % interval of the difference over rows: what other rows could have shown of
             these two models. The spread between seeds is not in it.
         p_value: Two-sided: McNemar's exact test of rows that one of the two got right, or
             Student's test of the paired differences where scores are not only 0 and 1.
         first_better: Number of rows on which the first has the higher score.
-        second_better: Number of rows on which the second has.
     """
 
     rows: int
@@ -96,12 +94,10 @@ def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a row compares with the best row of its group.
+    """How a row compares with the best row of its group, over the runs that both have.
 
     Attributes:
-        difference: Mean of the row minus that of the best, over the runs that both have.
-        seeds: Number of seeds that the comparison rests on.
-        columns: Number of columns that it rests on.
+        difference: Mean of the row minus that of the best.
         p_value: Adjusted for all pairs of the table; None if the seeds show no spread.
         threshold: The smallest difference that would be decided with this spread; None likewise.
         seeds_needed: For an undecided row, from how many to how many seeds decide it with a chance
@@ -126,12 +122,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """A group of rows compared with its best.
+    """A group of rows compared with its best, that with the best mean.
 
-    Attributes:
-        best: Index of the row with the best mean; None if fewer than two rows have numbers.
-        rows: A comparison for each row; None for the best, and for rows that share no seed and
-            column with it.
+    There is no best if fewer than two rows have numbers, and no comparison for the best and for
+    rows that share no seed and column with it.
     """
 
     best: int | None
@@ -148,12 +142,9 @@ class TableComparison:
 
 @dataclass(frozen=True)
 class _Family:
-    """What a table compares.
+    """What a table compares: values [rows, seeds, columns] of its distinct groups and rows.
 
-    Attributes:
-        groups: Values [rows, seeds, columns] of its distinct groups, each distinct row once.
-        pairs: Number of pairs of rows within groups.
-        rivals: Number of rows beside the best of their group.
+    ``pairs`` counts pairs of rows within groups, ``rivals`` rows beside the best of their group.
     """
 
     groups: tuple[Array, ...]
@@ -241,12 +232,9 @@ def _compare(differences: Array, family: _Family) -> Comparison | None:
 
 @dataclass(frozen=True)
 class _Test:
-    """Student's test of a mean of paired differences, two-sided.
+    """Student's test of a mean of paired differences, two-sided, for ``count`` comparisons.
 
-    Attributes:
-        deviation: Standard deviation of a paired difference.
-        freedom: Degrees of freedom of that, for each seed beyond the first.
-        count: Number of comparisons that the level is for.
+    ``freedom`` are the degrees of freedom of the deviation, for each seed beyond the first.
     """
 
     deviation: float
@@ -309,13 +297,10 @@ def _deviation(squares: float, freedom: int) -> float:
 
 
 def best_row(values: Array) -> int | None:
-    """Return the row with the best mean; None if fewer than two have numbers.
+    """Return the row of [rows, seeds, columns] with the best mean; None if fewer than two have any.
 
     Where runs are missing, rows are compared by their effects in an additive fit of rows and pairs
     of seed and column: a row that lacks the difficult columns or seeds is not better for it.
-
-    Args:
-        values: [rows, seeds, columns].
     """
     runs = values.reshape(len(values), -1)
     rows, pairs = np.nonzero(np.isfinite(runs))

@@ -60,8 +60,6 @@ class TableCell:
         runs: Its runs, one for each seed; empty if the sweep leaves the combination out, and for
             the average over columns.
         seeds: Value of each seed, in percent unless a loss; None if it is not finished.
-        percent: Whether it is in percent.
-        paper: The paper's number.
         difference: Mean minus the paper's number; None unless the two may be compared.
         best: Whether it is the best of its column within the group of rows.
         left_out: Number of columns that an average lacks, because the sweep leaves them out.
@@ -210,14 +208,11 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A table.
+    """A table: its sweep, how its cells form it, and its groups of rows.
 
     Attributes:
-        sweep: The sweep whose cells it shows.
-        layout: How they form the table.
         columns: Displayed labels of each column, one for each of the layout's column axes; the
             average over columns is ``("average", "", ...)``.
-        groups: Groups of rows.
         metrics: Metrics that are shown, in order.
         cells: The runs that it shows.
         pairs: Number of pairs of rows that its verdicts are about.

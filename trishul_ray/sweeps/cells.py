@@ -122,14 +122,12 @@ class TuneOptions:
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep file and validate every cell.
 
-    Args:
-        path: the file.
-        overrides: ``key=value`` strings for every cell; they win over ``base``. One that an axis or
-            ``adjust`` sets, too, is refused, but a range or list of seeds, ``seed=0..4``, takes the
-            place of the axis ``seed``.
+    ``overrides`` are ``key=value`` strings for every cell, which win over ``base``. One that an
+    axis or ``adjust`` sets, too, is refused, but a range or list of seeds, ``seed=0..4``, takes the
+    place of the axis ``seed``.
 
     Raises:
-        InputError: one line that names file, line, fault and remedy.
+        InputError: One line that names file, line, fault and remedy.
     """
     file = read_file(path)
     name = file.name
@@ -141,14 +139,10 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
 
 
 def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
-    """Make a sweep of ``field=value,value`` axes, as given on the command line.
-
-    Args:
-        axes: such as ``method.lam=0,0.01`` or ``seed=0..4``.
-        overrides: ``key=value`` strings for all cells.
+    """Make a sweep of axes as given on the command line: ``method.lam=0,0.01``, ``seed=0..4``.
 
     Raises:
-        InputError: as :func:`load_sweep`.
+        InputError: As :func:`load_sweep`.
     """
     read = Pairs("--axis")
     for text in axes:
@@ -172,14 +166,11 @@ def find_sweeps(
 ) -> tuple[Sweep, ...]:
     """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
 
-    Args:
-        names: their names; ``all`` stands for every sweep of the profile, in the paper's order, but
-            ``rates``, which has no table of the paper.
-        profile: ``paper``, ``small`` or ``smoke``.
-        overrides: ``key=value`` strings for all of them.
+    The name ``all`` stands for every sweep of the profile, in the paper's order, but ``rates``,
+    which has no table of the paper.
 
     Raises:
-        InputError: there is no such sweep, or as :func:`load_sweep`.
+        InputError: There is no such sweep, or as :func:`load_sweep`.
     """
     files: dict[str, Path] = {}
     for folder in reversed(folders()):
@@ -223,16 +214,12 @@ def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
 
 
 def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
-    """Return ``cell`` with other fields, as a search samples them.
+    """Return a cell with other fields, by dotted name, as a search samples them.
 
     A learning rate that is not set is looked up again, for the new fields.
 
-    Args:
-        cell: a cell of a sweep.
-        values: values by dotted field name.
-
     Raises:
-        InputError: the experiment is not valid.
+        InputError: The experiment is not valid.
     """
     fields = {**cell.fields, **{field_of(name): value for name, value in values.items()}}
     labels = {**cell.labels, **{name: str(value) for name, value in values.items()}}

@@ -76,12 +76,9 @@ CORE_PEAK = {"fp64": 48e9, "fp32": 96e9, "tf32": 96e9, "bf16": 192e9}
 
 @dataclass(frozen=True)
 class Phase:
-    """The work of training or of evaluation.
+    """The work of training or of evaluation: operations of the backbone and of the adapters.
 
-    Attributes:
-        backbone: Operations of the backbone.
-        adapters: Operations of the adapters.
-        layers: Number of linear layers that are computed one after the other.
+    ``layers`` is the number of linear layers that are computed one after the other.
     """
 
     backbone: float
@@ -91,13 +88,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run.
-
-    Attributes:
-        training: All local steps.
-        evaluation: All evaluations.
-        prox: Operations of the proximal maps, in double precision.
-    """
+    """The work of a run; ``prox`` is operations of the proximal maps, in double precision."""
 
     training: Phase
     evaluation: Phase

@@ -39,17 +39,14 @@ _KIND = (
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What one sweep would run.
+    """What one sweep would run, or all of them (``total``).
 
     Attributes:
-        name: Name of the sweep, or ``total``.
-        cells: Number of cells.
         runs: Number of distinct runs that no earlier sweep has.
         shared: Number of distinct runs that an earlier sweep has.
         to_do: Number of runs that have neither finished nor been ended for good by early stopping.
-        states: How many of the runs have each status.
-        measured: Number of runs to do whose time is that of a finished one of the same kind.
-        unknown: Number of runs to do whose time is not known, because their model or data are not.
+        measured: Number of these whose time is that of a finished run of the same kind.
+        unknown: Number of these whose time is not known, because their model or data are not.
         hours_left: Device-hours of the runs to do, without the unknown ones.
         hours_scored: The same if every round of them were scored on the test rows.
         longest: Hours of the longest of them on its slice: more devices do not shorten it.
@@ -76,14 +73,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What sweeps would run.
-
-    Attributes:
-        sweeps: Each sweep, in order.
-        total: Their sum.
-        device: What the hours are of.
-        why_unknown: Why the time of some runs is not known, one line each.
-    """
+    """What sweeps would run, their sum, and why the time of some runs is not known."""
 
     sweeps: tuple[SweepPlan, ...]
     total: SweepPlan
@@ -97,13 +87,10 @@ def make_plan(
     device: str,
     measured: Iterable[RunSummary] = (),
 ) -> Plan:
-    """Count the runs of sweeps and estimate their time.
+    """Count the runs of sweeps and estimate their time on a device of ``DEVICES``.
 
-    Args:
-        sweeps: The sweeps. One that searches adaptively counts with all its samples, as missing.
-        states: What the store has of every cell.
-        device: One of :data:`~trishul_ray.sweeps.cost.DEVICES`.
-        measured: Results of further runs in the store.
+    A sweep that searches adaptively counts with all its samples, as missing. ``measured`` are
+    results of further runs in the store.
 
     Raises:
         InputError: The device is unknown.
@@ -297,13 +284,7 @@ def _share_of(sections: str, cpus: float, gpus: int) -> float:
 
 
 def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> Table:
-    """Show a plan: a row for each sweep and one for the total.
-
-    Args:
-        plan: The plan.
-        devices: How many devices work at the same time.
-        price: Price of a device-hour.
-    """
+    """Show a plan for devices at a price for an hour: a row for each sweep, and the total."""
     table = Table(box=None, pad_edge=False)
     table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
     usual: tuple[CellStatus, ...] = ("finished", "missing")

@@ -36,7 +36,7 @@ from trishul_ray.tracking.mlflow import (
 from trishul_ray.tracking.progress import SweepProgress
 
 if TYPE_CHECKING:
-    from trishul_ray.sweeps.trial import CellRun
+    from trishul_ray.sweeps.trial import CellRun, FindRun
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _run(
         samples: list[tuple[Cell, Mapping[str, object]]] = []
         for cell in part.sweep.cells:
             found = run_search(
-                _Samples(part.sweep, cell, part.parent_id),
+                _sample_runs(part.sweep, cell, part.parent_id),
                 cell.experiment,
                 part.sweep,
                 options,
@@ -148,23 +148,19 @@ def _run_cells(
         run_cells(runs, options, work.progress, sweep)
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """Finds what to run for a sample of a cell."""
+def _sample_runs(sweep: Sweep, cell: Cell, parent: str | None) -> "FindRun":
+    """Return how to find what to run for a sample of a cell."""
+    from trishul_ray.sweeps.trial import CellRun
 
-    sweep: Sweep
-    cell: Cell
-    parent: str | None
+    def find(config: Mapping[str, object]) -> CellRun:
+        assert sweep.search is not None
+        made = sampled(cell, config, sweep.search)
+        experiment = with_parent(made.experiment, parent)
+        stopping = sweep.early_stopping is not None
+        name, tags = cell_name(sweep, made), cell_tags(sweep, made)
+        return CellRun(experiment, name, tags, stays_stopped=stopping)
 
-    def __call__(self, config: Mapping[str, object]) -> "CellRun":
-        from trishul_ray.sweeps.trial import CellRun
-
-        assert self.sweep.search is not None
-        cell = sampled(self.cell, config, self.sweep.search)
-        tags = cell_tags(self.sweep, cell)
-        experiment = with_parent(cell.experiment, self.parent)
-        stopping = self.sweep.early_stopping is not None
-        return CellRun(experiment, cell_name(self.sweep, cell), tags, stays_stopped=stopping)
+    return find
 
 
 class _Part:

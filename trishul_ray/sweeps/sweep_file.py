@@ -76,9 +76,8 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 class Scalar(str):
     """A scalar as written (``1.0``, ``on``).
 
-    Attributes:
-        place: Where it stands, as ``file:line``; for the value of a key, where the key stands.
-        value: What YAML makes of it (a number, a truth value, None, text).
+    ``place`` is its ``file:line``, that of its key if it has one; ``value`` is what YAML makes of
+    it.
     """
 
     place: str
@@ -138,15 +137,10 @@ def hint(name: str, known: Collection[str]) -> str:
 
 
 def parse(text: str, shown: str, place: str | None = None) -> Value:
-    """Parse YAML text.
-
-    Args:
-        text: one YAML document.
-        shown: name of the file.
-        place: where all of it stands; by default ``<shown>:<line>``.
+    """Parse YAML text; ``place`` is where all of it stands, by default ``<shown>:<line>``.
 
     Raises:
-        InputError: it is not YAML, or repeats a key.
+        InputError: It is not YAML, or repeats a key.
     """
     try:
         loader = yaml.SafeLoader(text)

@@ -114,8 +114,7 @@ class CellTrial(tune.Trainable):
     for another process. The last one has ``finished``, ``failure`` if the same input would fail
     again, or ``stopped`` if early stopping ended the run before.
 
-    Attributes:
-        loading_seconds: Time in which a trial starts, and in which a run loads data and backbone.
+    A trial may take ``loading_seconds`` to start, and a run to load data and backbone.
     """
 
     loading_seconds = 1800.0
@@ -134,14 +133,7 @@ class CellTrial(tune.Trainable):
         environment: WorkerEnvironment,
         stall_seconds: float,
     ) -> None:
-        """Open the first run, which starts with the first step.
-
-        Args:
-            config: The first run, for ``find``.
-            find: Returns what to run.
-            environment: That of the command.
-            stall_seconds: Seconds without a round after which this process ends.
-        """
+        """Open the first run; ``find`` returns what a Tune configuration runs."""
         environment.apply()
         self._stall_seconds = stall_seconds
         os.environ.pop("MLFLOW_RUN_ID", None)  # would replace the parent of the runs logged here

@@ -86,13 +86,9 @@ def group_cells(
 ) -> list[Group]:
     """Group cells by the resources they request, in an order in which neighbors share most.
 
-    Where the number of actors is ``auto``, a cell has one actor if there are more cells than
-    slices of the cluster, and otherwise its share of them.
-
-    Args:
-        experiments: The cells, by id.
-        nodes: Resources of each node, such as ``{"CPU": 4.0}``.
-        concurrency: Number of cells at a time; None is what the nodes hold.
+    Where the number of actors is ``auto``, a cell has one actor if there are more cells than slices
+    of the cluster, and otherwise its share of them. ``nodes`` are the resources of each node, such
+    as ``{"CPU": 4.0}``; ``concurrency`` is by default what they hold.
 
     Raises:
         InputError: A cell requests more than the nodes hold; the message names the field.
@@ -169,11 +165,7 @@ def inputs_of(experiment: Experiment) -> tuple[str, str]:
 class Monitor(tune.Callback):
     """Follows the trials of one Tuner after the other: progress, failures, samples.
 
-    Args:
-        find: Returns what a trial runs.
-        options: How cells are run.
-        progress: Where to show progress; it knows the cells, except those that a search samples.
-        search: The search that the trials belong to.
+    ``progress`` knows the cells, except those that ``search`` samples.
     """
 
     def __init__(
@@ -345,16 +337,20 @@ def run_cells(
     for id, why in failures.items():
         record_failure(experiments[id], why, 1)
         progress.end(id, failure=why)
+
+    def find(config: Mapping[str, Any]) -> CellRun:
+        return runs[config["cell"]]
+
     for group in groups:
         left = [id for id in group.ids if id not in failures]
-        monitor = Monitor(_Listed(runs), options, progress, sweep.compared if sweep else None)
+        monitor = Monitor(find, options, progress, sweep.compared if sweep else None)
         before = -1
         # Tune counts the death of an actor between two cells twice, and gives up a cell too early;
         # after a preemption, too.
         while left and monitor.interruptions > before:
             before = monitor.interruptions
             scheduler = _scheduler(sweep, [experiments[id] for id in left])
-            _fit(group, _Listed(runs), {"cell": tune.grid_search(left)}, scheduler, monitor)
+            _fit(group, find, {"cell": tune.grid_search(left)}, scheduler, monitor)
             left = monitor.unfinished(left)
         failures |= monitor.failures
     return failures
@@ -367,19 +363,10 @@ def run_search(
     options: TuneOptions,
     progress: SweepProgress,
 ) -> list[dict[str, Any]]:
-    """Run samples that Optuna suggests, by the results of those before.
+    """Run samples that Optuna suggests, by the results of those before; return all of them.
 
     Samples that were run before answer at once, so that a repeated search goes the same way.
-
-    Args:
-        find: Returns what to run for a sample.
-        experiment: The run whose fields are sampled; it decides the resources of every sample.
-        sweep: Says what is sampled and compared, and how runs that lag behind are stopped.
-        options: How cells are run.
-        progress: Where to show progress.
-
-    Returns:
-        All samples: values by field name.
+    ``experiment``, whose fields are sampled, decides the resources of every sample.
 
     Raises:
         InputError: The task has no such metric, or the cluster cannot hold a run.
@@ -443,8 +430,7 @@ def prepare_inputs(
 ) -> dict[str, str]:
     """Prepare the data and pretrain the backbones of all cells, each once.
 
-    Returns:
-        Why the data of cells are not available, or have no metric of the search, by id.
+    Return why data are not available, or have no metric of the search, by cell.
 
     Raises:
         InputError: It is so for all cells.
@@ -480,16 +466,6 @@ def _prepare(
     except InputError as error:
         return error
     return None
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """Finds a run by its id."""
-
-    runs: Mapping[str, CellRun]
-
-    def __call__(self, config: Mapping[str, Any]) -> CellRun:
-        return self.runs[config["cell"]]
 
 
 def _fit(

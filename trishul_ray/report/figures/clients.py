@@ -112,14 +112,7 @@ def group_clients(shares: NDArray[np.float64]) -> list[NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class ScoresData:
-    """Scores in [0, 1] by name; None where there are no rows, which is not shown.
-
-    Attributes:
-        scores: The scores.
-        what: What has a name: ``class``, ``client``.
-        metric: What the score is called.
-        remarks: Lines for the note.
-    """
+    """Scores in [0, 1] by the name of a ``what``; None, where there are no rows, is not shown."""
 
     scores: Mapping[str, float | None]
     what: str

@@ -64,15 +64,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines of one metric.
+    """Lines of one metric, with levels to compare with by name; one without a name is dotted.
 
-    Attributes:
-        title: Above the panel.
-        y_label: Name of the metric.
-        lines: The lines.
-        percent: Whether the metric is a share.
-        levels: Levels to compare with, by name; one without a name is dotted.
-        from_zero: Whether the axis starts at 0 where a number has no interval.
+    The axis starts at 0 if ``from_zero`` and where a number has no interval.
     """
 
     title: str
@@ -130,15 +124,11 @@ def metric_of_run(
     metric: str = "accuracy",
     rows: int | None = None,
 ) -> CurveData:
-    """Return a metric over rounds, one line for each series.
+    """Return a metric over rounds, one line for each series, with levels to compare with.
 
-    Args:
-        rounds: Numbers of the rounds.
-        series: Values by label, in [0, 1] unless a loss, NaN if a round was not evaluated.
-        references: Levels to compare with, such as that of the untouched backbone.
-        metric: A loss is shown as it is, anything else in percent.
-        rows: Number of test rows of an accuracy: a band shows its 95 % interval, so that noise is
-            not taken for progress.
+    A loss is shown as it is; any other metric is in [0, 1], NaN if a round was not evaluated, and
+    shown in percent. Given the number of test ``rows`` of an accuracy, a band shows its 95 %
+    interval, so that noise is not taken for progress.
 
     Raises:
         InputError: ``series`` is empty, or the length of one differs from ``rounds``.

@@ -76,15 +76,13 @@ TIMED = frozenset({"overhead"})
 
 
 def draw(figure: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
-    """Draw a figure from the finished cells.
+    """Draw a figure from the finished cells; None if none of them has what it shows.
 
-    Returns:
-        The figure; None if no finished cell has what it shows. The same outcomes give the same
-        bytes, but for figures of measured seconds, whose SVG is marked with ``data-timed="true"``.
+    The same outcomes give the same bytes, but for figures of measured seconds, whose SVG is marked
+    with ``data-timed="true"``.
 
     Raises:
-        InputError: The kind or an option is not valid, as in
-            :func:`~trishul_ray.report.figures.check_figure`.
+        InputError: As :func:`~trishul_ray.report.figures.check_figure`.
     """
     selection, artist = select(figure, sweep), ARTISTS[figure.kind]
     data = artist.collect(selection)

@@ -33,14 +33,7 @@ _DIAGONAL = "the diagonal is 1, and off the colour scale"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of clients: its name, what it is (one of :data:`MATRICES`), and its values.
-
-    Attributes:
-        name: Of its series.
-        kind: One of :data:`MATRICES`.
-        clients: Numbers of the clients, [C].
-        values: [C, C], NaN for unknown pairs.
-    """
+    """The values [C, C] of a series, one of :data:`MATRICES`, for clients [C]; NaN if unknown."""
 
     name: str
     kind: str
@@ -151,11 +144,8 @@ def mean_over_rounds(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Average matrices [R, m, m] of changing cohorts [R, m] by pair of clients.
 
-    A round with fewer clients has -1 for the others; NaN stands for no value.
-
-    Returns:
-        The C clients that took part, ascending, and the means [C, C] over the rounds with both
-        clients; NaN for pairs that were never in one round.
+    A round with fewer clients has -1 for the others; NaN stands for no value. Return the C clients
+    that took part, ascending, and the means [C, C], NaN for pairs that were never in one round.
     """
     cohorts, values = np.asarray(clients), np.asarray(matrices, dtype=np.float64)
     known = np.unique(cohorts[cohorts >= 0])

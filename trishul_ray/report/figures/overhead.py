@@ -35,15 +35,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class OverheadData:
-    """The content of the figure.
+    """Seconds of the local steps of a client in a round, and overheads over a baseline.
 
-    Attributes:
-        groups: What is beside each other, such as models.
-        names: The series within a group.
-        seconds: Seconds of the local steps of a client in a round.
-        overheads: Overhead relative to the baseline.
-        baseline: The series that overheads are relative to; None if it is missing.
-        remarks: Lines for the note.
+    ``groups`` are what is beside each other, such as models; ``names`` are the series in each.
     """
 
     groups: tuple[str, ...]

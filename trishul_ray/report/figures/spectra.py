@@ -50,15 +50,9 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Prox:
-    """What the prox of a series does.
+    """Singular values of a series' cores before and after the prox with a threshold λη.
 
-    Attributes:
-        series: The series.
-        before: Singular values of its cores before the prox.
-        after: Those after it.
-        removed: Their difference, in units of the threshold.
-        threshold: The threshold λη.
-        zeroed: Share of singular values that are zero after the prox.
+    ``removed`` is their difference in units of the threshold, ``zeroed`` the share of zeros after.
     """
 
     series: str
@@ -71,12 +65,9 @@ class Prox:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """The uploaded cores of a series.
+    """Singular values of the uploaded cores of a series.
 
-    Attributes:
-        series: The series.
-        values: Their singular values.
-        tail: Share of a core's squared singular values from each index on.
+    ``tail`` is the share of a core's squared singular values from each index on.
     """
 
     series: str
