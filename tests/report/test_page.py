@@ -85,7 +85,7 @@ def report(tmp_path):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    other = FIGURE.model_copy(update={"name": "other"})
+    other = FIGURE.model_copy(update={"name": "other", "paper": "fig:lambda"})
     sweeps = [vision(figures=[FIGURE, other]), sensitivity(), initialization()]
     return parse(write_report(sweeps, folder, figures=square)), folder
 
@@ -125,6 +125,8 @@ def test_tables_are_accessible(full):
         assert box.attrib["tabindex"] == "0"
         width = max(_width(row) for row in table.find("tr"))
         assert all(_width(row) == width for row in table.find("tbody")[0].find("tr"))
+    order = [e.attrib["id"] for e in page.iter() if e.attrib.get("id")]
+    assert order.index("paper-vision") < order.index("reading") < order.index("switches")
     levels = [e.tag for e in page.iter() if re.fullmatch(r"h\d", e.tag)]
     assert levels[:2] == ["h1", "h2"]
     assert levels.count("h1") == 1
@@ -168,16 +170,11 @@ def test_a_table_names_that_of_the_paper_and_its_slips(full):
     assert "Table 2 of the paper (tab:vision)" in caption
     assert "Accuracy on CIFAR-100 and SVHN" not in caption  # the section's title says it
     assert "SCAFFOLD+LoRA's 87.23 is higher" in block.words
+    assert "The level of 5 % is for the 42 pairs of rows of this table together" in block.words
     assert "Slips" not in page.find("figure", id="paper-lambda")[0].words
     text = (folder / "report.md").read_text(encoding="utf-8")
     assert "Slips of the paper in this table:\n\n- SVHN, 50 clients" in text
     assert "Table 10 of the paper (tab:ablation\\_init)" in text
-
-
-def test_numbers_come_before_what_explains_them(full):
-    page, _ = full
-    order = [e.attrib["id"] for e in page.iter() if e.attrib.get("id")]
-    assert order.index("paper-vision") < order.index("reading") < order.index("switches")
 
 
 def test_a_page_of_ones_own_sweep_reproduces_nothing(report, tmp_path):
@@ -289,20 +286,6 @@ def test_nothing_is_finished(report):
     assert page.words.count("No run has finished.") == 2
 
 
-def test_one_seed_shows_no_spread_and_no_p_value(report):
-    page = report(initialization(seeds=1))
-    block = page.find("figure")[0].words
-    assert "±" not in block
-    assert "p =" not in block
-    assert "This table cannot decide any row, at the level of 5 % for its 6 pairs" in block
-
-
-def test_a_table_says_what_it_can_decide(report):
-    block = report(initialization()).find("figure")[0].words
-    assert "The level of 5 % is for the 6 pairs of rows of this table together" in block
-    assert re.search(r"it cannot decide a difference below \d\.\d\d points\.", block)
-
-
 HOSTILE = "</td><script>alert('1')</script>\"' & {{ 7 * 7 }} {% raw %} ]]> <!--"
 
 
@@ -388,16 +371,12 @@ def test_figures_are_inline_and_beside_the_page(full):
     file = folder / "figures" / "figure-paper-vision-curve.svg"
     assert file.read_text().startswith("<svg")
     assert "an invented curve" in blocks[0].words
+    caption = blocks[1].find("figcaption")[0].words
+    assert "Figure 10 of the paper (fig:lambda)" in caption
     assert file.with_suffix(".csv").read_text() == "x,value\n1,2\n"
     assert file.with_suffix(".pdf").read_bytes() == b"%PDF-"
     links = {e.attrib["href"] for e in blocks[0].find("a")}
     assert {f"figures/{file.stem}{suffix}" for suffix in (".csv", ".svg", ".pdf")} <= links
-
-
-def test_a_figure_has_the_papers_number_and_label(report):
-    figure = FIGURE.model_copy(update={"paper": "fig:lambda"})
-    caption = report(sensitivity(figures=[figure])).find("figcaption")[-1].words
-    assert "Figure 10 of the paper (fig:lambda)" in caption
 
 
 def test_a_figure_that_cannot_be_drawn_costs_no_page(report):
@@ -422,9 +401,7 @@ def test_switches_machines_and_runs(full):
 
 def test_runs_that_sweeps_share_are_counted_once(report):
     page = report(initialization(), initialization())
-    assert "12 of 12 runs finished" in page.find("ul")[0].words.replace(
-        "12 of 12 runs", "12 of 12 runs"
-    )
+    assert "12 of 12 runs finished" in page.find("ul")[0].words
     names = [e.attrib["id"] for e in page.find("figure")]
     assert names == ["paper-initialization", "paper-initialization-2"]
 

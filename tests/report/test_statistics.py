@@ -16,12 +16,14 @@ from trishul_ray.report.statistics import (
 )
 
 
-def simulate(rng, means, seeds, *, shared=0.0, noise=0.5, tails=None, test_rows=None, spread=1.0):
+def simulate(
+    rng, means, seeds, *, shared=0.0, noise=0.5, tails=None, test_rows=None, spread=1.0, missing=0.0
+):
     """Values [rows, seeds, columns] around the true ``means`` [rows, columns].
 
     ``noise`` is independent; ``shared`` is what a seed gives a row in all columns; both are times
     the ``spread`` of each row. What a seed gives a column in all rows is always there: pairs do not
-    see it. With ``test_rows``, values are accuracies on so many rows.
+    see it. With ``test_rows``, values are accuracies on so many rows; a share may be missing.
     """
     rows, columns = means.shape
     size = (rows, seeds, columns)
@@ -30,6 +32,8 @@ def simulate(rng, means, seeds, *, shared=0.0, noise=0.5, tails=None, test_rows=
     spread = np.broadcast_to(spread, rows)[:, None, None]
     own = spread * (noise * draws + of_seed)
     values = means[:, None, :] + own + 2 * rng.normal(size=(1, seeds, columns))
+    if missing:
+        values[rng.random(size) < missing] = np.nan
     return values if test_rows is None else np.round(values * test_rows / 100) * 100 / test_rows
 
 
@@ -78,6 +82,7 @@ HALVING, ONE, TWO = 2.0 ** -np.arange(7), [10.0, *[1.0] * 6], [10.0, 10.0, *[1.0
         (mixed, (7, 3, 8), {"shared": 0.7}),
         (crossing, (7, 3, 8), {"shared": 0.3}),
         (crossing, (4, 6, 3), {}),
+        (null, (6, 4, 4), {"shared": 0.5, "missing": 0.2}),
         *(
             (null, (7, seeds, 3), {"shared": 0.5, "spread": spread})
             for seeds in (3, 10)
@@ -96,28 +101,6 @@ def test_decided_is_wrong_on_at_most_one_table_in_twenty(truth, shape, options):
     assert count <= stats.binom.ppf(0.999, tables, ALPHA)
 
 
-def test_decided_is_wrong_on_at_most_one_table_in_twenty_if_runs_are_missing():
-    rng, tables, count = np.random.default_rng(8), 200, 0
-    for _ in range(tables):
-        truth = np.zeros((6, 4))
-        values = simulate(rng, truth, 4, shared=0.5)
-        values[rng.random(values.shape) < 0.2] = np.nan
-        count += wrong([values], [truth])
-    assert count <= stats.binom.ppf(0.999, tables, ALPHA)
-
-
-def test_the_pooled_spread_alone_would_be_wrong_where_one_row_is_noisier():
-    """Why there are two tests."""
-    rng, count, truth = np.random.default_rng(0), 0, np.zeros((7, 1))
-    for _ in range(200):
-        values = simulate(rng, truth, 3, spread=ONE)[:, :, 0]
-        rest = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
-        error = np.sqrt(2 * (rest**2).sum() / 12 / 3)
-        count += np.ptp(values.mean(axis=1)) / error > stats.t.isf(ALPHA / 2 / 21, 12)
-    assert count > 20
-    assert not wrong([simulate(rng, truth, 3, spread=ONE)], [truth])
-
-
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("draw", ["normal", "heavy tails", "accuracy"])
 def test_intervals_cover_the_true_mean(seeds, draw):
@@ -132,26 +115,6 @@ def test_intervals_cover_the_true_mean(seeds, draw):
         low, high = estimate(values).interval()
         covered += low <= 80 <= high
     assert covered / tables >= 0.93
-
-
-def test_large_differences_are_decided_with_three_seeds():
-    rng, found = np.random.default_rng(2), 0
-    truth = np.zeros((7, 8))
-    truth[3] = 12
-    for _ in range(5):
-        (result,) = compare_rows([simulate(rng, truth, 3)]).groups
-        assert result.best == 3
-        found += sum(row.decided for row in result.rows if row)
-    assert found >= 0.9 * 5 * 6
-
-
-def test_moderate_differences_are_decided_with_more_seeds():
-    rng, found = np.random.default_rng(2), 0
-    truth = np.array([[0.0] * 4, [1.0] * 4, [0.0] * 4])
-    for _ in range(10):
-        (result,) = compare_rows([simulate(rng, truth, 8, shared=0.2)]).groups
-        found += sum(row.decided for row in result.rows if row)
-    assert found >= 15
 
 
 def test_three_seeds_decide_one_column_of_few_rows():
@@ -256,18 +219,11 @@ def test_missing_runs():
     assert compare_rows([]).groups == ()
 
 
-def test_a_row_without_the_difficult_column_is_not_the_best_for_it():
+def test_a_row_without_what_is_difficult_is_not_the_best_for_it():
     values = np.array([[[90.0, 50.0]], [[89.0, 51.5]], [[89.5, np.nan]]])
-    assert best_row(values) == 1
+    assert best_row(values) == best_row(values.swapaxes(1, 2)) == 1  # a column, a seed
     values[2, 0, 0] = 93.0
-    assert best_row(values) == 2
-
-
-def test_a_row_without_the_difficult_seed_is_not_the_best_for_it():
-    values = np.array([[[90.0], [80.0]], [[89.5], [np.nan]]])
-    assert best_row(values) == 0
-    values[1, 0, 0] = 90.5
-    assert best_row(values) == 1
+    assert best_row(values) == best_row(values.swapaxes(1, 2)) == 2
 
 
 def test_a_row_that_is_ahead_in_what_both_have_is_not_called_worse(monkeypatch):

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 from invented_outcomes import (
-    half_missing,
     initialization,
     invent_run,
     invent_sweep,
@@ -58,14 +57,6 @@ def test_a_cell_is_the_mean_over_its_seeds_beside_the_papers_number():
     assert cell.difference == pytest.approx(cell.estimate.mean - 89.41)
     # Full fine-tuning has no budget in the paper.
     assert cells(table, "Full-FT")[0].paper == 89.89
-
-
-@pytest.mark.parametrize("profile", ["small", "smoke", "custom"])
-def test_no_difference_from_the_paper_outside_its_profile(profile):
-    (table,) = build(sensitivity(profile=profile))
-    row = cells(table, "0.01 (ours)")
-    assert row[0].paper == 79.41
-    assert all(cell.difference is None for row in table.rows for cell in row.cells)
 
 
 def test_the_best_of_a_column_in_its_group_but_no_reference_is_bold():
@@ -204,11 +195,6 @@ def test_verdicts():
     )
 
 
-def test_a_table_does_not_depend_on_the_others_of_its_page():
-    alone, page = build(initialization()), build(vision(), sensitivity(), initialization())
-    assert alone[0] == page[-1]
-
-
 def test_most_of_the_papers_comparisons_are_decided_with_three_seeds():
     """Where the paper's numbers are the truth, with a spread of 0.3 points between seeds."""
     rng, decided, compared, pages = np.random.default_rng(0), 0, 0, 2
@@ -267,25 +253,6 @@ def test_seeds_that_do_not_differ_decide_nothing():
         "undecided: no spread between seeds",
     ]
     assert table.power.endswith("for its one pair of rows: its seeds do not differ.")
-
-
-def test_half_of_the_cells_missing():
-    (table,) = build(vision(status=half_missing))
-    found = [cell for row in table.rows for cell in row.cells]
-    gaps = {cell.gap for cell in found if cell.estimate is None}
-    assert gaps == {"failed", "missing", "stale", "corrupt"}
-    assert any(cell.partial for cell in found)
-    assert all(cell.gap == "failed" for cell in cells(table, "FFA-LoRA")[4:])
-    assert sum(table.states.values()) == 360
-    assert table.states["failed"] == 24
-    assert {row.verdict.kind for row in table.rows} >= {"best", "undecided"}
-
-
-def test_nothing_finished():
-    (table,) = build(vision(status=lambda labels: ("missing", "")))
-    assert all(cell.estimate is None for row in table.rows for cell in row.cells)
-    assert {row.verdict.text for row in table.rows} == {""}
-    assert table.states == {"missing": 360}
 
 
 def test_a_finished_run_may_lack_the_metric():

@@ -231,11 +231,3 @@ def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
     code, out, err = called("plan", "mine.yaml")
     assert code == 0 and "CPU-hours" in out and "one machine like this one" in out, out + err
     assert called("plan", "visoin")[0] == 2 and called("plan", "vision", "--device", "x")[0] == 2
-
-
-def test_names_of_sweeps_are_whole_in_a_narrow_terminal(sweeps):
-    plan = make_plan(sweeps, states_of(sweeps), "h100")
-    long = dataclasses.replace(plan.sweeps[0], name="heterogeneity")
-    shown = io.StringIO()
-    Console(file=shown, width=72).print(plan_table(dataclasses.replace(plan, sweeps=(long,))))
-    assert "heterogeneity" in shown.getvalue()

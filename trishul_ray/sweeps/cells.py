@@ -311,7 +311,7 @@ def _build(
     seeds = overrides.get("seed")
     if seeds is not None and "seed" in file.axes and (isinstance(seeds, Items) or ".." in seeds):
         # It says how often a sweep over seeds repeats its cells.
-        file = file.with_axis(read_axis("seed", seeds))
+        file = file.with_axis("seed", read_axis("seed", seeds))
         overrides = {field: value for field, value in overrides.items() if field != "seed"}
     cells = _expand(file, overrides)
     title = file.title or name
@@ -344,7 +344,7 @@ def _build(
         description=file.description,
         axes=file.labels,
         shown={
-            name: {value.label: value.shown for value in axis.values if value.shown}
+            name: {label: value.shown for label, value in axis.items() if value.shown}
             for name, axis in file.axes.items()
         },
         cells=cells,
@@ -363,14 +363,14 @@ def _build(
 
 def _expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
     """Return the cells of all combinations but the excluded ones; the last axis varies fastest."""
-    place, axes = file.place("axes"), tuple(file.axes.values())
+    place = file.place("axes")
     for number, excluded in enumerate(file.excluded):
         file.check_labels(excluded, "except", "except", number)
     for number, adjustment in enumerate(file.adjust):
         file.check_labels(adjustment.where, "where", "adjust", number, "where")
-    count = math.prod(len(axis.values) for axis in axes)
+    count = math.prod(len(axis) for axis in file.axes.values())
     if count > MAX_CELLS:
-        sizes = " x ".join(f"{len(axis.values)} {axis.name}" for axis in axes)
+        sizes = " x ".join(f"{len(axis)} {name}" for name, axis in file.axes.items())
         raise InputError(
             f"{place}: {sizes} are {count:,} cells, and a sweep may have {MAX_CELLS:,}; "
             "shorten an axis or divide the sweep"
@@ -407,11 +407,11 @@ def _expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
 
 def _combinations(file: SweepFile) -> Iterator[tuple[dict[str, str], Fields, str | None]]:
     """Yield the labels of all axes, and the fields and the metric that they set together."""
-    for values in itertools.product(*(axis.values for axis in file.axes.values())):
-        labels = dict(zip(file.axes, (value.label for value in values), strict=True))
+    for chosen in itertools.product(*(axis.items() for axis in file.axes.values())):
+        labels = dict(zip(file.axes, (label for label, _ in chosen), strict=True))
         fields: Fields = {}
         metric: str | None = None
-        for axis, value in zip(file.axes, values, strict=True):
+        for axis, (_, value) in zip(file.axes, chosen, strict=True):
             for name, given in value.fields.items():
                 if name in fields and plain(fields[name]) != plain(given):
                     fail(
@@ -468,7 +468,7 @@ def _name(labels: Mapping[str, str]) -> str:
 
 def _check_search(file: SweepFile, search: Search, cells: Sequence[Cell]) -> None:
     """Check what a search samples: the ends of every range must be valid in each cell."""
-    varied = {name for axis in file.axes.values() for v in axis.values for name in v.fields}
+    varied = {name for axis in file.axes.values() for v in axis.values() for name in v.fields}
     varied |= {name for adjustment in file.adjust for name in adjustment.fields}
     for name, domain in search.space.items():
         loc = "search", "space", name

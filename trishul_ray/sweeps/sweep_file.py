@@ -101,9 +101,7 @@ class Pairs(dict[str, Any]):
 class Items(list[Any]):
     """A list, and the place where it stands."""
 
-    def __init__(self, place: str, content: Sequence[Any]) -> None:
-        super().__init__(content)
-        self.place = place
+    place: str
 
 
 Value = Scalar | Pairs | Items
@@ -184,7 +182,8 @@ class _Parser:
             for key, value in node.value:
                 content[self.key(key, content)] = self.read(value, key)
         else:
-            content = Items(place, [self.read(item, item) for item in node.value])
+            content = Items(self.read(item, item) for item in node.value)
+            content.place = place
         self.parents.pop()
         return content
 
@@ -268,26 +267,16 @@ def read_overrides(overrides: Sequence[str]) -> Fields:
 
 @dataclass(frozen=True)
 class AxisValue:
-    """One label of an axis, and what it sets."""
+    """What one label of an axis sets."""
 
-    label: str
     place: str
     fields: Fields
     metric: str | None = None
     shown: str | None = None
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What varies: labels, each with its fields."""
-
-    name: str
-    values: tuple[AxisValue, ...]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The labels, in order."""
-        return tuple(value.label for value in self.values)
+#: What varies: labels, in order, each with what it sets.
+Axis = dict[str, AxisValue]
 
 
 def read_axis(name: str, value: Value) -> Axis:
@@ -305,12 +294,12 @@ def read_axis(name: str, value: Value) -> Axis:
         labels = [(str(one), one) for item in scalars for one in _range(what, item)]
     if not labels:
         fail(value, f"{what} is empty; give it at least one label, or remove it")
-    seen: dict[str, AxisValue] = {}
+    axis: Axis = {}
     for label, given in labels:
-        if label in seen:
+        if label in axis:
             fail(given, f"{what}: two cells with one name, {label!r}; rename or remove one")
-        seen[label] = _axis_value(name, label, given)
-    return Axis(name, tuple(seen.values()))
+        axis[label] = _axis_value(name, label, given)
+    return axis
 
 
 def _axis_value(axis: str, label: str, value: Value) -> AxisValue:
@@ -321,14 +310,14 @@ def _axis_value(axis: str, label: str, value: Value) -> AxisValue:
                 f"axis {axis!r}: label {label!r} needs fields, as in `{label}: {{field: value}}`; "
                 f"only an axis that is named after a field can have plain values ({wrong})",
             )
-        return AxisValue(label, value.place, {field_of(axis): value})
+        return AxisValue(value.place, {field_of(axis): value})
     own = {
         key: str(_expect(value[key], Scalar, f"{key} of {label!r}"))
         for key in ("metric", "shown")
         if key in value
     }
     rest = Pairs(value.place, {key: inner for key, inner in value.items() if key not in own})
-    return AxisValue(label, value.place, read_fields(rest), own.get("metric"), own.get("shown"))
+    return AxisValue(value.place, read_fields(rest), own.get("metric"), own.get("shown"))
 
 
 def _range(axis: str, item: Scalar) -> Iterator[Scalar]:
@@ -496,7 +485,7 @@ class SweepFile(Section):
     @property
     def labels(self) -> dict[str, tuple[str, ...]]:
         """Labels of each axis."""
-        return {name: axis.labels for name, axis in self.axes.items()}
+        return {name: tuple(axis) for name, axis in self.axes.items()}
 
     def place(self, *loc: str | int) -> str:
         """Return where a value stands, as ``file:line``."""
@@ -522,9 +511,9 @@ class SweepFile(Section):
                     why = f"{what}: axis {axis!r} has no label {label!r}; {near}"
                     self.fail(why, *loc, axis, number)
 
-    def with_axis(self, axis: Axis) -> "SweepFile":
+    def with_axis(self, name: str, axis: Axis) -> "SweepFile":
         """Return the file with another axis of a name that it has."""
-        made = self.model_copy(update={"axes": {**self.axes, axis.name: axis}})
+        made = self.model_copy(update={"axes": {**self.axes, name: axis}})
         made._content, made._description = self._content, self._description
         return made
 

@@ -575,7 +575,7 @@ def _worker_environment() -> WorkerEnvironment:
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
     """Set Ray Tune up to print nothing, to keep no files, and to leave signals alone."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    before = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     loggers = [logging.getLogger(f"ray.{part}") for part in ("tune", "air", "train")]
     levels = [logger.level for logger in loggers]
     handler = signal.getsignal(signal.SIGUSR1)
@@ -589,8 +589,6 @@ def _quiet_tune() -> Iterator[None]:
             logger.setLevel(level)
         with suppress(ValueError):  # Tune sets its handler in the main thread only
             signal.signal(signal.SIGUSR1, handler)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _ENVIRONMENT:
+            os.environ.pop(name, None)
+        os.environ.update(before)
