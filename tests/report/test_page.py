@@ -19,6 +19,7 @@ from invented_outcomes import (
 )
 
 from trishul_ray.errors import InputError
+from trishul_ray.federation.records import RoundRecord
 from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, TableLayout
 from trishul_ray.report.page import write_report
 from trishul_ray.runs.summary import metrics_parquet
@@ -454,7 +455,7 @@ def test_a_figure_whose_files_are_back_is_drawn_by_the_next_call(tmp_path):
     page = write_report([sweep], tmp_path / "out")
     assert "could not be drawn" in parse(page).words
     for cell in sweep.cells:
-        rows = [{"round": number, "accuracy": 0.1 * number} for number in range(3)]
+        rows = [RoundRecord(number, scores={"accuracy": 0.1 * number}) for number in range(3)]
         cell.home.write("metrics.parquet", metrics_parquet(rows))
     write_report([sweep], tmp_path / "out")
     assert "could not be drawn" not in parse(page).words

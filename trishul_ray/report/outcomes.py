@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from trishul_ray.config import Section
+from trishul_ray.lazy import pq
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
@@ -135,8 +136,6 @@ class CellOutcome:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing."""
-        import pyarrow.parquet as pq
-
         rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()
         return [{name: value for name, value in row.items() if value is not None} for row in rows]
 

@@ -9,10 +9,12 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trishul_ray.data.dataset import RowSet
 from trishul_ray.data.prepare import find_source
@@ -117,6 +119,31 @@ class TuneOptions:
     retries: int = 2
     stall_minutes: float = 30.0
     concurrency: int | None = None
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """What a trial runs.
+
+    Attributes:
+        experiment: The run.
+        name: How it is called in messages.
+        tags: Tags of its MLflow run.
+        replaces: Attempt of an earlier run with the same id that is deleted first, as
+            ``attempt_of`` returns it; None keeps what there is and continues it.
+        stays_stopped: Whether a run that early stopping has ended answers with its last round,
+            instead of going on.
+    """
+
+    experiment: Experiment
+    name: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    replaces: str | None = None
+    stays_stopped: bool = False
+
+
+#: Returns what a trial runs, given its Tune configuration.
+FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
@@ -231,7 +258,6 @@ def with_random_samples(sweep: Sweep) -> Sweep:
     search = sweep.search
     if search is None or search.kind != "random":
         return sweep
-    import numpy as np
     from ray.tune.search.variant_generator import generate_variants
 
     rng = np.random.RandomState(search.seed)

@@ -20,6 +20,7 @@ from rich.table import Table
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
+from trishul_ray.lazy import torch
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.runs.summary import RunSummary, flatten
 from trishul_ray.sweeps.cells import Sweep, distinct
@@ -353,8 +354,6 @@ def usual_device(profiles: Collection[str]) -> str:
     """Return the GPU of this machine, if its peak is known, or what profiles are made for."""
     drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # torch takes a second to import
     if sys.platform != "linux" or any(map(os.path.exists, drivers)):
-        import torch
-
         if torch.cuda.is_available() and (known := _known_gpu(torch.cuda.get_device_name())):
             return known
     return "h100" if "paper" in profiles else "cpu"

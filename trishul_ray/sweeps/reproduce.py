@@ -7,7 +7,7 @@ the store and runs only the cells that have none that can be used.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
 
 from trishul_ray.errors import InputError, at_loss
 from trishul_ray.experiment import Experiment
@@ -18,6 +18,8 @@ from trishul_ray.runs.summary import attempt_of, read_metrics
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import (
     Cell,
+    CellRun,
+    FindRun,
     Sweep,
     TuneOptions,
     distinct,
@@ -34,9 +36,6 @@ from trishul_ray.tracking.mlflow import (
     tracking_uri,
 )
 from trishul_ray.tracking.progress import SweepProgress
-
-if TYPE_CHECKING:
-    from trishul_ray.sweeps.trial import CellRun, FindRun
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,12 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             are available; no run was started.
         RunError: Ray or Ray Tune failed.
     """
-    for sweep in filter(lambda each: each.is_adaptive, sweeps):
-        from trishul_ray.sweeps.tuner import check_optuna
-
-        check_optuna(sweep.search_place)
+    for sweep in sweeps:
+        if sweep.is_adaptive and find_spec("optuna") is None:
+            raise InputError(
+                f"{sweep.search_place}: search: kind optuna needs the package optuna: pip install "
+                "'.[search]' in a clone of the repository, or pip install 'optuna>=5,<6'"
+            )
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
     work.examine()
     missing = work.unfinished()
@@ -87,10 +88,8 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         if missing or searches:
             progress.phase("starting Ray")
             from trishul_ray.federation.on_ray.session import ray_session
-            from trishul_ray.sweeps.tuner import check_stores
 
             with at_loss(lambda _: work.close_parents("FAILED")), ray_session():
-                check_stores({cell.experiment.storage.runs for s in sweeps for cell in s.cells})
                 _run(work, missing, searches, options)
         work.examine()
         failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
@@ -110,15 +109,21 @@ def _run(
     work: "_Work", missing: Sequence[str], searches: Sequence["_Part"], options: TuneOptions
 ) -> None:
     """Run missing cells on Ray; runs are compared with each other where they may be stopped."""
-    from trishul_ray.sweeps.tuner import run_search
+    from trishul_ray.sweeps.tuner import check_stores, run_cells, run_search
 
+    def run_listed(ids: Sequence[str], sweep: Sweep | None = None) -> None:
+        if ids:
+            run_cells({id: work.run_of(id) for id in ids}, options, work.progress, sweep)
+
+    sweeps = [part.sweep for part in work.parts]
+    check_stores({cell.experiment.storage.runs for sweep in sweeps for cell in sweep.cells})
     left = dict.fromkeys(missing)
     for part in work.parts:
         if part.sweep.compared is not None and not part.sweep.is_adaptive:
             own = [id for id in part.cells if id in left]
-            _run_cells(work, own, options, part.sweep)
+            run_listed(own, part.sweep)
             left = {id: None for id in left if id not in own}
-    _run_cells(work, list(left), options)
+    run_listed(list(left))
     for part in searches:
         assert part.sweep.search is not None
         for cell in part.sweep.cells:
@@ -138,19 +143,8 @@ def _run(
         work.set_samples(part, samples)
 
 
-def _run_cells(
-    work: "_Work", ids: Sequence[str], options: TuneOptions, sweep: Sweep | None = None
-) -> None:
-    from trishul_ray.sweeps.tuner import run_cells
-
-    if ids:
-        runs = {id: work.run_of(id) for id in ids}
-        run_cells(runs, options, work.progress, sweep)
-
-
-def _sample_runs(sweep: Sweep, cell: Cell, parent: str | None) -> "FindRun":
+def _sample_runs(sweep: Sweep, cell: Cell, parent: str | None) -> FindRun:
     """Return how to find what to run for a sample of a cell."""
-    from trishul_ray.sweeps.trial import CellRun
 
     def find(config: Mapping[str, object]) -> CellRun:
         assert sweep.search is not None
@@ -241,10 +235,8 @@ class _Work:
             )
         ]
 
-    def run_of(self, id: str) -> "CellRun":
+    def run_of(self, id: str) -> CellRun:
         """Return what the trial of a cell runs."""
-        from trishul_ray.sweeps.trial import CellRun
-
         experiment = self.experiment(id)
         return CellRun(
             with_parent(experiment, self.holders[id][0].parent_id),

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any, get_args
@@ -24,7 +23,6 @@ from ray.tune.result import DONE
 
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
-from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
@@ -32,6 +30,7 @@ from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.runs.summary import NUMBERS, attempt_of
+from trishul_ray.sweeps.cells import CellRun, FindRun
 from trishul_ray.sweeps.status import read_failure
 from trishul_ray.sweeps.sweep_file import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
@@ -43,31 +42,6 @@ BUSY = "busy"
 MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0
 #: The metric that :data:`HEADLINE` is, by its own name.
 HEADLINE_NAME = "headline_name"
-
-
-@dataclass(frozen=True)
-class CellRun:
-    """What a trial runs.
-
-    Attributes:
-        experiment: The run.
-        name: How it is called in messages.
-        tags: Tags of its MLflow run.
-        replaces: Attempt of an earlier run with the same id that is deleted first, as
-            :func:`attempt_of` returns it; None keeps what there is and continues it.
-        stays_stopped: Whether a run that early stopping has ended answers with its last round,
-            instead of going on.
-    """
-
-    experiment: Experiment
-    name: str
-    tags: Mapping[str, str] = field(default_factory=dict)
-    replaces: str | None = None
-    stays_stopped: bool = False
-
-
-#: Returns what a trial runs, given its Tune configuration.
-FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
 class _Notes(RunProgress):

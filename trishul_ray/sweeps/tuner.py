@@ -37,7 +37,7 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import Sweep, TuneOptions, sampling_space
+from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions, sampling_space
 from trishul_ray.sweeps.status import record_failure
 from trishul_ray.sweeps.sweep_file import Search
 from trishul_ray.sweeps.trial import (
@@ -47,9 +47,7 @@ from trishul_ray.sweeps.trial import (
     NOTES,
     ROUND,
     STOPPED,
-    CellRun,
     CellTrial,
-    FindRun,
 )
 from trishul_ray.tracking.progress import SweepProgress, format_duration
 
@@ -535,21 +533,6 @@ def _scheduler(sweep: Sweep | None, experiments: Sequence[Experiment]) -> TrialS
         grace_period=min(early_stopping.grace, rounds),
         reduction_factor=early_stopping.reduction,
     )
-
-
-def check_optuna(place: str) -> None:
-    """Check that Optuna is installed, for a search at a place.
-
-    Raises:
-        InputError: It is not.
-    """
-    try:
-        import optuna  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # an extra
-    except ImportError as error:
-        raise InputError(
-            f"{place}: search: kind optuna needs the package optuna: "
-            "pip install '.[search]' in a clone of the repository, or pip install 'optuna>=5,<6'"
-        ) from error
 
 
 def _optuna(search: Search) -> Searcher:
