@@ -92,21 +92,6 @@ class Backbone:
         """Folder of the model's files, or its name on the hub; see :class:`ModelFiles`."""
         return self.files.location
 
-    @property
-    def checkpoint(self) -> ModelFiles:
-        """The :attr:`files`, once they are there.
-
-        Raises:
-            InputError: The model cannot be found, or is a built-in that is not pretrained yet.
-        """
-        location = self.location
-        if self.name in BUILTINS and isinstance(location, Path) and not location.is_dir():
-            raise InputError(
-                f"model.name={self.name!r} is not pretrained yet in {self.places.cache} "
-                f"(storage.cache): run `trishul pretrain {self.name}`"
-            )
-        return self.files
-
     @cached_property
     def architecture(self) -> PretrainedConfig:
         """Configuration of the architecture, as transformers describes it; do not modify it.
@@ -207,8 +192,7 @@ class Backbone:
             InputError: The model cannot be found, or cannot be used as this kind.
             CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
         """
-        config = self.model_config(kind, num_classes)
-        model, drawn = weights.build_weights(self.config, self.files, config, kind, seed)
+        model, drawn = weights.build_weights(self._plan(kind, num_classes, seed))
         weights.draw_head(model, drawn, seed)
         return model.eval()
 
@@ -222,23 +206,26 @@ class Backbone:
             InputError: The model cannot be found, or cannot be used as this kind.
             CorruptFileError: The checkpoint is malformed.
         """
-        config = self.model_config(kind, num_classes)
-        return shared_weights.load_resident(
-            self.config, self.files, config, kind, seed=seed, cache=self.places.cache
-        )
+        return shared_weights.load_resident(self._plan(kind, num_classes, seed), self.places.cache)
 
     def resident_key(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Hashable:
         """Return what the weights of :meth:`load_resident` depend on, besides a drawn head."""
-        config = self.model_config(kind, num_classes)
-        return shared_weights.weights_key(self.config, self.files, config, kind, seed=seed)
+        return shared_weights.weights_key(self._plan(kind, num_classes, seed))
+
+    def _plan(self, kind: ModelKind, num_classes: int | None, seed: int) -> weights.Plan:
+        architecture = self.model_config(kind, num_classes)
+        return weights.Plan(self.config, self.files, architecture, kind, seed)
 
     def _read_architecture(self) -> PretrainedConfig:
         """Read ``config.json``, without running any code found beside it."""
-        files = self.checkpoint
-        with files.reading():
-            config: PretrainedConfig = AutoConfig.from_pretrained(
-                files.location, trust_remote_code=False
+        location = self.location
+        if self.name in BUILTINS and isinstance(location, Path) and not location.is_dir():
+            raise InputError(
+                f"model.name={self.name!r} is not pretrained yet in {self.places.cache} "
+                f"(storage.cache): run `trishul pretrain {self.name}`"
             )
+        with self.files.reading():
+            config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
         return config
 
 

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -335,12 +334,16 @@ def pretrain(
     with FileLock(folder.parent / f"{folder.name}.lock"):
         if not folder.is_dir():
             split = _training_split(builtin, places, progress)
+
+            def on_epoch(epoch: int, loss: float) -> None:
+                if progress is not None:
+                    stage = f"pretraining {builtin.name}, loss {loss:.3f}"
+                    progress(stage, epoch / builtin.recipe.epochs)
+
             if on_ray:
-                arrays = _train_on_ray(builtin, places, progress)
-                model = new_backbone(builtin)
-                model.load_state_dict({key: torch.tensor(a) for key, a in arrays.items()})
+                model = _train_on_ray(builtin, places, on_epoch)
             else:
-                model = train_backbone(builtin, split, on_epoch=_on_epoch(builtin, progress))
+                model = train_backbone(builtin, split, on_epoch=on_epoch)
             save_backbone(model, builtin, split, folder)
     return folder
 
@@ -373,56 +376,30 @@ def _training_split(
     return dataset.split(recipe.split)
 
 
-def _on_epoch(
-    builtin: Builtin, progress: ProgressCallback | None
-) -> Callable[[int, float], None] | None:
-    """Adapt ``progress`` to the callback of :func:`train_backbone`."""
-    if progress is None:
-        return None
-    return lambda epoch, loss: progress(_stage(builtin, loss), epoch / builtin.recipe.epochs)
-
-
-def _stage(builtin: Builtin, loss: float) -> str:
-    return f"pretraining {builtin.name}, loss {loss:.3f}"
-
-
-def _train_loop(settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Train in the Ray Train worker; the driver receives the returned state dict."""
-    import ray.train
-
-    builtin: Builtin = settings["builtin"]
-    epochs = builtin.recipe.epochs
-    split = _training_split(builtin, settings["places"])
-    losses: list[float] = []
-
-    def on_epoch(epoch: int, loss: float) -> None:
-        losses.append(loss)
-        settings["queue"].put((epoch / epochs, loss))
-
-    model = train_backbone(builtin, split, on_epoch=on_epoch)
-    # Report once: the controller polls for reports, which takes seconds each.
-    ray.train.report({"epochs": epochs, "loss": losses[-1]})
-    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-
-
 def _train_on_ray(
-    builtin: Builtin, places: Places, progress: ProgressCallback | None
-) -> dict[str, np.ndarray]:
-    """Run :func:`_train_loop` in a TorchTrainer with one worker; return the state dict."""
+    builtin: Builtin, places: Places, on_epoch: Callable[[int, float], None]
+) -> nn.Module:
+    """Call :func:`train_backbone` in a TorchTrainer with one worker."""
     # Every client imports this file: it need not import Ray Train, which takes seconds.
     from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
     from ray.util.queue import Queue
 
-    queue = Queue(actor_options={"num_cpus": 0})
-    done = threading.Event()
-    forwarder = threading.Thread(
-        target=_forward_progress, args=(queue, done, builtin, progress), daemon=True
-    )
+    queue = Queue(actor_options={"num_cpus": 0})  # reports of Ray Train are polled for seconds
+
+    def train() -> dict[str, np.ndarray]:
+        split = _training_split(builtin, places)
+        model = train_backbone(builtin, split, on_epoch=lambda *done: queue.put(done))
+        return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+    def forward() -> None:
+        while (done := queue.get()) is not None:
+            on_epoch(*done)
+
+    forwarder = threading.Thread(target=forward, daemon=True)
     with tempfile.TemporaryDirectory(prefix="train-", dir=places.cache) as storage:
         trainer = TorchTrainer(
-            _train_loop,  # type: ignore[arg-type]  # may return a value since Ray Train 2
-            train_loop_config={"builtin": builtin, "places": places, "queue": queue},
+            train,  # type: ignore[arg-type]  # may return a value since Ray Train 2
             scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
             run_config=RunConfig(
                 name=f"pretrain-{builtin.name}",
@@ -439,24 +416,10 @@ def _train_on_ray(
                 f"pretrain {builtin.name}` tries again"
             ) from error
         finally:
-            done.set()
+            queue.put(None)
             forwarder.join()
             queue.shutdown()
     arrays: dict[str, np.ndarray] = result.return_value  # type: ignore[attr-defined]  # as above
-    return arrays
-
-
-def _forward_progress(
-    queue: Any, done: threading.Event, builtin: Builtin, progress: ProgressCallback | None
-) -> None:
-    """Forward the worker's progress until the training is over and the queue is empty."""
-    while True:
-        finished = done.is_set()
-        try:
-            fraction, loss = queue.get(timeout=0.2)
-        except Empty:
-            if finished:
-                return
-            continue
-        if progress is not None:
-            progress(_stage(builtin, loss), fraction)
+    model = new_backbone(builtin)
+    model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
+    return model

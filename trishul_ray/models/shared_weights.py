@@ -22,13 +22,11 @@ import torch
 import transformers
 from filelock import FileLock
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from trishul_ray.config import ModelConfig
 from trishul_ray.files import make_cache_folder, remove_unused, stamp
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
-from trishul_ray.models.lookup import ModelFiles, ModelKind, source_files, weights_source
-from trishul_ray.models.weights import build_module, build_weights, draw_head
+from trishul_ray.models.lookup import source_files, weights_source
+from trishul_ray.models.weights import Plan, build_weights, draw_head
 
 #: Part of every file's key. Raise it when the content of the files changes.
 FORMAT_VERSION = 3
@@ -53,27 +51,20 @@ class Resident(NamedTuple):
     drawn: tuple[str, ...]
 
 
-def load_resident(
-    config: ModelConfig,
-    files: ModelFiles,
-    architecture: PretrainedConfig,
-    kind: ModelKind,
-    *,
-    seed: int,
-    cache: Path,
-) -> Resident:
+def load_resident(plan: Plan, cache: Path) -> Resident:
     """Load a backbone with shared weights; see :meth:`Backbone.load_resident`."""
-    key = weights_key(config, files, architecture, kind, seed=seed)
+    config, seed = plan.config, plan.seed
+    key = weights_key(plan)
     file = cache / FOLDER / f"{key}{SUFFIX}"
     make_cache_folder(file.parent)
     # A second process waits at the lock for the file instead of making it again.
     with FileLock(file.with_suffix(".lock")):
         if (stored := _map(file)) is None:
             remove_unused_weights(cache)
-            model, drawn = build_weights(config, files, architecture, kind, seed)
+            model, drawn = build_weights(plan)
             cast(model, run_dtype(config))
-            commit = getattr(architecture, "_commit_hash", None)
-            source = weights_source(files, commit, drawn=config.init == "random")
+            commit = getattr(plan.architecture, "_commit_hash", None)
+            source = weights_source(plan.files, commit, drawn=config.init == "random")
             _write(file, {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source})
             del model
             stored = _map(file)
@@ -81,7 +72,7 @@ def load_resident(
             raise RuntimeError(f"{file} was written and cannot be read")
         os.utime(file)
     with torch.device("meta"):
-        model = build_module(config, architecture, kind)
+        model = plan.module()
     drawn = stored["drawn"]
     heads = {name: torch.empty(model.get_parameter(name).shape) for name in drawn}
     _assign(model, stored["tensors"] | heads)
@@ -90,34 +81,27 @@ def load_resident(
     return Resident(model.eval(), stored["source"], tuple(drawn))
 
 
-def weights_key(
-    config: ModelConfig,
-    files: ModelFiles,
-    architecture: PretrainedConfig,
-    kind: ModelKind,
-    *,
-    seed: int,
-) -> str:
+def weights_key(plan: Plan) -> str:
     """Return a hash of everything that determines the prepared weights.
 
     The seed determines random weights. A head drawn for a checkpoint is not among them.
     """
-    location = files.location
-    if config.init == "random":
-        source: Any = ["seed", seed, weights_source(files, None, drawn=True)]
+    location = plan.files.location
+    if plan.config.init == "random":
+        source: Any = ["seed", plan.seed, weights_source(plan.files, None, drawn=True)]
     elif isinstance(location, Path):
         # Not by content: hashing gigabytes in every process would take longer than mapping them.
         source = [str(location.resolve()), [(f.name, *stamp(f)) for f in source_files(location)]]
     else:
-        source = [location, getattr(architecture, "_commit_hash", None)]
+        source = [location, getattr(plan.architecture, "_commit_hash", None)]
     key = [
         FORMAT_VERSION,
         [torch.__version__, transformers.__version__],
         source,
-        kind,
-        config.precision,
-        config.image_size,
-        architecture.to_json_string(),
+        plan.kind,
+        plan.config.precision,
+        plan.config.image_size,
+        plan.architecture.to_json_string(),
     ]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 

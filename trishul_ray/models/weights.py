@@ -6,7 +6,7 @@ configuration and the seed alone; torch's global random state is neither read no
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -73,44 +73,50 @@ def build_module(config: ModelConfig, architecture: PretrainedConfig, kind: Mode
     return model
 
 
-def build_weights(
-    config: ModelConfig,
-    files: ModelFiles,
-    architecture: PretrainedConfig,
-    kind: ModelKind,
-    seed: int,
-) -> tuple[nn.Module, list[str]]:
-    """Return the model with drawn weights or those of its checkpoint; as :func:`load_checkpoint`.
+class Plan(NamedTuple):
+    """What a model with weights is built from.
 
-    The parameters that must be drawn are left as they are.
+    Attributes:
+        config: The section ``model``.
+        files: Where the checkpoint is.
+        architecture: The configuration of the modules.
+        kind: What the model is to do.
+        seed: Of the weights that are drawn.
     """
-    if config.init == "pretrained":
-        return load_checkpoint(config, files, architecture, kind)
-    model = build_module(config, architecture, kind)
-    draw_weights(model, seed)
-    return model, []
+
+    config: ModelConfig
+    files: ModelFiles
+    architecture: PretrainedConfig
+    kind: ModelKind
+    seed: int
+
+    def module(self) -> nn.Module:
+        """Return the modules; see :func:`build_module`."""
+        return build_module(self.config, self.architecture, self.kind)
 
 
-def load_checkpoint(
-    config: ModelConfig, files: ModelFiles, architecture: PretrainedConfig, kind: ModelKind
-) -> tuple[nn.Module, list[str]]:
-    """Return the model with the checkpoint's weights, and the parameters that must be drawn.
+def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
+    """Return the model with drawn weights, or those of its checkpoint.
 
-    Only safetensors files are read, and no code of the checkpoint is run.
+    Of a checkpoint, only safetensors files are read, and no code is run.
 
     Returns:
         The model in float32, and the names of the head's parameters if the checkpoint has no head
-        of this size.
+        of this size: they must be drawn.
 
     Raises:
         InputError: The checkpoint cannot be found.
         CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
     """
-    checkpoint = files.location
-    with files.reading(RuntimeError, SafetensorError), torch.random.fork_rng(devices=[]):
+    config, kind, checkpoint = plan.config, plan.kind, plan.files.location
+    if config.init == "random":
+        drawn = plan.module()
+        draw_weights(drawn, plan.seed)
+        return drawn, []
+    with plan.files.reading(RuntimeError, SafetensorError), torch.random.fork_rng(devices=[]):
         model, info = _AUTO_CLASSES[kind].from_pretrained(
             checkpoint,
-            config=architecture,
+            config=plan.architecture,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
