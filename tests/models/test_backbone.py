@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageClassification,
     BertConfig,
@@ -17,7 +17,6 @@ from transformers import (
     Dinov2Config,
     Dinov2Model,
     ViTConfig,
-    ViTModel,
 )
 
 from trishul_ray.adapters.targets import find_layers
@@ -27,7 +26,6 @@ from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.federation.prepare import image_size_line
 from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.rng import torch_rng
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -56,50 +54,6 @@ def load(where: Path, classes: int, *, seed: int = 0, **fields):
 def same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
     first, second = one.state_dict(), two.state_dict()
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
-def test_a_checkpoint_of_the_same_classes_is_taken_whole(saved):
-    stored = AutoModelForImageClassification.from_pretrained(saved / "hub/owner/vit")
-    model = load(saved, 7)
-    assert same(model, stored)
-    assert not model.training and model.config._attn_implementation == "sdpa"
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    by_folder = load(saved, 7, name=str(saved / "hub/owner/vit"))
-    assert same(by_folder, stored)
-
-
-def test_a_head_for_other_classes_is_drawn_from_the_seed_alone(saved):
-    before = torch.random.get_rng_state()
-    first, again, other = load(saved, 5), load(saved, 5), load(saved, 5, seed=1)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(123)
-    assert same(first, load(saved, 5))
-    assert same(first, again) and not same(first, other)
-    assert same(first.base_model, load(saved, 7).base_model)
-    want = 0.02 * torch.randn(5, 16, generator=torch_rng(0, "head"))
-    torch.testing.assert_close(first.classifier.weight, want, rtol=1e-6, atol=0)
-    assert not first.classifier.bias.any() and first.config.num_labels == 5
-
-
-def test_a_checkpoint_without_a_head_gets_one(tmp_path):
-    ViTModel(ViTConfig(**SMALL)).save_pretrained(tmp_path / "hub/owner/vit")
-    model = load(tmp_path, 4)
-    want = 0.02 * torch.randn(4, 16, generator=torch_rng(0, "head"))
-    torch.testing.assert_close(model.classifier.weight, want, rtol=1e-6, atol=0)
-    assert same(load(tmp_path, 4), model)
-
-
-def test_random_weights_come_from_the_seed_alone(saved):
-    before = torch.random.get_rng_state()
-    first = load(saved, 5, init="random")
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(99)
-    assert same(first, load(saved, 5, init="random"))
-    assert not same(first, load(saved, 5, init="random", seed=1))
-    weights = torch.cat([p.flatten() for p in first.parameters() if p.ndim >= 2])
-    assert float(weights.detach().std()) == pytest.approx(0.02, rel=0.05)
-    assert torch.isfinite(first(pixel_values=torch.zeros(1, 3, 8, 8)).logits).all()
-    assert bool((first.vit.layernorm.weight == 1).all())
 
 
 def test_known_architectures_need_no_network(tmp_path):
@@ -152,33 +106,11 @@ def test_normalization_is_read_where_it_is_given(saved):
         read()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_named(saved, value):
-    file = saved / "hub/owner/vit/model.safetensors"
-    tensors = load_file(file)
-    name = next(n for n in tensors if "layer" in n and n.endswith("output.dense.weight"))
-    tensors[name][0, 0] = value
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CorruptFileError, match=r"tensor vit\.\S+\.weight of checkpoint .* NaN"):
-        load(saved, 7)
-
-
-def test_a_checkpoint_that_lacks_tensors_is_refused(saved):
-    file = saved / "hub/owner/vit/model.safetensors"
-    tensors = load_file(file)
-    del tensors["vit.embeddings.cls_token"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CorruptFileError, match=r"lacks 1 tensors.*vit\.embeddings\.cls_token"):
-        load(saved, 7)
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "pickle", "config"])
+@pytest.mark.parametrize("damage", ["gone", "pickle", "config"])
 def test_unreadable_checkpoints_are_named(saved, damage):
     folder = saved / "hub/owner/vit"
     file = folder / "model.safetensors"
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "pickle":
+    if damage == "pickle":
         torch.save(load_file(file), folder / "pytorch_model.bin")
     if damage in ("gone", "pickle"):
         file.unlink()

@@ -1,4 +1,4 @@
-"""Weights of text backbones of every family: from a folder, a mirror, a package, or drawn."""
+"""Weights of backbones of every family: from a folder, a mirror, a package, or drawn."""
 
 import importlib.util
 import shutil
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -16,6 +17,8 @@ from transformers import (
     LlamaConfig,
     RobertaConfig,
     T5Config,
+    ViTConfig,
+    ViTModel,
 )
 
 from trishul_ray.adapters.export import export_merged
@@ -33,6 +36,16 @@ ENCODER = {
 }  # fmt: skip
 DECODER = {**ENCODER, "num_key_value_heads": 1, "tie_word_embeddings": True}
 SHAPES = {
+    "vit": ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=2,
+        num_channels=3,
+        num_labels=5,
+    ),
     "bert": BertConfig(**ENCODER, num_labels=5),
     "roberta": RobertaConfig(**ENCODER, num_labels=5),
     "t5": T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
@@ -41,6 +54,7 @@ SHAPES = {
     "llama-classifier": LlamaConfig(**DECODER, num_labels=5, pad_token_id=0),
 }
 KINDS = {
+    "vit": (AutoModelForImageClassification, "image-classification", 5),
     "bert": (AutoModelForSequenceClassification, "sequence-classification", 5),
     "roberta": (AutoModelForSequenceClassification, "sequence-classification", 5),
     "t5": (AutoModelForSeq2SeqLM, "seq2seq-lm", None),
@@ -77,6 +91,7 @@ def test_a_checkpoint_is_taken_whole_from_a_mirror_and_from_a_folder(family, tmp
     for name in ("owner/m", tmp_path / "hub/owner/m"):
         model = load(name, kind, classes, tmp_path)
         assert same(model, stored) and not model.training
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert model.config._attn_implementation == "sdpa"
         # Tied weights are one tensor, as in the model that was saved.
         assert len(list(model.parameters())) == len(list(stored.parameters()))
@@ -86,14 +101,25 @@ def test_a_checkpoint_is_taken_whole_from_a_mirror_and_from_a_folder(family, tmp
 def test_random_weights_come_from_the_seed_alone(family, tmp_path):
     SHAPES[family].save_pretrained(tmp_path / "m")
     _, kind, classes = KINDS[family]
+    before = torch.random.get_rng_state()
     first = load(tmp_path / "m", kind, classes, tmp_path, init="random")
+    assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(99)
     assert same(first, load(tmp_path / "m", kind, classes, tmp_path, init="random"))
     assert not same(first, load(tmp_path / "m", kind, classes, tmp_path, init="random", seed=1))
     tokens = torch.arange(1, 9)[None]
-    more = {"decoder_input_ids": tokens[:, :3]} if family == "t5" else {}
-    logits = first(input_ids=tokens, **more).logits
+    given = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if family == "t5" else {})
+    given = {"pixel_values": torch.ones(1, 3, 8, 8)} if family == "vit" else given
+    logits = first(**given).logits
     assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_random_weights_have_the_architectures_spread(tmp_path):
+    SHAPES["vit"].save_pretrained(tmp_path / "m")
+    model = load(tmp_path / "m", "image-classification", 5, tmp_path, init="random")
+    weights = torch.cat([p.flatten() for p in model.parameters() if p.ndim >= 2])
+    assert float(weights.detach().std()) == pytest.approx(0.02, rel=0.05)
+    assert bool((model.vit.layernorm.weight == 1).all())
 
 
 def test_random_t5_weights_have_the_familys_spread(tmp_path):
@@ -112,11 +138,13 @@ def test_random_t5_weights_have_the_familys_spread(tmp_path):
         assert float(module.weight.detach().std()) == pytest.approx(want, rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "llama-classifier"])
-def test_a_head_for_other_classes_is_drawn(family, tmp_path):
+@pytest.mark.parametrize("family", ["vit", "bert", "roberta", "llama-classifier"])
+def test_a_head_for_other_classes_is_drawn_from_the_seed_alone(family, tmp_path):
     stored = save(family, tmp_path / "m")
-    kind = "sequence-classification"
+    kind = KINDS[family][1]
+    before = torch.random.get_rng_state()
     first, other = (load(tmp_path / "m", kind, 3, tmp_path, seed=s) for s in (0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
     head = {n for n in classifier_parameters(first) if "pooler" not in n}
     assert same(first.base_model, stored.base_model)
     assert same(first, load(tmp_path / "m", kind, 3, tmp_path))
@@ -136,6 +164,11 @@ def test_a_pooler_that_is_lacking_is_drawn_with_the_head(tmp_path):
         "bert.pooler.dense.weight", "bert.pooler.dense.bias",
         "classifier.weight", "classifier.bias",
     ]  # fmt: skip
+    # A model of images has none, and its head is drawn in the same way.
+    ViTModel(SHAPES["vit"]).save_pretrained(tmp_path / "v")
+    head = load(tmp_path / "v", "image-classification", 3, tmp_path).classifier
+    want = 0.02 * torch.randn(3, 16, generator=torch_rng(0, "head"))
+    torch.testing.assert_close(head.weight, want, rtol=1e-6, atol=0)
     # One that the checkpoint has is kept.
     whole = BertModel(SHAPES["bert"])
     whole.save_pretrained(tmp_path / "n")
@@ -158,8 +191,8 @@ def test_a_decoder_that_classifies_pads_as_its_tokenizer_does(tmp_path):
     assert classifier_parameters(model) == ["score.weight"]
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "llama"])
-@pytest.mark.parametrize("damage", ["nan", "lacking", "cut"])
+@pytest.mark.parametrize("family", ["vit", "bert", "t5", "llama"])
+@pytest.mark.parametrize("damage", ["nan", "inf", "lacking", "cut"])
 def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
     save(family, tmp_path / "m")
     file = tmp_path / "m/model.safetensors"
@@ -170,11 +203,13 @@ def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
         file.write_bytes(file.read_bytes()[:-50])
         name = "cannot load"
     else:
-        if damage == "nan":
-            tensors[name][0, 0] = float("nan")
+        if damage != "lacking":
+            tensors[name][0, 0] = float(damage)
         else:
             del tensors[name]
         save_file(tensors, file, metadata={"format": "pt"})
+        # transformers has renamed the modules of a ViT since.
+        name = r"vit\.layers\.0\.attention\.q_proj" if family == "vit" else name
     _, kind, classes = KINDS[family]
     with pytest.raises(CorruptFileError, match=name) as caught:
         load(tmp_path / "m", kind, classes, tmp_path)

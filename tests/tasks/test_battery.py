@@ -84,6 +84,13 @@ def test_the_reported_loss_is_the_trained_one(bench):
     assert loss == pytest.approx(reported, rel=1e-5)
 
 
+def test_a_row_has_the_same_loss_alone(bench):
+    """However its texts are padded."""
+    together = bench.task.score(*reversed(outputs_of(bench, range(6)))).loss
+    alone = [bench.task.score(*reversed(outputs_of(bench, [row]))).loss[0] for row in range(6)]
+    torch.testing.assert_close(torch.stack(alone), together, rtol=1e-4, atol=1e-5)
+
+
 def test_the_headline_is_the_mean_of_the_scores_of_the_rows(bench):
     batch, outputs = outputs_of(bench, range(16))
     scores = bench.task.score(outputs, batch).scores[bench.task.headline].double()
@@ -114,7 +121,9 @@ def test_the_coordinator_needs_no_model(bench):
 
 
 def test_it_can_be_sent_to_another_process(bench):
-    again = pickle.loads(pickle.dumps(bench.task))
+    stored = pickle.dumps(bench.task)
+    assert len(stored) < 4000  # its tokenizer is not sent
+    again = pickle.loads(stored)
     assert type(again) is type(bench.task) and again.metrics == bench.task.metrics
     if again.encoder is not None:
         assert again.encoder.key == bench.task.encoder.key

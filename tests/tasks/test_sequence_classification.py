@@ -1,7 +1,6 @@
 """Encoders and decoders with a head: what they see of a text or a pair, and what is measured."""
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import BertProcessing
-from tolerances import forward
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from trishul_ray.config import ModelConfig, Places
@@ -78,24 +76,15 @@ def test_special_tokens_spelled_in_a_text_are_letters(byte_tokens, text_split, e
 
 
 @pytest.mark.parametrize(("name", "family"), [("bert", "bert"), ("llama-head", "llama")])
-def test_the_loss_falls_and_padding_changes_nothing(
-    name, family, reviews, encode_split, byte_tokens, tiny_model, train_steps
-):
+def test_the_loss_falls(name, family, reviews, encode_split, byte_tokens, tiny_model, train_steps):
     task = one_field(byte_tokens(family), decoder=name != "bert")
-    columns = encode_split(reviews, task)
-    batch = task.prepare_batch(columns, "cpu", torch.float32)
+    batch = task.prepare_batch(encode_split(reviews, task), "cpu", torch.float32)
     model = tiny_model(name)
     losses = train_steps(task, model, batch)
     assert losses[0] == pytest.approx(math.log(2), abs=0.1) and losses[-1] < 0.2
     with torch.inference_mode():
-        together = task.predict(model, batch).logits
-        for row in range(6):
-            one = {k: v[row : row + 1] for k, v in columns.items()}
-            alone = task.predict(model, task.prepare_batch(one, "cpu", torch.float32)).logits
-            torch.testing.assert_close(
-                alone[0], together[row], rtol=0, atol=forward(2, 64, together)
-            )
-        assert task.metrics.merge([task.evaluate(together, batch)])["accuracy"] == 1.0
+        sums = task.evaluate(task.predict(model, batch), batch)
+    assert task.metrics.merge([sums])["accuracy"] == 1.0
 
 
 def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
@@ -115,11 +104,8 @@ def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
         "accuracy_mis_matched": 0.5,
     }
     assert set(merged) < set(task.metrics.names) and "accuracy_none" in task.metrics.names
-    assert task.metrics.merge([first, second]) == task.metrics.merge([second, first])
     bad = task.evaluate(logits[3:], {k: v[3:] for k, v in batch.items()})
     assert bad.scores["accuracy"] == 0.0 and np.isnan(bad.loss)
-    with pytest.raises(ValueError, match="no rows"):
-        task.metrics.merge([])
 
 
 def test_the_loss_is_float32_whatever_the_model_is(byte_tokens):
@@ -131,13 +117,8 @@ def test_the_loss_is_float32_whatever_the_model_is(byte_tokens):
     assert float(loss) == pytest.approx(float(want), rel=1e-6)
 
 
-def test_it_pickles_small_without_its_tokenizer(byte_tokens):
-    task = one_field(byte_tokens("bert"))
-    key = task.encoder.key
-    stored = pickle.dumps(task)
-    assert len(stored) < 2000
-    again = pickle.loads(stored)
-    assert set(vars(again.tokens.backbone)) == {"config", "places"} and again.encoder.key == key
+def test_what_decides_the_tokens_is_in_the_key(byte_tokens):
+    key = one_field(byte_tokens("bert")).encoder.key
     assert one_field(byte_tokens("bert"), max_length=41).encoder.key != key
     assert one_field(byte_tokens("llama")).encoder.key != key
 

@@ -1,7 +1,6 @@
 """Prompts and verbalizers: which token stands for a class, and what a batch looks like."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -105,12 +104,6 @@ def test_the_loss_falls_and_padding_changes_nothing(
     with torch.inference_mode():
         outputs = task.predict(model, batch)
         assert outputs.logits.shape == (6, 1, VOCABULARY)
-        for row in range(6):
-            one = {k: v[row : row + 1] for k, v in columns.items()}
-            alone = task.predict(model, task.prepare_batch(one, "cpu", torch.float32)).logits
-            torch.testing.assert_close(
-                alone[0], outputs.logits[row], rtol=0, atol=forward(2, 64, outputs.logits)
-            )
         # The same as the model says at the last token of a row that is not padded at all.
         ids = columns["input_ids"][:1, : columns["length"][0]].long()
         plain = model.model(input_ids=ids).logits[0, -1]
@@ -142,12 +135,9 @@ def test_loss_is_over_the_vocabulary_and_the_choice_among_verbalizers(byte_token
     assert task.evaluate(logits, batch).scores["accuracy"] == 1.0
 
 
-def test_it_pickles_small(byte_tokens):
-    task = made(byte_tokens("llama"))
-    again = pickle.loads(pickle.dumps(task))
-    assert len(pickle.dumps(task)) < 2500 and "tokenizer" not in vars(again.tokens)
-    assert again.answer_ids == task.answer_ids and again.encoder.key == task.encoder.key
-    assert made(byte_tokens("llama"), text="{sentence}:").encoder.key != task.encoder.key
+def test_the_prompt_is_in_the_key(byte_tokens):
+    one, other = (made(byte_tokens("llama"), text=t) for t in ("{sentence}:", "{sentence}?"))
+    assert one.encoder.key != other.encoder.key
 
 
 @pytest.mark.parametrize(
