@@ -8,10 +8,9 @@ import pytest
 
 from trishul_ray.cli import output
 from trishul_ray.cli.listing import partition_table
+from trishul_ray.data.partition import LabelCounts, count_labels
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.federation.prepare import prepare_rows, prepare_run
-from trishul_ray.report.outcomes import LabelCounts
-from trishul_ray.runs.artifacts import client_labels
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_the_command_shows_the_partition_that_a_run_trains_on(small):
     experiment = small("partition.alpha=0.5", "data.train_limit=300")
     shown, run = prepare_rows(experiment), prepare_run(experiment)
     np.testing.assert_array_equal(shown.shards.permutation, run.shards.permutation)
-    held = client_labels(shown, experiment)
+    held = count_labels(shown.dataset.train, shown.shards, experiment.partition)
     assert held.what == "class" and held.names == tuple("0123456789")
     labels = shown.dataset.train.labels
     for client in range(4):

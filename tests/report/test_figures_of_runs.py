@@ -6,6 +6,7 @@ import matplotlib
 import numpy as np
 import pytest
 
+from trishul_ray.data.partition import LabelCounts
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures.clients import (
     MAX_COLUMNS,
@@ -21,7 +22,6 @@ from trishul_ray.report.figures.heads import draw_bars, heads_of_run, strip_comm
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run, mean_over_rounds
 from trishul_ray.report.figures.selection import Band
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
-from trishul_ray.report.outcomes import LabelCounts
 from trishul_ray.rng import numpy_rng
 
 

@@ -4,9 +4,9 @@ import pytest
 from newcomers import FOLDER, unloaded_after
 
 import trishul_ray
+from trishul_ray.data.partition import class_mix
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import class_mix
 
 CITIES = ("Aarhus", "Bergen", "Cork")
 

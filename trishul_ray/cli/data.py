@@ -135,13 +135,13 @@ def datasets(
     whole = ["federation.clients_per_round=1", *overrides]
     experiment = load_experiment(None, [f"dataset={name}", *whole])
     from trishul_ray.cli.listing import describe_partition, partition_table
+    from trishul_ray.data.partition import count_labels
     from trishul_ray.federation.prepare import coverage_of, prepare_rows
-    from trishul_ray.runs.artifacts import client_labels
     from trishul_ray.tracking.progress import RunProgress
 
     with RunProgress(1, err) as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
-    held = client_labels(prepared, experiment)
+    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
     print_line(describe_partition(held, experiment))
     out.print(partition_table(held))
     coverage = coverage_of(experiment, prepared.dataset).sentence

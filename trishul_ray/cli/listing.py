@@ -24,8 +24,8 @@ from trishul_ray.plugins import Plugin
 from trishul_ray.tracking.progress import format_count, format_duration
 
 if TYPE_CHECKING:
+    from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
-    from trishul_ray.report.outcomes import LabelCounts
     from trishul_ray.runs.summary import RunSummary
 
 #: Clients that :func:`client_sentence` names.

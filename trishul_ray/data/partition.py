@@ -81,6 +81,35 @@ def client_names(info: "DatasetInfo", config: "PartitionConfig", clients: int) -
     return info.clients if one_each else ()
 
 
+@dataclass(frozen=True)
+class LabelCounts:
+    """The number of rows of each class, or sub-dataset, at each client."""
+
+    counts: np.ndarray  # int64 [clients, classes]
+    names: tuple[str, ...]  # of the classes
+    what: str  # what a class is called: ``class``, ``sub-dataset``
+    clients: tuple[str, ...] = ()  # names of the clients, if they have any
+
+
+def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray:
+    """Count the rows of every client and class, int64 [C, K]."""
+    owner = np.repeat(np.arange(shards.clients), shards.sizes)
+    cells = owner * classes + labels[shards.permutation]
+    return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
+
+
+def count_labels(train: "Split", shards: Partition, config: "PartitionConfig") -> LabelCounts:
+    """Count each client's rows by class, or by sub-dataset if the partition is by those."""
+    info = train.info
+    clients = client_names(info, config, shards.clients)
+    candidates = (skewed_by(info, config), "label", "group")
+    column = next((name for name in candidates if name in train.columns), None)
+    if column is None:
+        return LabelCounts(shards.sizes[:, None], ("all",), "rows", clients)
+    names, what = (info.classes, "class") if column == "label" else (info.groups, "sub-dataset")
+    return LabelCounts(class_mix(shards, train.column(column), len(names)), names, what, clients)
+
+
 def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     """Return the labels by which :func:`partition` distributes the rows of ``split``, integers [n].
 

@@ -13,7 +13,7 @@ from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
-from trishul_ray.data.partition import Partition, client_names
+from trishul_ray.data.partition import Partition, class_mix, client_names
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
@@ -277,13 +277,6 @@ def rows_of(bench: Workbench, name: RowSet, client: int | None) -> tuple[Split, 
     if client is not None and "client" in split.columns:
         rows = rows[split.column("client")[rows] == client]
     return split, rows
-
-
-def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Count the rows of every client and class, int64 [C, K]."""
-    owner = np.repeat(np.arange(shards.clients), shards.sizes)
-    cells = owner * classes + labels[shards.permutation]
-    return np.bincount(cells, minlength=shards.clients * classes).reshape(-1, classes)
 
 
 def capacities(

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
@@ -213,16 +212,6 @@ class SweepOutcome(SweepHead):
     def is_comparable(self, cells: Iterable[CellOutcome]) -> bool:
         """Return whether the numbers of some cells may be compared with the paper's."""
         return self.profile == "paper" and not self.departures(cells)
-
-
-@dataclass(frozen=True)
-class LabelCounts:
-    """The number of rows of each class, or sub-dataset, at each client."""
-
-    counts: NDArray[np.int64]  # [clients, classes]
-    names: tuple[str, ...]  # of the classes
-    what: str  # what a class is called: ``class``, ``sub-dataset``
-    clients: tuple[str, ...] = ()  # names of the clients, if they have any
 
 
 def is_loss(metric: str) -> bool:

@@ -4,21 +4,20 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from trishul_ray.data.partition import client_names, skewed_by
+from trishul_ray.data.partition import count_labels
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
-from trishul_ray.federation.workbench import build_model_bench, class_mix
+from trishul_ray.federation.workbench import build_model_bench
 from trishul_ray.report.figures.clients import RowsData, ScoresData, draw_rows, draw_scores
 from trishul_ray.report.figures.curves import diagnostics_of_run, draw_curves, metric_of_run
 from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.report.figures.heads import draw_bars, heads_of_run
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
-from trishul_ray.report.outcomes import LabelCounts
 from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_model
 
 
@@ -88,7 +87,7 @@ def _draw_figures(
             metric = f"test {headline} of the client" + f", {whose}" * bool(last.personal)
             scores = ScoresData(by_client, "client", metric)
             save_png(draw_scores, scores, figures / f"{name}.png", note)
-    rows = RowsData(client_labels(prepared, experiment))
+    rows = RowsData(count_labels(prepared.dataset.train, prepared.shards, experiment.partition))
     save_png(draw_rows, rows, figures / "label_distribution.png", note)
     if counts := result.blueprint.heads:
         norms = result.blueprint.block_norms
@@ -108,17 +107,3 @@ def _draw_figures(
         save_png(draw_spectra, uploaded, figures / "uploaded_spectrum.png", note)
     if spectra.prox:
         save_png(draw_spectra, replace(spectra, uploaded=()), figures / "spectra.png", note)
-
-
-def client_labels(prepared: Prepared, experiment: Experiment) -> LabelCounts:
-    """Count each client's rows by class, or by sub-dataset if the partition is by those."""
-    info, train, shards = prepared.dataset.info, prepared.dataset.train, prepared.shards
-    candidates = (skewed_by(info, experiment.partition), "label", "group")
-    column = next((name for name in candidates if name in train.columns), None)
-    clients = client_names(info, experiment.partition, shards.clients)
-    if column is None:
-        return LabelCounts(shards.sizes[:, None], ("all",), "rows", clients)
-    names = info.classes if column == "label" else info.groups
-    counts = class_mix(shards, train.column(column), len(names))
-    what = "class" if column == "label" else "sub-dataset"
-    return LabelCounts(counts, names, what, clients)

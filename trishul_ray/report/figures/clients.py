@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from trishul_ray.data.partition import LabelCounts
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures.style import COLOURS, GREY, SMALL, new_panels, set_labels
-from trishul_ray.report.outcomes import LabelCounts
 
 #: With more clients, the figure of rows shows groups of similar clients.
 MAX_COLUMNS = 60
