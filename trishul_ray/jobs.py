@@ -156,11 +156,7 @@ class Cluster:
         return sorted(jobs, key=lambda job: -job.started)
 
     def job(self, id: str) -> Job:
-        """Return a job as it is now.
-
-        Raises:
-            InputError: There is none with this id.
-        """
+        """Return a job as it is now, or raise an InputError if there is none with this id."""
         jobs = {job.id: job for job in self.jobs()}
         if id not in jobs:
             known = ", ".join(list(jobs)[:5]) or "none"
@@ -290,11 +286,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def check_no_secret(words: Sequence[str]) -> None:
-    """Check that a command has no credentials: the cluster shows the commands of jobs.
-
-    Raises:
-        InputError: It has some.
-    """
+    """Refuse a command with credentials: the cluster shows the commands of jobs."""
     for word in words:
         if redact(word) != word:
             raise InputError(
@@ -304,11 +296,7 @@ def check_no_secret(words: Sequence[str]) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that Python works in a directory once it is shipped.
-
-    Raises:
-        InputError: A file at its top hides a module of Python's standard library.
-    """
+    """Refuse a directory in which a file hides a module of Python's standard library."""
     for path in sorted(directory.glob("*.py")):
         if path.stem in sys.stdlib_module_names:
             raise InputError(
@@ -322,8 +310,7 @@ def check_directory(directory: Path) -> None:
 def results_of(file: Path) -> str | None:
     """Return where the nodes of a cluster file store runs: the argument of setup-node.sh.
 
-    Raises:
-        InputError: The file cannot be read, or is not a cluster file.
+    A file that cannot be read, or is no cluster file, is an InputError.
     """
     try:
         config: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -342,11 +329,7 @@ def results_of(file: Path) -> str | None:
 
 @contextmanager
 def open_tunnel(file: Path) -> Iterator[str]:
-    """Yield the address on this machine of a cluster's dashboard, by `ray dashboard`.
-
-    Raises:
-        RunError: The head cannot be reached.
-    """
+    """Yield the address on this machine of a cluster's dashboard, by `ray dashboard`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -27,11 +27,7 @@ def test_the_place_of_runs_is_that_of_the_nodes(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        (None, "No such file"),
-        ("a: [", "while parsing"),
-        ("- a", "it has no cluster_name"),
-    ],
+    [(None, "No such file"), ("a: [", "while parsing"), ("- a", "it has no cluster_name")],
 )
 def test_a_wrong_file_is_one_line(tmp_path, text, message):
     file = tmp_path / "cluster.yaml"

@@ -129,10 +129,7 @@ def test_files_that_change_between_loading_and_running_are_named(place):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [
-        (change_notes, "data"),
-        (change_bert, "weights of the backbone"),
-    ],
+    [(change_notes, "data"), (change_bert, "weights of the backbone")],
     ids=["data", "weights"],
 )
 def test_an_unfinished_run_does_not_continue_with_changed_sources(trishul, place, change, named):

@@ -74,10 +74,7 @@ def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
     assert last.scores["validation_loss"] != last.scores["loss"]
     assert "validation_per_client_mean" in last.metrics()
     found = summary_of(
-        experiment,
-        result,
-        accuracy=(0.9, 0.8, 0.3, 0.4),
-        validation_accuracy=(0.9, 0.1, 0.7, 0.2),
+        experiment, result, accuracy=(0.9, 0.8, 0.3, 0.4), validation_accuracy=(0.9, 0.1, 0.7, 0.2)
     )
     best = found.best
     assert (best["round"], best["accuracy"], best["validation_accuracy"]) == (2, 0.3, 0.7)

@@ -447,8 +447,7 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
     rounds = [{"round": 0, "accuracy": 0.1}, {"round": 1, "accuracy": 0.2, "loss": 1.5}]
     tags = {"sweep.first": "smoke", "table": "t"}
     cells = dict.fromkeys(
-        ("done", "killed-at-the-end", "failed", "running", "stopped", "interrupted", "single"),
-        tags,
+        ("done", "killed-at-the-end", "failed", "running", "stopped", "interrupted", "single"), tags
     )
     finished = {"done": done.run_id, "killed-at-the-end": None, "single": single.run_id}
     finished["elsewhere"] = "0" * 32  # logged to another store

@@ -63,8 +63,7 @@ def submit(
         ),
     ] = None,
     working_dir: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Folder that is shipped, without data and results."),
+        Path, typer.Option(metavar="DIR", help="Folder that is shipped, without data and results.")
     ] = Path("."),
 ) -> None:
     """Run a command on a cluster, as a Ray job, and show its output.
@@ -170,12 +169,7 @@ def stop(
 
 @contextmanager
 def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
-    """Yield the cluster of a file or at an address.
-
-    Raises:
-        InputError: Both are given.
-        RunError: It does not answer.
-    """
+    """Yield the cluster of a file or at an address."""
     from trishul_ray.jobs import Cluster, open_tunnel, results_of
 
     if file is not None and address is not None:
@@ -189,11 +183,7 @@ def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
 
 
 def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) -> str:
-    """Return where a command on the cluster stores its runs.
-
-    Raises:
-        InputError: Nothing says it, or it is a folder relative to the job's directory.
-    """
+    """Return where a command on the cluster stores its runs; an InputError if that is not clear."""
     from trishul_ray.jobs import results_of
 
     named = [word.partition("=")[2] for word in words if word.startswith("storage.runs=")]
@@ -213,11 +203,7 @@ def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) ->
 
 
 def _check_words(words: Sequence[str], directory: Path) -> None:
-    """Check a command here, before a machine is started for it.
-
-    Raises:
-        InputError: It would be refused there.
-    """
+    """Check a command here, as it would be there, before a machine is started for it."""
     if words[0] not in SUBMITTED:
         raise InputError(f"{words[0]!r} is not run on clusters; submit {', '.join(SUBMITTED)}")
     if not directory.is_dir():
@@ -311,13 +297,7 @@ def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: fl
 
 
 def _end(job: "Job") -> None:
-    """Return if a job succeeded.
-
-    Raises:
-        InputError: Its command refused its input.
-        RunError: It failed.
-        typer.Exit: It was stopped.
-    """
+    """Return if a job succeeded; otherwise end as its command has ended."""
     if job.status == "SUCCEEDED":
         return
     if job.status == "STOPPED":

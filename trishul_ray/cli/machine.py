@@ -43,8 +43,7 @@ def doctor(
 
 def ui(
     run: Annotated[
-        str,
-        typer.Argument(metavar="[RUN]", help="Run id, or its folder; default: all runs."),
+        str, typer.Argument(metavar="[RUN]", help="Run id, or its folder; default: all runs.")
     ] = "",
     runs: Annotated[
         str, typer.Option(help="Folder where runs are stored.", envvar="TRISHUL_RUNS")

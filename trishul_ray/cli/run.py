@@ -44,8 +44,7 @@ def run(
         typer.Option("--show", help="Print the resolved configuration and its id; run nothing."),
     ] = False,
     fields: Annotated[
-        bool,
-        typer.Option("--fields", help="List all fields: values, what they allow and mean."),
+        bool, typer.Option("--fields", help="List all fields: values, what they allow and mean.")
     ] = False,
     plugin: Plugins = None,
 ) -> None:

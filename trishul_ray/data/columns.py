@@ -30,8 +30,7 @@ _WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})(\.0+)?$"
 def to_array(values: Sequence[Any], where: str, column: str) -> pa.Array:
     """Return values of one type as an array [N]; None, and NaN among others, become null.
 
-    Raises:
-        CorruptFileError: the values have different types; the message names two of them.
+    Values of different types are a CorruptFileError that names two of them.
     """
     kinds = (pa.ArrowException, TypeError, ValueError, OverflowError)
     try:
@@ -56,11 +55,7 @@ def to_array(values: Sequence[Any], where: str, column: str) -> pa.Array:
 
 
 def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
-    """Return ``table[column]``, [N].
-
-    Raises:
-        CorruptFileError: the column is missing or holds a null.
-    """
+    """Return ``table[column]``, [N], or raise a CorruptFileError: it is missing or holds a null."""
     if column not in table.column_names:
         names = ", ".join(table.column_names)
         hint = did_you_mean(column, table.column_names)
@@ -75,8 +70,7 @@ def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
 def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
     """Return the texts of ``table[column]``, [N]; they may be empty.
 
-    Raises:
-        CorruptFileError: the column is missing, holds a null, or is not text in UTF-8.
+    A missing column, a null, or anything but UTF-8 is a CorruptFileError.
     """
     values = get_column(table, column, where)
     if not is_text(values.type):
@@ -261,8 +255,7 @@ class ColumnMapping:
     def resolve(cls, configured: Mapping[str, str], existing: Sequence[str]) -> "ColumnMapping":
         """Combine ``data.columns`` with the columns that the data have.
 
-        Raises:
-            InputError: a key or a column is unknown, or columns to train on are missing.
+        An unknown key or column is an InputError, as are missing columns to train on.
         """
         names = ", ".join(existing)
         for name, column in configured.items():

@@ -135,19 +135,11 @@ def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) ->
         name: column.cast(pa.large_string()) if isinstance(column, pa.Array) else column
         for name, column in columns.items()
     }
-    fields, arrays = [], []
-    for name, column in columns.items():
-        if isinstance(column, pa.Array):
-            values = column
-        elif column.ndim > 1:
-            values = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(column))
-        else:
-            values = pa.array(np.ascontiguousarray(column))
-        fields.append(pa.field(name, values.type, nullable=False))
-        arrays.append(values)
+    stored = {name: _stored(column) for name, column in columns.items()}
     meta = {"info": asdict(info), "fingerprint": fingerprint(columns)}
+    fields = [pa.field(name, values.type, nullable=False) for name, values in stored.items()]
     schema = pa.schema(fields, metadata={_META: json.dumps(meta).encode()})
-    batch = pa.record_batch(arrays, schema=schema)
+    batch = pa.record_batch(list(stored.values()), schema=schema)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -155,6 +147,13 @@ def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) ->
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _stored(column: Column) -> pa.Array:
+    if isinstance(column, pa.Array):
+        return column
+    array: np.ndarray = np.ascontiguousarray(column)
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(array) if array.ndim > 1 else pa.array(array)
 
 
 class Split:
@@ -211,43 +210,36 @@ class Split:
         return int(self._batch.num_rows)
 
     @cached_property
-    def _views(self) -> dict[str, np.ndarray]:
-        views = {}
-        for field in self._batch.schema:
-            if pa.types.is_large_string(field.type):
-                continue
-            values = self._batch.column(field.name)
-            tensors = isinstance(values, pa.FixedShapeTensorArray)
-            views[field.name] = values.to_numpy_ndarray() if tensors else values.to_numpy()
-        return views
+    def _columns(self) -> dict[str, Column]:
+        columns: dict[str, Column] = {}
+        for name, values in zip(self.columns, self._batch.columns, strict=True):
+            if pa.types.is_large_string(values.type):
+                columns[name] = values
+            elif isinstance(values, pa.FixedShapeTensorArray):
+                columns[name] = values.to_numpy_ndarray()
+            else:
+                columns[name] = values.to_numpy()
+        return columns
+
+    def _of_kind(self, name: str, *, text: bool) -> Any:
+        found = {k: v for k, v in self._columns.items() if isinstance(v, pa.Array) == text}
+        if name not in found:
+            known = ", ".join(found) or "none"
+            raise InputError(f"no column {name!r} in {self.path}; it has {known}")
+        return found[name]
 
     def column(self, name: str) -> np.ndarray:
         """Return a column of numbers as a read-only view [N, ...], or raise an InputError."""
-        if name not in self._views:
-            raise self._no_column(name, self._views)
-        return self._views[name]
+        values: np.ndarray = self._of_kind(name, text=False)
+        return values
 
     def texts(self, name: str) -> pa.LargeStringArray:
         """Return a column of texts [N], backed by the mapped file, or raise an InputError."""
-        if name not in self._texts:
-            raise self._no_column(name, self._texts)
-        return self._texts[name]
+        return self._of_kind(name, text=True)
 
     def read(self) -> dict[str, Column]:
         """Return all columns, backed by the mapped file, as :func:`write_split` takes them."""
-        return {**self._views, **self._texts}
-
-    @cached_property
-    def _texts(self) -> dict[str, pa.LargeStringArray]:
-        return {
-            field.name: self._batch.column(field.name)
-            for field in self._batch.schema
-            if pa.types.is_large_string(field.type)
-        }
-
-    def _no_column(self, name: str, columns: Mapping[str, Any]) -> InputError:
-        known = ", ".join(columns) or "none"
-        return InputError(f"no column {name!r} in {self.path}; it has {known}")
+        return dict(self._columns)
 
     @property
     def labels(self) -> np.ndarray:
@@ -257,15 +249,14 @@ class Split:
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """Return a copy of the rows at ``indices`` (integers [b], each in 0..N-1), in that order.
 
-        Every column of numbers becomes a tensor [b, ...] of the same dtype.
-
-        Raises:
-            IndexError: an index is out of range.
+        Every column of numbers becomes a tensor [b, ...] of the same dtype. An index out of range
+        is an IndexError.
         """
         rows = np.asarray(indices)
         if rows.size and (rows.min() < 0 or rows.max() >= len(self)):
             raise IndexError(f"row indices must be in 0..{len(self) - 1} for {self.path}")
-        return {name: torch.from_numpy(view[rows]) for name, view in self._views.items()}
+        numbers = {k: v for k, v in self._columns.items() if not isinstance(v, pa.Array)}
+        return {name: torch.from_numpy(view[rows]) for name, view in numbers.items()}
 
     def verify(self) -> None:
         """Raise a CorruptFileError if the rows differ from the recorded fingerprint."""
@@ -323,11 +314,6 @@ class PreparedDataset:
         """Hex SHA-256 over the fingerprints of all splits, in order."""
         parts = [f"{name}:{self.split(name).fingerprint}" for name in self.split_names]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-    def verify(self) -> None:
-        """Verify every split; see :meth:`Split.verify`."""
-        for name in self.split_names:
-            self.split(name).verify()
 
 
 def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:

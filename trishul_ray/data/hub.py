@@ -143,11 +143,7 @@ class HubRepo:
         return loaded.data.table
 
     def split_names(self) -> tuple[str, ...]:
-        """Return the names of the splits on the hub.
-
-        Raises:
-            InputError: the hub could not be asked; the message is the reason alone.
-        """
+        """Return the names of the splits on the hub, or raise an InputError with the reason."""
         import datasets  # takes seconds to import
 
         with _hub_errors_as_input_errors():

@@ -195,13 +195,9 @@ def _common_shape(
 
 
 def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> np.ndarray:
-    """Decode images of any size and mode, and convert them to one ``shape``, (C, H, W).
+    """Decode images of any size and mode to uint8 [N, C, H, W] of one ``shape``, (C, H, W).
 
-    Returns:
-        the pixels, uint8 [N, C, H, W].
-
-    Raises:
-        CorruptFileError: images cannot be read; the message names them.
+    Images that cannot be read are a CorruptFileError that names them.
     """
     broken: dict[str, str] = {}
     pixels = _resize(images, shape, lambda done: None, broken)

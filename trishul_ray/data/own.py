@@ -123,10 +123,6 @@ class CustomDataset:
         """Return the description of tables by split, and the columns of ``train`` and ``test``.
 
         ``source`` says where they are from; paths of images are relative to ``folder``.
-
-        Raises:
-            InputError: the columns do not make a dataset.
-            CorruptFileError: a row is malformed; the message names table and row.
         """
         first, first_table = tables["train"][0]
         for where, table in (named for parts in tables.values() for named in parts):
@@ -183,10 +179,8 @@ class CustomDataset:
     ) -> tuple[DatasetInfo, Splits]:
         """Return the description and the columns of ``train`` and ``test``.
 
-        ``fields`` are those of the description that are known; ``where`` the rows are from.
-
-        Raises:
-            InputError: a split has no rows, or there is only one class.
+        ``fields`` are those of the description that are known; ``where`` the rows are from. A split
+        without rows is an InputError, as are rows of a single class.
         """
         source += differing_in_case(fields.get("classes", ()))
         if "test" not in splits:
@@ -582,9 +576,6 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     ``columns`` are ``data.columns``. The files are Parquet, which every worker and a later command
     can read. The folder is named by a hash of the values: the same rows are the same dataset,
     whatever they were passed as.
-
-    Raises:
-        InputError: This is no table of rows.
     """
     image = columns.get("image", "image")
     tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
@@ -625,12 +616,9 @@ def _hash_of_tables(tables: Mapping[str, pa.Table]) -> str:
 
 
 def to_splits(rows: Any) -> dict[str, pa.Table]:
-    """Return the tables of ``train`` and, if there is one, ``test``.
+    """Return the tables of ``train`` and, if there is one, ``test``, or raise an InputError.
 
     Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each.
-
-    Raises:
-        InputError: This is no table of rows, or there is no train split.
     """
     if not (isinstance(rows, Mapping) and rows and set(rows) <= set(_SPLITS)):
         return {"train": to_table(rows)}
@@ -640,14 +628,11 @@ def to_splits(rows: Any) -> dict[str, pa.Table]:
 
 
 def to_table(rows: Any) -> pa.Table:
-    """Return rows as one Arrow table; images become encoded bytes.
+    """Return rows as one Arrow table, or raise an InputError; images become encoded bytes.
 
     Rows are a Hugging Face ``Dataset``, a table of pandas or Arrow, a list of dictionaries, or a
     dictionary of columns. Images are encoded bytes, paths, arrays uint8 [H, W] or [H, W, 3], or
     Pillow images.
-
-    Raises:
-        InputError: This is no table of rows.
     """
     if isinstance(rows, pa.Table):
         return rows
@@ -690,8 +675,7 @@ def is_image(value: Any) -> bool:
 def encode_image(value: Any) -> bytes:
     """Return a Pillow image, or pixels uint8 [H, W] or [H, W, 3], as a PNG file.
 
-    Raises:
-        InputError: It is an array of another shape or type.
+    An array of another shape or type is an InputError.
     """
     if isinstance(value, np.ndarray):
         gray = value.ndim == 2 or value.shape[-1] == 1

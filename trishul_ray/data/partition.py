@@ -113,10 +113,7 @@ def count_labels(train: "Split", shards: Partition, config: "PartitionConfig") -
 def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     """Return the labels by which :func:`partition` distributes the rows of ``split``, integers [n].
 
-    An IID partition does not use them: they are zeros.
-
-    Raises:
-        InputError: the dataset does not have the column that the partition needs.
+    An IID partition does not use them: they are zeros. A missing column is an InputError.
     """
     name = split.info.name
     if config.kind == "iid":

@@ -6,12 +6,18 @@ renamed. The first process to lock the folder prepares the files; the others wai
 """
 
 import hashlib
+import re
+import shutil
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from trishul_ray import plugins
 from trishul_ray.data.dataset import (
@@ -36,15 +42,6 @@ from trishul_ray.files import make_cache_folder, stamp
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig
-import re
-import shutil
-import time
-from collections import defaultdict
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from filelock import Timeout
 
 #: The description of a dataset, and the columns [N, ...] of every split.
 _Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
@@ -84,11 +81,7 @@ _OWN: dict[str, Source] = {source.name: source for source in _FOUND}
 
 
 def _sources() -> dict[str, Source]:
-    """Return the sources of the package and of plug-ins, by name.
-
-    Raises:
-        InputError: A plug-in's dataset has a name that is taken.
-    """
+    """Return the sources of the package and of plug-ins, by name; a name twice is an InputError."""
     sources = dict(_OWN)
     for plugin, found in plugins.contents(PublicDataset):
         if sources.get(found.name) is found:  # imported from where it is defined
@@ -163,8 +156,7 @@ def prepare(
 def find_source(data: "DataConfig | str") -> Source:
     """Return where the rows of a dataset come from, without reading them.
 
-    Raises:
-        InputError: the name is unknown, or the other fields of ``data`` do not fit it.
+    An unknown name is an InputError, as are fields of ``data`` that do not fit it.
     """
     name = data if isinstance(data, str) else data.name
     if name in CUSTOM:
@@ -230,10 +222,7 @@ def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> Prepared
     The rows are drawn from the data alone (:func:`~trishul_ray.data.partition.draw_held_out`), in
     equal shares from every client where the rows have a client column, and otherwise from every
     class or sub-dataset. Rows with the same inputs are held out together. Nothing is done for a
-    share of 0.
-
-    Raises:
-        InputError: there are too few rows to hold out any.
+    share of 0; too few rows are an InputError.
     """
     if not share:
         return dataset
@@ -293,21 +282,18 @@ def encode(
     """
     info, splits = dataset.info, dataset.split_names
 
+    def encoded(name: str) -> dict[str, Column]:
+        def report(done: float) -> None:
+            if progress is not None:
+                progress(f"encoding {info.name} {name}", done)
+
+        split = dataset.split(name)
+        kept = [c for c in ("label", "group", "client") if c in split.columns]
+        copied: dict[str, Column] = {column: np.array(split.column(column)) for column in kept}
+        return {**encoder.encode(split, report), **copied}
+
     def encode_splits() -> _Contents:
-        columns = {}
-        for name in splits:
-            split = dataset.split(name)
-
-            def report(done: float, name: str = name) -> None:
-                if progress is not None:
-                    progress(f"encoding {info.name} {name}", done)
-
-            columns[name] = dict(encoder.encode(split, report)) | {
-                column: np.array(split.column(column))
-                for column in ("label", "group", "client")
-                if column in split.columns
-            }
-        return info, columns
+        return info, {name: encoded(name) for name in splits}
 
     key = f"{dataset.fingerprint}\n{encoder.key}"
     return _read_or_write(cache, f"{info.name}-encoded", key, splits, encode_splits)
@@ -329,7 +315,7 @@ def remove_leftovers(
 
     Of each path, the ``keep`` that were used last are kept, and all that were used lately.
     """
-    found: dict[str, list[tuple[float, Path]]] = defaultdict(list)
+    found: dict[tuple[str, str], list[tuple[float, Path]]] = defaultdict(list)
     old: list[Path] = []
     for lock in (cache / "data").glob(f"*/{LOCK}"):
         folder = lock.parent
@@ -338,22 +324,15 @@ def remove_leftovers(
             failed = not any(folder.glob("*.arrow"))
             if failed and time.time() - used > unused_seconds:
                 old.append(folder)
-            elif not failed and (match := _OWN_FOLDER.fullmatch(folder.name)):
-                kind = f"{match[1]}{match[2] or ''}"
-                found[f"{kind} {_path_of(folder)}"].append((used, folder))
+            elif not failed and _OWN_FOLDER.fullmatch(folder.name):
+                source = ""
+                with suppress(InputError):  # damaged
+                    source = Split(folder / "train.arrow").info.source.partition(", ")[0]
+                found[folder.name.rpartition("-")[0], source].append((used, folder))
     for versions in found.values():
-        for used, folder in sorted(versions, reverse=True)[keep:]:
-            if time.time() - used > unused_seconds:
-                old.append(folder)
+        unused = sorted(versions, reverse=True)[keep:]
+        old += [folder for used, folder in unused if time.time() - used > unused_seconds]
     return [folder for folder in old if _remove(folder)]
-
-
-def _path_of(folder: Path) -> str:
-    """Return where the rows of a prepared folder came from, as its description has it."""
-    try:
-        return Split(folder / "train.arrow").info.source.partition(", ")[0]
-    except InputError:
-        return ""  # damaged
 
 
 def _remove(folder: Path) -> bool:

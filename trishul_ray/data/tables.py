@@ -57,11 +57,7 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def column_names(file: Path) -> list[str]:
-    """Return the names of a table's columns; of JSON lines, those of the first row.
-
-    Raises:
-        CorruptFileError: the file cannot be read in the format of its suffix.
-    """
+    """Return the names of a table's columns; of JSON lines, those of the first row."""
     with _errors_named(file) as kind:
         if kind == "parquet":
             return list(pq.read_schema(file).names)
@@ -140,11 +136,7 @@ def _not_utf8(file: Path) -> str | None:
 
 
 def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the object of each line that is not blank.
-
-    Raises:
-        CorruptFileError: a line is not one JSON object in UTF-8.
-    """
+    """Yield the object of each line that is not blank; other lines are a CorruptFileError."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -22,11 +22,7 @@ from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_mode
 
 
 def write_artifacts(
-    experiment: Experiment,
-    prepared: Prepared,
-    result: RunResult,
-    folder: Path,
-    coverage: Coverage,
+    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, coverage: Coverage
 ) -> Export:
     """Write ``figures/``, and ``adapter/`` (PEFT) or ``model/`` (merged), into a local folder.
 

@@ -68,12 +68,7 @@ def check_sources(experiment: Experiment, summary: RunSummary, progress: RunProg
 
 
 def restore_files(
-    experiment: Experiment,
-    summary: RunSummary,
-    home: Store,
-    progress: RunProgress,
-    *,
-    extras: bool,
+    experiment: Experiment, summary: RunSummary, home: Store, progress: RunProgress, *, extras: bool
 ) -> RunSummary:
     """Write damaged files of a finished run again, from its last checkpoint; return its result.
 

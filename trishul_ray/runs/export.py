@@ -73,10 +73,8 @@ class Export:
 def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     """Return the folder of a run and its experiment.
 
-    ``run`` is an id under ``runs``, the beginning of one, or the folder of a run.
-
-    Raises:
-        InputError: The run does not exist, several begin so, or its config.yaml is not its own.
+    ``run`` is an id under ``runs``, the beginning of one, or the folder of a run. An InputError
+    says that there is none, that several begin so, or that its config.yaml is not its own.
     """
     folder, _, name = run.rstrip("/").rpartition("/")
     store = Store.open(folder or runs)
@@ -161,13 +159,10 @@ def write_model(
     notes: dict[str, str],
     place: str | None = None,
 ) -> Export:
-    """Write a trained model with all that others need to use it.
+    """Write a trained model with all that others need to use it, into an empty folder.
 
     ``notes`` are further lines of the model card, by title; ``place`` is where the folder will lie
     in the end, if not where it is written.
-
-    Raises:
-        InputError: The folder is not empty.
     """
     bench, trained = run.bench, run.trained
     notes = {"rounds": str(run.round)} | notes

@@ -33,9 +33,6 @@ def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
     """Return the class of every row, by name; of a question the answer.
 
     ``rows`` are texts or images alone, or rows with columns, as a dataset would be passed.
-
-    Raises:
-        InputError: These are no rows of the run's dataset.
     """
     task, classes = run.bench.task, run.bench.info.classes
     parts = _predict(run, rows, batch_size, lambda outputs: task.answers(outputs, classes))
@@ -82,12 +79,9 @@ def _predict(
 
 
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
-    """Return the columns of a dataset's rows that a model reads.
+    """Return the columns of a dataset's rows that a model reads, or raise an InputError.
 
     ``names`` are ``data.columns``; ``rows`` texts or images alone, or rows with columns.
-
-    Raises:
-        InputError: There are no rows, or a column is missing.
     """
     wanted = {"image": ("image",), "text": info.fields, "qa": _QUESTIONS}[info.kind]
     if isinstance(rows, torch.Tensor) or (isinstance(rows, np.ndarray) and info.kind == "image"):
@@ -123,8 +117,7 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
 def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:
     """Return a batch of images as a list of arrays uint8 [H, W] or [H, W, C].
 
-    Raises:
-        InputError: It is one image, or no batch of images of bytes.
+    One image, or anything but images of bytes, is an InputError.
     """
     array = np.asarray(images.detach().cpu() if isinstance(images, torch.Tensor) else images)
     shape = f"{array.dtype} {list(array.shape)}"

@@ -22,13 +22,7 @@ from trishul_ray.config import RateSource
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import Coverage
-from trishul_ray.errors import (
-    BusyError,
-    InputError,
-    StorageError,
-    StorageRefusedError,
-    at_loss,
-)
+from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, random_weights_line
 from trishul_ray.federation.checkpoint import run_folder

@@ -149,11 +149,7 @@ def write_tables(experiment: Experiment, last: "Checkpoint", folder: Path) -> No
 
 
 def read_test_rows(home: Store) -> dict[str, np.ndarray]:
-    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz.
-
-    Raises:
-        InputError: The run has none.
-    """
+    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz, or raise an InputError."""
     try:
         content = home.read("test_rows.npz")
     except FileNotFoundError:

@@ -170,9 +170,7 @@ def open_client(uri: str) -> "MlflowClient":
 def store_lock(uri: str) -> Iterator[None]:
     """Hold the lock that serializes opening a SQLite store; do nothing for a server.
 
-    Raises:
-        InputError: The folder cannot be written, or another process keeps the lock for
-            :data:`LOCK_SECONDS`.
+    A folder that cannot be written is an InputError, as is a lock that stays taken.
     """
     file = sqlite_file(uri)
     if file is None:
@@ -200,8 +198,8 @@ def store_lock(uri: str) -> Iterator[None]:
 def _opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
     """Open a store and its experiment of this name, and keep the store's lock.
 
-    Raises:
-        InputError: The store does not answer or cannot be written, or the experiment was deleted.
+    An InputError says that the store does not answer or cannot be written, or that the experiment
+    was deleted.
     """
     with store_lock(uri):
         client = open_client(uri)
@@ -214,9 +212,7 @@ def get_or_create_experiment(
     """Return the MLflow experiment ``name``; create it if it does not exist.
 
     The artifacts of a new one go to ``mlartifacts/`` beside the database, or are left to a server.
-
-    Raises:
-        InputError: The experiment was deleted in MLflow.
+    A deleted one is an InputError.
     """
     if (experiment := client.get_experiment_by_name(name)) is None:
         artifacts = (database.parent / "mlartifacts").absolute().as_uri() if database else None
@@ -252,11 +248,7 @@ def _runs_of(client: "MlflowClient", experiment: "Experiment", attempt: str) -> 
 
 
 def has_finished(uri: str, experiment_name: str, attempt: str) -> bool:
-    """Return whether the run of an attempt has finished in an experiment of a store.
-
-    Raises:
-        InputError: The store does not answer or cannot be written, or the experiment was deleted.
-    """
+    """Return whether the run of an attempt has finished in an experiment of a store."""
     with _opened(uri, experiment_name) as (client, experiment):
         found = _runs_of(client, experiment, attempt)
     return any(run.info.status == "FINISHED" for run in found)
@@ -281,11 +273,7 @@ def has_finished_in(file: Path, attempt: str) -> bool:
 
 
 def replace_run(uri: str, experiment_name: str, attempt: str, by: str) -> None:
-    """Delete the runs of an attempt, with the tag that another one replaces them.
-
-    Raises:
-        InputError: As :func:`has_finished`.
-    """
+    """Delete the runs of an attempt, with the tag that another one replaces them."""
     try:
         with _opened(uri, experiment_name) as (client, experiment):
             for run in _runs_of(client, experiment, attempt):
@@ -739,10 +727,7 @@ def ui_command(uri: str, run: str = "") -> str:
 def page_of_run(uri: str, run: str) -> str:
     """Return the page of a run in a store, as the part of its address after the server's.
 
-    Without a run, it is the page of all.
-
-    Raises:
-        InputError: There is no such store, it does not answer, or the run is not in it.
+    Without a run, it is the page of all. A store or run that is not there is an InputError.
     """
     file = sqlite_file(uri)
     if file is not None and not file.is_file():
@@ -772,10 +757,8 @@ def free_port(first: int = FIRST_PORT) -> int:
 def serve_ui(uri: str, port: int, ready: Callable[[str], None]) -> None:
     """Run ``mlflow ui`` for a SQLite store on localhost until it is interrupted.
 
-    ``ready`` is called with the address once it answers. No process is left behind.
-
-    Raises:
-        RunError: It does not start, or ends by itself.
+    ``ready`` is called with the address once it answers. No process is left behind. A server that
+    does not start, or ends by itself, is a RunError.
     """
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
