@@ -36,17 +36,7 @@ def small(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
     if base.hub is not None and (base.hub / SMALL).is_dir():
         label, model = SMALL, [f"model={SMALL}"]
     else:
-        folder = scratch / "vit-128x6-random"
-        ViTConfig(
-            hidden_size=128,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            intermediate_size=512,
-            image_size=32,
-            patch_size=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        ).save_pretrained(folder)
+        folder = random_vit(scratch / "vit-128x6-random", 128, 6, 4)
         label, model = "ViT 128x6, random weights", [f"model={folder}", "model.init=random"]
     return _setup(label, scratch, data, [*model, "budget=8", *overrides])
 
@@ -57,6 +47,21 @@ def large(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
     return _setup("ViT-B/16, random weights", scratch, data, chosen)
 
 
+def random_vit(folder: Path, width: int, blocks: int, heads: int, patch: int = 4) -> Path:
+    """Write the configuration of a ViT for 32x32 images, without dropout; return its folder."""
+    ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        image_size=32,
+        patch_size=patch,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ).save_pretrained(folder)
+    return folder
+
+
 def _setup(label: str, scratch: Path, data: str, overrides: Sequence[str]) -> Setup:
     common = [
         "dataset=cifar100",
@@ -64,15 +69,25 @@ def _setup(label: str, scratch: Path, data: str, overrides: Sequence[str]) -> Se
         f"storage.runs={scratch / 'runs'}",
         *overrides,
     ]
-    if data == "synthetic":
-        common.append("dataset=synthetic")
-    experiment = load_experiment(None, common)
     if data != "synthetic":
+        experiment = load_experiment(None, common)
         return Setup(f"{label}, {data}", experiment, prepare_run(experiment))
-    dataset = synthetic(scratch / "synthetic")
-    fed = experiment.federation
-    shards = partition(dataset.train.labels, experiment.partition, fed.clients, experiment.seed)
-    return Setup(f"{label}, synthetic images", experiment, Prepared(dataset, shards))
+    experiment = load_experiment(None, [*common, "dataset=synthetic"])
+    prepared = dealt(experiment, synthetic(scratch / "synthetic"))
+    return Setup(f"{label}, synthetic images", experiment, prepared)
+
+
+def small_on_noise(scratch: Path, width: int, blocks: int, overrides: Sequence[str]) -> Setup:
+    """A ViT with random weights and heads of width 64, on synthetic images."""
+    folder = random_vit(scratch / "vit", width, blocks, width // 64)
+    chosen = [f"model={folder}", "model.init=random", *overrides]
+    return _setup(f"ViT {width}x{blocks}", scratch, "synthetic", chosen)
+
+
+def dealt(experiment: Experiment, dataset: PreparedDataset) -> Prepared:
+    """Divide a dataset's rows among the clients."""
+    clients, labels = experiment.federation.clients, dataset.train.labels
+    return Prepared(dataset, partition(labels, experiment.partition, clients, experiment.seed))
 
 
 def synthetic(folder: Path, rows: Mapping[str, int] = ROWS) -> PreparedDataset:

@@ -14,10 +14,15 @@ from typing import Any, Self
 class Stepped:
     """The parent's side: start, ask, end."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str] = os.environ,
+        python: str = sys.executable,
+    ) -> None:
         """Start a Python script with its arguments."""
         self._process = subprocess.Popen(
-            [sys.executable, *command],
+            [python, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -47,13 +47,11 @@ try:
     import torch
     from _limit import PARTS, Limit, now, time_steps
     from _results import Goal, Section, hardware_slug, told_by, versions
-    from _setups import LARGE, has_real_data, synthetic
+    from _setups import LARGE, dealt, has_real_data, random_vit, synthetic
     from torch import Tensor
     from torch.autograd import DeviceType
-    from transformers import ViTConfig
 
     from trishul_ray.data.dataset import PreparedDataset, write_split
-    from trishul_ray.data.partition import partition
     from trishul_ray.errors import RunError
     from trishul_ray.experiment import Experiment
     from trishul_ray.experiment.loading import load_experiment
@@ -127,25 +125,10 @@ def vision(
     rows = rows or {"train": 10_000, "test": 1_000}
     if place.rehearsal:
         folder, rows = place.scratch / "tiny-vit", {"train": 400, "test": 64}
-        ViTConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            image_size=32,
-            patch_size=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        ).save_pretrained(folder)
+        random_vit(folder, 32, 2, 4, patch=8)
         model = [f"model={folder}", "model.init=random", "budget=2", "federation.batch_size=4"]
     experiment = experiment_at(place, "dataset=cifar100", "dataset=synthetic", *model, *overrides)
     return experiment, dealt(experiment, synthetic(place.scratch / "noise", rows))
-
-
-def dealt(experiment: Experiment, dataset: PreparedDataset) -> Prepared:
-    """Divide a dataset's rows among the clients."""
-    clients, labels = experiment.federation.clients, dataset.train.labels
-    return Prepared(dataset, partition(labels, experiment.partition, clients, experiment.seed))
 
 
 def text(place: Place, kind: str, *overrides: str) -> tuple[Experiment, Prepared]:
