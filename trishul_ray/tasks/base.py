@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
+
 from trishul_ray import plugins
 from trishul_ray.lazy import torch
 from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.config import TaskConfig
-    from trishul_ray.data.dataset import DatasetInfo, Kind
+    from trishul_ray.data.dataset import DatasetInfo, Kind, Split
     from trishul_ray.data.prepare import Encoder
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import ModelKind
@@ -83,8 +85,17 @@ class Task(ABC):
 
     @property
     def encoder(self) -> Encoder | None:
-        """Encoder of the dataset's texts as token ids; None if the rows hold no text."""
-        return None
+        """What encodes the dataset's texts: the task itself; None if the rows hold no text."""
+        return None if self.tokens is None else self
+
+    @property
+    def key(self) -> str:
+        """Text that identifies everything that determines the columns of :meth:`encode`."""
+        raise NotImplementedError(f"{type(self).__name__} must define key")
+
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return the texts of all rows as columns of token ids, [N, ...]."""
+        raise NotImplementedError(f"{type(self).__name__} must define encode()")
 
     @abstractmethod
     def prepare_batch(

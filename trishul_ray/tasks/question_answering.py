@@ -19,13 +19,12 @@ from trishul_ray.errors import CorruptFileError
 from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import register
 from trishul_ray.tasks.text import CHUNK, read_texts
-from trishul_ray.tasks.text2text import Text2Text, Text2TextEncoder
+from trishul_ray.tasks.text2text import Text2Text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trishul_ray.data.dataset import Split
-    from trishul_ray.data.prepare import Encoder
 
 
 @register("text2text")
@@ -34,12 +33,31 @@ class QuestionAnswering(Text2Text):
 
     reads = "qa"
     fields_read = frozenset({"max_length", "target_length", "template"})
+    encoding = "AnswerEncoder"
     row_metrics = ("f1", "exact_match")
 
-    @property
-    def encoder(self) -> Encoder:
-        """Encoder of inputs, first answers and, for test rows, all reference answers."""
-        return AnswerEncoder(self)
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return the inputs, with the first answer of each row as its target, and ``references``.
+
+        An answer that is too long is cut and still ends with the end token. ``references``
+        uint8 [N, R] are all answers as JSON in UTF-8, padded with zeros. Training rows, which are
+        many and never scored, have none.
+        """
+        tokens, limit = self.tokens, self.target_length
+
+        def rows(start: int, stop: int) -> list[list[int]]:
+            first = [answers[0] for answers in read_answers(split, start, stop)]
+            encoded = tokens.encode(first, add_special_tokens=False)["input_ids"]
+            return [[*ids[: limit - 1], tokens.eos_id] for ids in encoded]
+
+        targets, lengths = tokens.padded_columns(
+            len(split), limit, rows, lambda done: progress(done / 4)
+        )
+        columns = super().encode(split, lambda done: progress(0.25 + 0.75 * done))
+        columns |= {"target_ids": targets, "target_length": lengths}
+        if split.path.stem != "train":
+            columns["references"] = pack_answers(split)
+        return columns
 
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``f1`` and ``exact_match`` [b], each the largest over a row's references."""
@@ -53,33 +71,6 @@ class QuestionAnswering(Text2Text):
             result = squad({"prediction_text": text, "id": "0"}, target)
             scores[:, row] = float(result["f1"]) / 100, float(result["exact_match"]) / 100
         return {"f1": torch.from_numpy(scores[0]), "exact_match": torch.from_numpy(scores[1])}
-
-
-class AnswerEncoder(Text2TextEncoder):
-    """Encode inputs, with the first answer of each row as its target."""
-
-    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return the inputs, ``target_ids`` int32 [N, T], ``target_length`` and ``references``.
-
-        An answer that is too long is cut and still ends with the end token. ``target_length`` is
-        int32 [N]. ``references`` uint8 [N, R] are all answers as JSON in UTF-8, padded with zeros.
-        Training rows, which are many and never scored, have no references.
-        """
-        task, tokens = self.task, self.task.tokens
-
-        def rows(start: int, stop: int) -> list[list[int]]:
-            first = [answers[0] for answers in read_answers(split, start, stop)]
-            encoded = tokens.encode(first, add_special_tokens=False)["input_ids"]
-            return [[*ids[: task.target_length - 1], tokens.eos_id] for ids in encoded]
-
-        targets, lengths = tokens.padded_columns(
-            len(split), task.target_length, rows, lambda done: progress(done / 4)
-        )
-        columns = super().encode(split, lambda done: progress(0.25 + 0.75 * done))
-        columns |= {"target_ids": targets, "target_length": lengths}
-        if split.path.stem != "train":
-            columns["references"] = pack_answers(split)
-        return columns
 
 
 def read_answers(split: Split, start: int, stop: int) -> list[list[str]]:

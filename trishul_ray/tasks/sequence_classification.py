@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
-    from trishul_ray.data.prepare import Encoder
     from trishul_ray.models.backbone import Backbone
 
 
@@ -92,9 +91,34 @@ class SequenceClassification(Classification):
         return {"fields": list(self.fields), "max_length": self.max_length}
 
     @property
-    def encoder(self) -> Encoder:
-        """Encoder of one or two fields; see :meth:`PairEncoder.encode`."""
-        return PairEncoder(self.tokens, self.fields, self.max_length)
+    def key(self) -> str:
+        """Text that identifies everything that determines the encoded columns."""
+        return json.dumps(["pair", 1, self.tokens.key, self.fields, self.max_length])
+
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
+
+        If the tokenizer marks the second text, also return ``first`` int32 [N]: the number of
+        tokens of the first text, separators included.
+        """
+        names = self.tokens.tokenizer.model_input_names
+        has_token_types = len(self.fields) == 2 and "token_type_ids" in names
+        first = np.zeros(len(split), dtype=np.int32)
+
+        def rows(start: int, stop: int) -> list[list[int]]:
+            texts = [read_texts(split, name, start, stop) for name in self.fields]
+            encoded = self.tokens.encode(
+                *texts,
+                truncation="longest_first",
+                max_length=self.max_length,
+                return_token_type_ids=has_token_types,
+            )
+            if has_token_types:
+                first[start:stop] = [types.count(0) for types in encoded["token_type_ids"]]
+            return encoded["input_ids"]
+
+        ids, length = self.tokens.padded_columns(len(split), self.max_length, rows, progress)
+        return {"input_ids": ids, "length": length} | ({"first": first} if has_token_types else {})
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
@@ -126,40 +150,3 @@ def _check_padding(backbone: Backbone, tokens: TokenizerRef) -> None:
             f"model.name={backbone.name!r}: config.json has pad_token_id={pad_id}, but its "
             f"tokenizer pads with {tokens.pad_id}: make them agree"
         )
-
-
-class PairEncoder:
-    """Encode one or two columns of text, joined by the tokenizer, in at most ``max_length``."""
-
-    def __init__(self, tokens: TokenizerRef, fields: Sequence[str], max_length: int) -> None:
-        self._tokens, self._fields, self._max_length = tokens, tuple(fields), max_length
-
-    @property
-    def key(self) -> str:
-        """Text that identifies everything that determines the encoded columns."""
-        return json.dumps(["pair", 1, self._tokens.key, self._fields, self._max_length])
-
-    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
-
-        If the tokenizer marks the second text, also return ``first`` int32 [N]: the number of
-        tokens of the first text, separators included.
-        """
-        names = self._tokens.tokenizer.model_input_names
-        has_token_types = len(self._fields) == 2 and "token_type_ids" in names
-        first = np.zeros(len(split), dtype=np.int32)
-
-        def rows(start: int, stop: int) -> list[list[int]]:
-            texts = [read_texts(split, name, start, stop) for name in self._fields]
-            encoded = self._tokens.encode(
-                *texts,
-                truncation="longest_first",
-                max_length=self._max_length,
-                return_token_type_ids=has_token_types,
-            )
-            if has_token_types:
-                first[start:stop] = [types.count(0) for types in encoded["token_type_ids"]]
-            return encoded["input_ids"]
-
-        ids, length = self._tokens.padded_columns(len(split), self._max_length, rows, progress)
-        return {"input_ids": ids, "length": length} | ({"first": first} if has_token_types else {})

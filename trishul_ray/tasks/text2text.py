@@ -13,7 +13,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
-    from trishul_ray.data.prepare import Encoder
     from trishul_ray.models.backbone import Backbone
 
 #: Label of a position that the loss ignores.
@@ -68,6 +67,8 @@ class Text2Text(Task):
     model_kind = "seq2seq-lm"
     tokens: TokenizerRef
     targets = ("labels", "classes", "references", "group", "client")
+    #: Beginning of :attr:`key`.
+    encoding: ClassVar[str]
 
     def __init__(
         self,
@@ -110,6 +111,26 @@ class Text2Text(Task):
             "target_length": self.target_length,
             "decoder_start_token_id": self.start_id,
         }
+
+    @property
+    def key(self) -> str:
+        """Text that identifies everything that determines the encoded columns."""
+        rest = [self.template.text, self.max_length, self.target_length]
+        return json.dumps([self.encoding, 1, self.tokens.key, *rest])
+
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return the inputs, ``input_ids`` int32 [N, W] and ``length`` int32 [N].
+
+        Subclasses add the targets, ``target_ids`` int32 [N, T] and ``target_length`` int32 [N].
+        """
+        tokens, template, limit = self.tokens, self.template, self.max_length
+        prompts = PromptTokenizer(tokens, template, limit, add_special_tokens=True)
+
+        def rows(start: int, stop: int) -> list[list[int]]:
+            return prompts.ids(field_rows(split, template, start, stop))
+
+        ids, length = tokens.padded_columns(len(split), limit, rows, progress)
+        return {"input_ids": ids, "length": length}
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
         """Return the generated texts."""
@@ -217,6 +238,7 @@ class TextToClass(Text2Text):
     """
 
     reads = "text"
+    encoding = "ClassTextEncoder"
 
     def __init__(self, tokens: TokenizerRef, *, class_texts: Sequence[str], **rest: Any) -> None:
         super().__init__(tokens, **rest)
@@ -253,9 +275,30 @@ class TextToClass(Text2Text):
         return len(self.class_texts)
 
     @property
-    def encoder(self) -> Encoder:
-        """Encoder of inputs, with the text of the class as the target."""
-        return ClassTextEncoder(self)
+    def key(self) -> str:
+        """Text that identifies everything that determines the encoded columns."""
+        return json.dumps([super().key, self.class_texts])
+
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return the inputs, with the text of each row's class as its target.
+
+        Raises:
+            InputError: The text of a class has too many tokens.
+        """
+        tokens, limit = self.tokens, self.target_length
+        targets = [[*tokens.ids(text), tokens.eos_id] for text in self.class_texts]
+        longest = max(range(len(targets)), key=lambda i: len(targets[i]))
+        if len(targets[longest]) > limit:
+            raise InputError(
+                f"task.target_length={limit} is too short for class text "
+                f"{self.class_texts[longest]!r}, which takes {len(targets[longest])} tokens"
+            )
+        table, lengths = tokens.padded_columns(
+            len(targets), limit, lambda a, z: targets[a:z], lambda done: None
+        )
+        labels = split.labels
+        columns = super().encode(split, progress)
+        return columns | {"target_ids": table[labels], "target_length": lengths[labels]}
 
     def predicted(self, texts: Sequence[str]) -> Tensor:
         """Return the class of every text [b], apart from case and white space; -1 for none."""
@@ -276,64 +319,3 @@ class TextToClass(Text2Text):
 def normalize(text: str) -> str:
     """Return the text in lower case, with one space between words."""
     return " ".join(text.lower().split())
-
-
-class Text2TextEncoder:
-    """Encode the inputs of a text-to-text task; subclasses add the targets.
-
-    The names of these classes are part of their keys, and so of the cached columns.
-    """
-
-    def __init__(self, task: Text2Text) -> None:
-        self.task = task
-
-    @property
-    def key(self) -> str:
-        """Text that identifies everything that determines the encoded columns."""
-        task = self.task
-        lengths = [task.max_length, task.target_length]
-        return json.dumps([type(self).__name__, 1, task.tokens.key, task.template.text, *lengths])
-
-    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return ``input_ids`` int32 [N, W] and ``length`` int32 [N]."""
-        task = self.task
-        tokens, template, limit = task.tokens, task.template, task.max_length
-        prompts = PromptTokenizer(tokens, template, limit, add_special_tokens=True)
-
-        def rows(start: int, stop: int) -> list[list[int]]:
-            return prompts.ids(field_rows(split, template, start, stop))
-
-        ids, length = tokens.padded_columns(len(split), limit, rows, progress)
-        return {"input_ids": ids, "length": length}
-
-
-class ClassTextEncoder(Text2TextEncoder):
-    """Encode inputs, with the text of each row's class as its target."""
-
-    task: TextToClass
-
-    @property
-    def key(self) -> str:
-        """Text that identifies everything that determines the encoded columns."""
-        return json.dumps([super().key, self.task.class_texts])
-
-    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return the inputs, ``target_ids`` int32 [N, T] and ``target_length`` int32 [N].
-
-        Raises:
-            InputError: The text of a class has too many tokens.
-        """
-        task, tokens = self.task, self.task.tokens
-        targets = [[*tokens.ids(text), tokens.eos_id] for text in task.class_texts]
-        longest = max(range(len(targets)), key=lambda i: len(targets[i]))
-        if len(targets[longest]) > task.target_length:
-            raise InputError(
-                f"task.target_length={task.target_length} is too short for class text "
-                f"{task.class_texts[longest]!r}, which takes {len(targets[longest])} tokens"
-            )
-        table, lengths = tokens.padded_columns(
-            len(targets), task.target_length, lambda a, z: targets[a:z], lambda done: None
-        )
-        labels = split.labels
-        columns = super().encode(split, progress)
-        return columns | {"target_ids": table[labels], "target_length": lengths[labels]}

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from trishul_ray.config import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
-    from trishul_ray.data.prepare import Encoder
     from trishul_ray.models.backbone import Backbone
 
 
@@ -119,9 +118,30 @@ class Verbalizer(Classification):
         }
 
     @property
-    def encoder(self) -> Encoder:
-        """Encoder of the prompts."""
-        return PromptEncoder(self.tokens, self.template, self.common_prefix, self.max_length)
+    def key(self) -> str:
+        """Text that identifies everything that determines the encoded columns."""
+        rest = [self.template.text, self.common_prefix, self.max_length]
+        return json.dumps(["prompt", 1, self.tokens.key, *rest])
+
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return prompts that end where the answer begins, their fields cut to fit.
+
+        They are ``input_ids`` int32 [N, L] and ``length`` int32 [N].
+
+        Raises:
+            InputError: The template leaves no room for its fields.
+        """
+        tokens, template = self.tokens, self.template
+        prefix, suffix = begin_ids(tokens), list(self.common_prefix)
+        limit = self.max_length - len(prefix) - len(suffix)
+        prompts = PromptTokenizer(tokens, template, limit, add_special_tokens=False)
+
+        def rows(start: int, stop: int) -> list[list[int]]:
+            fields = field_rows(split, template, start, stop)
+            return [prefix + ids + suffix for ids in prompts.ids(fields)]
+
+        ids, length = tokens.padded_columns(len(split), self.max_length, rows, progress)
+        return {"input_ids": ids, "length": length}
 
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
@@ -205,42 +225,6 @@ def answer_tokens(
             )
         answers[token] = word
     return tuple(common[len(prompt_ids) :]), tuple(answers)
-
-
-class PromptEncoder:
-    """Encode rows as prompts that end where the answer begins.
-
-    The ids ``suffix`` follow the prompt; fields are cut to fit ``max_length`` tokens in all.
-    """
-
-    def __init__(
-        self, tokens: TokenizerRef, template: Template, suffix: Sequence[int], max_length: int
-    ) -> None:
-        self._tokens, self._template = tokens, template
-        self._suffix, self._max_length = list(suffix), max_length
-
-    @property
-    def key(self) -> str:
-        """Text that identifies everything that determines the encoded columns."""
-        rest = [self._suffix, self._max_length]
-        return json.dumps(["prompt", 1, self._tokens.key, self._template.text, *rest])
-
-    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
-
-        Raises:
-            InputError: The template leaves no room for its fields.
-        """
-        prefix = begin_ids(self._tokens)
-        limit = self._max_length - len(prefix) - len(self._suffix)
-        prompts = PromptTokenizer(self._tokens, self._template, limit, add_special_tokens=False)
-
-        def rows(start: int, stop: int) -> list[list[int]]:
-            fields = field_rows(split, self._template, start, stop)
-            return [prefix + ids + self._suffix for ids in prompts.ids(fields)]
-
-        ids, length = self._tokens.padded_columns(len(split), self._max_length, rows, progress)
-        return {"input_ids": ids, "length": length}
 
 
 def begin_ids(tokens: TokenizerRef) -> list[int]:
