@@ -365,13 +365,15 @@ def test_spectra_before_and_after_the_prox(tmp_path):
     assert (prox.series, prox.threshold) == ("TRISHUL", pytest.approx(0.0005))
     cells = [c for c in sweep.cells if c.labels["method"] == "TRISHUL"][: len(SEEDS)]
     after = np.concatenate([cell.arrays["spectrum_after"] for cell in cells])
-    assert prox.after.median == pytest.approx(np.median(after, axis=0))
-    assert prox.after.cores == 30 and prox.zeroed == pytest.approx((after == 0).mean())
+    medians = [band.centre for band in prox.after]
+    assert medians == pytest.approx(np.median(after, axis=0))
+    assert prox.after[0].count == 30 and prox.zeroed == pytest.approx((after == 0).mean())
     # The prox subtracts the threshold, or what there is.
-    assert max(prox.removed.high) == pytest.approx(1.0) and min(prox.removed.low) > 0
+    assert max(band.high for band in prox.removed) == pytest.approx(1.0)
+    assert min(band.low for band in prox.removed) > 0
     assert [each.series for each in data.uploaded] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
-    assert data.uploaded[0].tail.median[0] == 1.0
-    assert data.uploaded[2].tail.median[-1] < data.uploaded[0].tail.median[-1]
+    assert data.uploaded[0].tail[0].centre == 1.0
+    assert data.uploaded[2].tail[-1].centre < data.uploaded[0].tail[-1].centre
 
 
 def test_spectra_of_methods_without_a_prox(tmp_path):

@@ -123,6 +123,11 @@ class CellOutcome:
         return self.summary
 
     @property
+    def method(self) -> str:
+        """The method of a finished cell."""
+        return str(self.result.config["method"]["name"])
+
+    @property
     def part(self) -> str:
         """Which part of its dataset the run used, in a line; empty if all, or not finished."""
         data = {} if self.summary is None else self.summary.data

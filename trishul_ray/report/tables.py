@@ -193,9 +193,8 @@ class TableRow:
     @property
     def is_reference(self) -> bool:
         """Whether the runs train the whole backbone."""
-        finished = [r for cell in self.cells for r in cell.runs if r.status == "finished"]
-        names = {run.result.config["method"]["name"] for run in finished}
-        return names == {_REFERENCE_METHOD}
+        runs = [run for cell in self.cells for run in cell.runs if run.status == "finished"]
+        return {run.method for run in runs} == {_REFERENCE_METHOD}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -66,6 +66,14 @@ class SweepPlan:
     hours_scored: float = 0.0
     longest: float = 0.0
     hours_done: float = 0.0
+
+    def __add__(self, other: "SweepPlan") -> "SweepPlan":
+        """Return the plan of both, under the name of the first."""
+        numbers = [each.name for each in fields(self) if each.name != "name"]
+        sums: dict[str, Any] = {
+            each: getattr(self, each) + getattr(other, each) for each in numbers
+        }
+        return SweepPlan(**sums | {"name": self.name, "longest": max(self.longest, other.longest)})
 
     def hours_on(self, devices: int) -> float:
         """Return the hours that the runs to do take on that many devices, at least."""
@@ -135,24 +143,8 @@ def make_plan(
                 hours_done=sum(_wall_hours(summary) * _share(summary) for summary in done),
             )
         )
-    return Plan(tuple(plans), _sum(plans), device, tuple(clock.why_unknown))
-
-
-def _sum(plans: Sequence[SweepPlan]) -> SweepPlan:
-    return SweepPlan(
-        name="total",
-        cells=sum(plan.cells for plan in plans),
-        runs=sum(plan.runs for plan in plans),
-        shared=sum(plan.shared for plan in plans),
-        to_do=sum(plan.to_do for plan in plans),
-        states=sum((plan.states for plan in plans), Counter[CellStatus]()),
-        measured=sum(plan.measured for plan in plans),
-        unknown=sum(plan.unknown for plan in plans),
-        hours_left=sum(plan.hours_left for plan in plans),
-        hours_scored=sum(plan.hours_scored for plan in plans),
-        longest=max((plan.longest for plan in plans), default=0.0),
-        hours_done=sum(plan.hours_done for plan in plans),
-    )
+    total = sum(plans, SweepPlan("total"))
+    return Plan(tuple(plans), total, device, tuple(clock.why_unknown))
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ def _variance_by_round(
     absolute, axes = _by_round("aggregation_variance"), selection.run_axes(series)
     levels: dict[tuple[str, ...], float] = {}
     for cell in selection.finished:
-        if cell.result.config["method"]["name"] == "ravan":
+        if cell.method == "ravan":
             first = dict(absolute(cell)).get(1, 0.0)
             if first > 0:
                 levels.setdefault(tuple(cell.labels[axis] for axis in axes), first)

@@ -146,7 +146,7 @@ def _by_round(
 def _baseline(by_name: dict[str, tuple[CellOutcome, ...]]) -> str | None:
     """Return the series of RAVAN."""
     for name, cells in by_name.items():
-        if any(cell.result.config["method"]["name"] == "ravan" for cell in cells):
+        if any(cell.method == "ravan" for cell in cells):
             return name
     return None
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from trishul_ray.report.figures.selection import Selection
+from trishul_ray.report.figures.selection import Band, Selection
 from trishul_ray.report.figures.style import (
     COLOURS,
     GREY,
@@ -32,20 +32,14 @@ _BEFORE = Style(COLOURS[1], (0, (5, 2)), "s", "")
 _AFTER = Style(COLOURS[0], "solid", "o", "")
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """Singular values by index over cores: median, and 10 % and 90 % quantiles."""
+#: Singular values by index: the median over cores, and 10 % and 90 % quantiles.
+Spectrum = tuple[Band, ...]
 
-    median: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    cores: int
 
-    @classmethod
-    def of(cls, values: NDArray[np.float64]) -> "Spectrum":
-        """Summarize [n, r], NaN beyond the rank of a core."""
-        low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0).tolist()
-        return cls(tuple(median), tuple(low), tuple(high), len(values))
+def _spectrum(values: NDArray[np.float64]) -> Spectrum:
+    """Summarize the singular values [n, r] of n cores, NaN beyond the rank of one."""
+    low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0).tolist()
+    return tuple(Band(m, a, b, len(values)) for a, m, b in zip(low, median, high, strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,10 +87,9 @@ class SpectraData:
                 "of singular values zero after the prox"
             )
         parts += [
-            f"{each.series}: median of the largest singular value {median[0]:.3g}, of the middle "
-            f"one {median[len(median) // 2]:.3g}"
+            f"{each.series}: median of the largest singular value {each.values[0].centre:.3g}, of "
+            f"the middle one {each.values[len(each.values) // 2].centre:.3g}"
             for each in self.uploaded
-            for median in [each.values.median]
         ]
         return f"{'; '.join(parts)}."
 
@@ -110,12 +103,9 @@ class SpectraData:
         drawn += [("uploaded", each.series, each.values) for each in self.uploaded]
         drawn += [("energy in the tail", each.series, each.tail) for each in self.uploaded]
         return [
-            {"metric": what, "series": name, "x": index, "value": median, "low": low, "high": high}
-            | {"n": spectrum.cores}
+            {"metric": what, "series": name, "x": index} | band.row()
             for what, name, spectrum in drawn
-            for index, (median, low, high) in enumerate(
-                zip(spectrum.median, spectrum.low, spectrum.high, strict=True), 1
-            )
+            for index, band in enumerate(spectrum, 1)
         ]
 
 
@@ -157,9 +147,9 @@ def _prox(name: str, runs: Sequence[Arrays]) -> Prox | None:
     threshold = float(np.mean(found))
     return Prox(
         name,
-        Spectrum.of(before),
-        Spectrum.of(after),
-        Spectrum.of((before - after) / threshold),
+        _spectrum(before),
+        _spectrum(after),
+        _spectrum((before - after) / threshold),
         threshold,
         float((after[np.isfinite(after)] <= 0).mean()),
     )
@@ -169,7 +159,7 @@ def _uploaded(name: str, runs: Sequence[Arrays]) -> Uploaded | None:
     values = _stacked(runs, "spectrum_uploaded")
     if values is None:
         return None
-    return Uploaded(name, Spectrum.of(values), Spectrum.of(_tails(values)))
+    return Uploaded(name, _spectrum(values), _spectrum(_tails(values)))
 
 
 def _stacked(runs: Sequence[Arrays], name: str) -> NDArray[np.float64] | None:
@@ -201,7 +191,7 @@ def draw_spectra(data: SpectraData, note: Sequence[str]) -> Figure:
         floor = min(_floor([prox.before]), prox.threshold / 2 or math.inf)
         drawn = (("before", prox.before, _BEFORE), ("after", prox.after, _AFTER))
         ends[left] = [_draw(left, s, style, floor, name) for name, s, style in drawn]
-        ends[left].append(("threshold λη", len(prox.before.median) + 0.5, prox.threshold, GREY))
+        ends[left].append(("threshold λη", len(prox.before) + 0.5, prox.threshold, GREY))
         _finish(left, prox.before, f"{prox.series}: {prox.zeroed:.1%} zero after the prox")
         _draw(right, prox.removed, _AFTER, -math.inf, "")
         y_label = f"before − after, in λη = {prox.threshold:.2g}"
@@ -227,7 +217,7 @@ def draw_spectra(data: SpectraData, note: Sequence[str]) -> Figure:
 
 def _floor(spectra: list[Spectrum]) -> float:
     """Return what is drawn as zero: the size of rounding errors."""
-    return _ROUNDING * max(spectrum.high[0] for spectrum in spectra)
+    return _ROUNDING * max(spectrum[0].high for spectrum in spectra)
 
 
 def _draw(
@@ -236,7 +226,7 @@ def _draw(
     """Draw one spectrum down to ``floor``; return its name, its end and its colour."""
     low, median, high = (
         np.where(np.asarray(values) > floor, values, np.nan)
-        for values in (spectrum.low, spectrum.median, spectrum.high)
+        for values in zip(*((band.low, band.centre, band.high) for band in spectrum), strict=True)
     )
     index = np.arange(1, len(median) + 1)
     bottom = np.where(np.isfinite(low), low, floor)
@@ -253,6 +243,6 @@ def _draw(
 def _finish(axes: Axes, spectrum: Spectrum, title: str, y_label: str = "singular value") -> None:
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlim(0.5, len(spectrum.median) + 0.5)
+    axes.set_xlim(0.5, len(spectrum) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     set_labels(axes, title, "index of the singular value", y_label)
