@@ -69,10 +69,8 @@ class SweepPlan:
 
     def __add__(self, other: "SweepPlan") -> "SweepPlan":
         """Return the plan of both, under the name of the first."""
-        numbers = [each.name for each in fields(self) if each.name != "name"]
-        sums: dict[str, Any] = {
-            each: getattr(self, each) + getattr(other, each) for each in numbers
-        }
+        names = [each.name for each in fields(self)]
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         return SweepPlan(**sums | {"name": self.name, "longest": max(self.longest, other.longest)})
 
     def hours_on(self, devices: int) -> float:
