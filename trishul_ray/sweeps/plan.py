@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, get_args
 
 from rich.table import Table
 
@@ -278,9 +278,8 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
     """Show a plan for devices at a price for an hour: a row for each sweep, and the total."""
     table = Table(box=None, pad_edge=False)
     table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
-    usual: tuple[CellStatus, ...] = ("finished", "missing")
-    others: tuple[CellStatus, ...] = ("stopped", *RARE)
-    statuses = [*usual, *(status for status in others if plan.total.states[status])]
+    known: tuple[CellStatus, ...] = get_args(CellStatus)
+    statuses = [s for s in known if s in ("finished", "missing") or plan.total.states[s]]
     numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", _unit(plan)]
     for name in numbers if price is None else [*numbers, "cost"]:
         table.add_column(name, justify="right")

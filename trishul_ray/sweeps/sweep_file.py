@@ -22,7 +22,6 @@ the label is displayed. A file's ``base`` is merged field by field over that of 
 and ``axes`` axis by axis (null removes one); its other sections replace theirs.
 """
 
-import difflib
 import itertools
 import math
 import os
@@ -41,7 +40,7 @@ from pydantic_core import ErrorDetails
 
 from trishul_ray.config import Section
 from trishul_ray.data.dataset import RowSet, score_name
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
     describe_unknown_field,
@@ -130,8 +129,8 @@ def fail(value: Value, message: str) -> NoReturn:
 
 def hint(name: str, known: Collection[str]) -> str:
     """Return what ``name`` may have meant: the nearest of ``known``, or all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+    near = did_you_mean(name, known).removeprefix("; ")
+    return near or f"known: {', '.join(known) or 'none'}"
 
 
 def parse(text: str, shown: str, place: str | None = None) -> Value:
