@@ -9,14 +9,13 @@ from invented_outcomes import half_missing, initialization, invent_sweep, sensit
 from rich.console import Console
 
 from trishul_ray.report.formats import to_csv, to_latex, to_markdown, to_rich
-from trishul_ray.report.paper import paper_value
 from trishul_ray.report.tables import build_tables
 
 HOSTILE = r"a|b & 50% of $x_1$ #{<script>alert(1)</script>} \n ~^ [red]λ±≤"
 
 
 def build(sweep):
-    return build_tables([sweep], paper_value)[0]
+    return build_tables([sweep])[0]
 
 
 def hostile():

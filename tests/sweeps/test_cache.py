@@ -88,6 +88,19 @@ class World:
         for _ in steps:
             pass
 
+        self.backup = place.with_name(f"{place.name}-backup")
+        shutil.copytree(place, self.backup)
+
+    @contextmanager
+    def restored(self):
+        """What is changed within this context, files or what ``patch`` sets, is undone after it."""
+        with pytest.MonkeyPatch.context() as self.patch:
+            yield
+        for place in self.place.parent.glob("moved-*"):
+            shutil.rmtree(place)
+        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.copytree(self.backup, self.place)
+
     def write(self, config, **style):
         self.file.write_text(yaml.safe_dump(config, **style))
 
@@ -172,19 +185,16 @@ def own_files(world, suffix):
     return sorted(found)
 
 
-@contextmanager
-def edited(file, content, rng):
-    """Write other content, half of the times with the old times; write the old content after."""
-    before, stat = file.read_bytes(), file.stat()
-    assert content != before
+def overwrite(file, content, rng):
+    """Write other content, half of the times with the old times."""
+    stat = file.stat()
+    assert content != file.read_bytes()
     file.write_bytes(content)
     if rng.random() < 0.5:
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    yield
-    file.write_bytes(before)
 
 
-# What changes a number. Each yields overrides while the change is in place.
+# What changes a number. Each may return overrides; the world is restored afterwards.
 
 
 def fields_with_effect(world):
@@ -210,12 +220,11 @@ def changed(world, name, rng):
     return None
 
 
-@contextmanager
 def another_field(world, rng):
     names = fields_with_effect(world)
     while (override := changed(world, rng.choice(names), rng)) is None:
         pass
-    yield override
+    return [override]
 
 
 def another_value(name, value, rng):
@@ -235,7 +244,6 @@ def another_value(name, value, rng):
     return {"partition.by": "label", "adapter.path": "merged"}.get(name, choices.get(value))
 
 
-@contextmanager
 def another_row(world, rng):
     file = rng.choice(own_files(world, ".csv"))
     header, *rows = file.read_text().splitlines()
@@ -250,13 +258,12 @@ def another_row(world, rng):
             image.putpixel((0, 0), image.getpixel((0, 0)) ^ 1)
             buffer = io.BytesIO()
             image.save(buffer, "PNG")
-        with edited(paint_over, buffer.getvalue(), rng):
-            yield
+        overwrite(paint_over, buffer.getvalue(), rng)
         return
     how = rng.choice(["letter", "label", "swap", "remove", "repeat", "image"])
     if how == "image" and own_files(world, ".png"):
-        with another_image(world, rng):
-            yield
+        first, second = rng.sample(own_files(world, ".png"), 2)
+        overwrite(first, second.read_bytes(), rng)
         return
     if how == "swap":
         rows[first], rows[second] = rows[second], rows[first]
@@ -271,28 +278,17 @@ def another_row(world, rng):
     else:
         letter = rng.choice([c for c in string.ascii_lowercase if c != rows[first][0]])
         rows[first] = letter + rows[first][1:]
-    with edited(file, "\n".join([header, *rows, ""]).encode(), rng):
-        yield
+    overwrite(file, "\n".join([header, *rows, ""]).encode(), rng)
 
 
-@contextmanager
-def another_image(world, rng):
-    first, second = rng.sample(own_files(world, ".png"), 2)
-    with edited(first, second.read_bytes(), rng):
-        yield
-
-
-@contextmanager
 def another_weight(world, rng):
     (file,) = own_files(world, ".safetensors")
     content = bytearray(file.read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
     content[rng.randrange(header, len(content))] ^= 1 << rng.randrange(8)
-    with edited(file, bytes(content), rng):
-        yield
+    overwrite(file, bytes(content), rng)
 
 
-@contextmanager
 def another_architecture(world, rng):
     wanted = ("config.json", "preprocessor_config.json")
     file = rng.choice([f for f in own_files(world, ".json") if f.name in wanted])
@@ -302,70 +298,54 @@ def another_architecture(world, rng):
     else:
         key = rng.choice(sorted(name for name, v in values.items() if isinstance(v, float)))
         values[key] = values[key] * 2 + 0.001
-    with edited(file, json.dumps(values, indent=2).encode(), rng):
-        yield
+    overwrite(file, json.dumps(values, indent=2).encode(), rng)
 
 
-@contextmanager
 def another_tokenizer(world, rng):
     files = [f for f in own_files(world, ".json") if f.name == "tokenizer.json"]
     if not files:
-        with another_weight(world, rng):
-            yield
-        return
+        return another_weight(world, rng)
     values = json.loads(files[0].read_text())
     vocabulary = values["model"]["vocab"]
     first, second = rng.sample(string.ascii_lowercase, 2)
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    with edited(files[0], json.dumps(values).encode(), rng):
-        yield
+    return overwrite(files[0], json.dumps(values).encode(), rng)
 
 
-@contextmanager
 def other_numerics(world, rng):
     number = rng.randrange(1000, 2000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trishul_ray.experiment.experiment.NUMERICS", number)
-        patch.setattr(status_module, "NUMERICS", number)
-        yield
+    world.patch.setattr("trishul_ray.experiment.experiment.NUMERICS", number)
+    world.patch.setattr(status_module, "NUMERICS", number)
 
 
-@contextmanager
 def damaged_result(world, rng):
     file = rng.choice([*world.runs.glob("*/result.json"), *world.runs.glob("*/metrics.parquet")])
     content = bytearray(file.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    with edited(file, bytes(content), rng):
-        yield
+    overwrite(file, bytes(content), rng)
 
 
 # What does not.
 
 
-@contextmanager
 def field_without_effect(world, rng):
     name = rng.choice(list(WITHOUT_EFFECT))
-    yield f"{name}={json.dumps(rng.choice(WITHOUT_EFFECT[name]))}"
+    return [f"{name}={json.dumps(rng.choice(WITHOUT_EFFECT[name]))}"]
 
 
-@contextmanager
 def other_times(world, rng):
     for file in world.place.rglob("*"):
         if rng.random() < 0.5:
             os.utime(file, (rng.randrange(2**31), rng.randrange(2**31)))
-    yield
 
 
-@contextmanager
 def same_content(world, rng):
     file = rng.choice([f for s in (".csv", ".json", ".safetensors") for f in own_files(world, s)])
     content = file.read_bytes()
     file.unlink()
     file.write_bytes(content)
-    yield
 
 
-@contextmanager
 def other_yaml(world, rng):
     def shuffled(fields):
         items = list(fields.items())
@@ -379,16 +359,12 @@ def other_yaml(world, rng):
     if not style["default_flow_style"]:
         lines = [f"{line}  # {rng.random()}" if rng.random() < 0.3 else line for line in lines]
     world.file.write_text("\n".join(["# a comment", *lines, "", "# the end"]))
-    yield
-    world.write(world.config)
 
 
-@contextmanager
 def other_spelling(world, rng):
     """The same files by relative paths, by detours, and by links."""
-    here = Path.cwd()
     overrides = []
-    os.chdir(world.place)
+    world.patch.chdir(world.place)
     link = world.place / "link"
     link.symlink_to(world.place)
     for field, path in world.paths.items():
@@ -396,30 +372,23 @@ def other_spelling(world, rng):
             rest = Path(path).relative_to(world.place)
             spelled = [str(rest), f"./{rest}", f"data/../{rest}", str(link / rest)]
             overrides.append(f"{field}={rng.choice(spelled)}")
-    yield from [overrides]
-    link.unlink()
-    os.chdir(here)
+    return overrides
 
 
-@contextmanager
 def moved(world, rng):
     """Data, model, mirror and store in another place, with an empty cache or the same one."""
     place = world.place.with_name(f"moved-{rng.randrange(10**9)}")
-    shutil.copytree(world.place, place)
-    hidden = world.place.with_name(f"{world.place.name}-hidden")
-    world.place.rename(hidden)
-    old = world.place, world.runs, world.hub, world.file, world.cache
+    world.place.rename(place)
     if rng.random() < 0.2:
-        world.cache = place / "cache"
-    world.runs, world.hub, world.file = place / "runs", place / "hub", place / "run.yaml"
-    yield [
-        f"{field}={place / Path(path).relative_to(old[0])}"
+        world.patch.setattr(world, "cache", place / "cache")
+    for name in ("runs", "hub"):
+        world.patch.setattr(world, name, place / name)
+    world.patch.setattr(world, "file", place / "run.yaml")
+    return [
+        f"{field}={place / Path(path).relative_to(world.place)}"
         for field, path in world.paths.items()
         if Path(path).is_absolute()
     ]
-    world.place, world.runs, world.hub, world.file, world.cache = old
-    hidden.rename(world.place)
-    shutil.rmtree(place)
 
 
 MISSES = [
@@ -451,8 +420,8 @@ def test_a_thousand_mutations(worlds):
         world = rng.choice(worlds)
         is_hit = rng.random() < 0.4
         mutate = rng.choice(HITS if is_hit else MISSES)
-        with mutate(world, rng) as given:
-            overrides = [given] if isinstance(given, str) else given or []
+        with world.restored():
+            overrides = mutate(world, rng) or []
             state = world.status(*overrides)
         case = f"{number}: {mutate.__name__} {overrides} in {world.place.name}: {state}"
         assert (state.status == "finished") == is_hit and not (is_hit and state.note), case

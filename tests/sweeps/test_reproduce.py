@@ -341,7 +341,7 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
     (outcome,) = result.outcomes
     statuses = Counter(cell.status for cell in outcome.cells)
     assert statuses == {"finished": 4 - len(stopped), "stopped": len(stopped)}
-    (table,) = build_tables(result.outcomes, lambda key, labels: None)
+    (table,) = build_tables(result.outcomes)
     assert table.unit == "validation loss" and table.states == statuses
     assert {cell.gap for row in table.rows for cell in row.cells if not cell.estimate} == {
         "stopped"
@@ -379,7 +379,7 @@ def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     stopped = [why for why in progress.ended.values() if why is not None]
     assert stopped and all(why.startswith("stopped early after round") for why in stopped)
     assert len(outcome.cells) == 5 and result.failures == {}
-    (table,) = build_tables(result.outcomes, lambda key, labels: None)
+    (table,) = build_tables(result.outcomes)
     losses = {
         cell.id: cell.summary.final["validation_loss"]
         for cell in outcome.cells

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -31,9 +31,6 @@ from trishul_ray.report.statistics import (
     compare_rows,
     estimate,
 )
-
-#: Returns the number that the paper prints at a position of a table, by table key and labels.
-PaperValue = Callable[[str, Mapping[str, str]], float | None]
 
 #: The column of the mean over all others; also the paper's label of it.
 AVERAGE = "average"
@@ -238,7 +235,7 @@ class SweepTable:
     @property
     def comparable(self) -> bool:
         """Whether its numbers may be compared with the paper's."""
-        return self.profile == "paper" and not self.departures
+        return self.sweep.is_comparable(self.cells)
 
     @property
     def reservation(self) -> str:
@@ -362,16 +359,9 @@ def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
     )
 
 
-def build_tables(
-    sweeps: Sequence[SweepOutcome], paper: PaperValue = paper_value
-) -> tuple[SweepTable, ...]:
-    """Make the tables of sweeps, and decide which of their rows are worse than the best.
-
-    ``paper`` returns the paper's numbers, in percent.
-    """
-    return tuple(
-        _judge(_build(sweep, layout, paper)) for sweep in sweeps for layout in sweep.tables
-    )
+def build_tables(sweeps: Sequence[SweepOutcome]) -> tuple[SweepTable, ...]:
+    """Make the tables of sweeps, and decide which of their rows are worse than the best."""
+    return tuple(_judge(_build(sweep, layout)) for sweep in sweeps for layout in sweep.tables)
 
 
 def _judge(table: SweepTable) -> SweepTable:
@@ -435,7 +425,7 @@ def _oriented(table: SweepTable) -> list[Array]:
     return found
 
 
-def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> SweepTable:
+def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     cells = sweep.within(layout.where)
     comparable = sweep.is_comparable(cells)
     by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
@@ -449,11 +439,11 @@ def _build(sweep: SweepOutcome, layout: TableLayout, paper: PaperValue) -> Sweep
         runs = by_place.get((row, column), [])
         labels = dict(zip(layout.rows + layout.columns, row + column, strict=True))
         labels |= {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
-        return _with_paper(_cell(runs), comparable, paper, layout.paper, labels)
+        return _with_paper(_cell(runs), comparable, layout.paper, labels)
 
     def average(row: tuple[str, ...], found: Sequence[TableCell]) -> TableCell:
         labels = dict(zip(layout.rows, row, strict=True)) | dict.fromkeys(layout.columns, AVERAGE)
-        return _with_paper(_mean(found), comparable, paper, layout.paper, labels)
+        return _with_paper(_mean(found), comparable, layout.paper, labels)
 
     groups = []
     for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
@@ -514,16 +504,12 @@ def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | Non
 
 
 def _with_paper(
-    cell: TableCell,
-    comparable: bool,
-    paper: PaperValue,
-    key: str | None,
-    labels: Mapping[str, str],
+    cell: TableCell, comparable: bool, key: str | None, labels: Mapping[str, str]
 ) -> TableCell:
     """Add the paper's number, and the difference from it where the two may be compared."""
     if key is None or not cell.planned or not cell.percent:  # the paper prints no loss
         return cell
-    value = paper(key, labels)
+    value = paper_value(key, labels)
     if value is None or cell.estimate is None or cell.left_out or not comparable:
         return replace(cell, paper=value)
     return replace(cell, paper=value, difference=cell.estimate.mean - value)
