@@ -349,7 +349,7 @@ def test_what_depends_on_the_clock_is_marked(tmp_path):
 
     def timed(figure, outcome):
         seconds = outcome.cells[0].summary.round_seconds[0]
-        return DrawnFigure(f'<svg data-timed="true"><text>{seconds} s</text></svg>', b"", "")
+        return DrawnFigure(f"<svg><text>{seconds} s</text></svg>", b"", "", timed=True)
 
     pages = [
         write_report([sweep(seconds)], tmp_path / str(seconds), figures=timed)

@@ -84,11 +84,15 @@ class FigureLayout(Section):
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A figure: an ``<svg>`` element, the same as PDF, and what it shows as CSV."""
+    """A figure: an ``<svg>`` element, the same as PDF, and what it shows as CSV.
+
+    ``timed``: it shows measured seconds, so that a repetition differs.
+    """
 
     svg: str
     pdf: bytes
     csv: str
+    timed: bool = False
 
 
 @dataclass(frozen=True)

@@ -113,15 +113,9 @@ _APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
 #: More values than these are counted instead of listed.
 MOST_VALUES = 6
-
-
 _STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
-#: Beginning of the problem of a figure whose runs have files that cannot be read.
-_NOT_DRAWN = "It could not be drawn"
-#: How the overhead figure marks itself: it draws measured seconds.
-_TIMED = 'data-timed="true"'
 
 
 @dataclass(frozen=True)
@@ -139,22 +133,18 @@ class Switch:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure on the page, or why there is none."""
+    """A figure on the page, or why there is none; a ``broken`` one had files of runs unread."""
 
     layout: FigureLayout
     slug: str
     image: DrawnFigure | None
     problem: str = ""
+    broken: bool = False
 
     @property
     def markup(self) -> Markup:
         """The SVG text, to be put into HTML as it is."""
         return Markup(self.image.svg if self.image else "")
-
-    @property
-    def timed(self) -> bool:
-        """Whether it shows measured seconds."""
-        return _TIMED in self.markup.partition(">")[0]
 
     @property
     def number(self) -> str:
@@ -175,13 +165,13 @@ class SweepPart:
     @property
     def states(self) -> Counter[str]:
         """Number of its runs by state."""
-        return _states(_distinct([self.sweep]))
+        return Counter(run.status for _, run in _distinct([self.sweep]))
 
     @property
     def problems(self) -> list[tuple[CellStatus, str, list[CellOutcome]]]:
         """Runs that failed or cannot be used, by state and reason."""
         found: dict[tuple[CellStatus, str], list[CellOutcome]] = {}
-        for _, run in _distinct([self.sweep]).values():
+        for _, run in _distinct([self.sweep]):
             if run.status not in ("finished", "missing", "stopped"):
                 found.setdefault((run.status, run.reason), []).append(run)
         groups = [(status, reason, runs) for (status, reason), runs in found.items()]
@@ -208,14 +198,14 @@ class Page:
         return tuple((name, comparable(group)) for name, group in sweeps.items())
 
     @cached_property
-    def runs(self) -> tuple[tuple[SweepOutcome, CellOutcome], ...]:
+    def runs(self) -> list[tuple[SweepOutcome, CellOutcome]]:
         """Every run once, with the first sweep that has it."""
-        return tuple(_distinct([part.sweep for part in self.parts]).values())
+        return _distinct([part.sweep for part in self.parts])
 
     @cached_property
     def states(self) -> Counter[str]:
         """Number of runs by state."""
-        return _states({run.id: (sweep, run) for sweep, run in self.runs})
+        return Counter(run.status for _, run in self.runs)
 
     @cached_property
     def summaries(self) -> "list[RunSummary]":
@@ -335,9 +325,9 @@ def write_report(
         files[name] = templates.get_template(name).render(page=page)
     for name, content in files.items():
         _write(folder / name, content)
-    # A figure that could not be drawn is tried again, since its files may be back.
-    drawings = [drawing for part in page.parts for drawing in part.drawings]
-    if made_from is not None and not any(d.problem.startswith(_NOT_DRAWN) for d in drawings):
+    # A broken figure is tried again, since its files may be back.
+    broken = any(drawing.broken for part in page.parts for drawing in part.drawings)
+    if made_from is not None and not broken:
         hashes = {name: digest(folder / name) for name in files}
         _write(folder / _MADE_FROM, json.dumps({"made_from": made_from, "files": hashes}, indent=1))
     return folder / "report.html"
@@ -397,22 +387,17 @@ def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str
         image = draw(layout, sweep)
     # One unreadable file of a run must not cost the whole page.
     except (OSError, ValueError) as error:
-        return Drawing(layout, slug, None, f"{_NOT_DRAWN}: {error}")
+        return Drawing(layout, slug, None, f"It could not be drawn: {error}", broken=True)
     return Drawing(layout, slug, image, "" if image else "No finished run has what it shows.")
 
 
-def _distinct(
-    sweeps: Sequence[SweepOutcome],
-) -> dict[str, tuple[SweepOutcome, CellOutcome]]:
+def _distinct(sweeps: Sequence[SweepOutcome]) -> list[tuple[SweepOutcome, CellOutcome]]:
+    """Return every run once, with the first sweep that has it."""
     found: dict[str, tuple[SweepOutcome, CellOutcome]] = {}
     for sweep in sweeps:
         for cell in sweep.cells:
             found.setdefault(cell.id, (sweep, cell))
-    return found
-
-
-def _states(runs: Mapping[str, tuple[SweepOutcome, CellOutcome]]) -> Counter[str]:
-    return Counter(run.status for _, run in runs.values())
+    return list(found.values())
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:

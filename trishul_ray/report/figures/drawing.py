@@ -93,10 +93,11 @@ def draw(figure: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
     with figure_style():
         drawing = artist.draw(data, note)
         name = f"{sweep.profile}-{sweep.name}-{figure.name}"
-        svg = to_svg(drawing, name, figure.title, description, timed=figure.kind in TIMED)
+        timed = figure.kind in TIMED
+        svg = to_svg(drawing, name, figure.title, description, timed=timed)
         pdf = io.BytesIO()
         drawing.savefig(pdf, format="pdf", metadata=dict.fromkeys(("CreationDate", "Producer")))
-    return DrawnFigure(svg, pdf.getvalue(), _to_csv(data, sweep.profile))
+    return DrawnFigure(svg, pdf.getvalue(), _to_csv(data, sweep.profile), timed)
 
 
 def select(figure: FigureLayout, sweep: SweepOutcome) -> Selection:
