@@ -52,12 +52,6 @@ def test_the_command_exits_with_1_if_a_check_fails(called, tmp_path):
     assert "cannot be written" in out and "a run would fail here" in out
 
 
-def test_exit_code():
-    ok, warn, fail = (Check("a", status, "b") for status in ("ok", "warn", "fail"))
-    assert doctor.exit_code([ok, warn]) == 0
-    assert doctor.exit_code([ok, fail, warn]) == 1
-
-
 def test_render_shows_detail_and_hint():
     console = Console(file=io.StringIO(), width=60)
     doctor.render(

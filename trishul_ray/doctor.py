@@ -27,7 +27,7 @@ from packaging.version import Version
 from rich.console import Console
 
 from trishul_ray.config import Places
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import InputError, RunError, first_of
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.files import remove_abandoned
 from trishul_ray.network import try_within
@@ -383,8 +383,7 @@ def check_mirror(hub: Path | None) -> Check:
     if not names:
         hint = "put repositories into <owner>/<name>/... as on the hub"
         return Check("mirror", "warn", f"{hub} is empty", hint)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return Check("mirror", "ok", f"{hub}: {shown}")
+    return Check("mirror", "ok", f"{hub}: {first_of(names, 8)}")
 
 
 def check_hub() -> Check:

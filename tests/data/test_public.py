@@ -80,47 +80,26 @@ def test_subsets_of_mrqa_are_groups_in_the_official_order(tmp_path):
     assert data.info.kind == "qa" and "label" not in data.train.columns
 
 
+PLACES = {"20newsgroups": "SetFit/20_newsgroups/data", "mrqa": "mrqa-workshop/mrqa/data"}
+
+
 @pytest.mark.parametrize(
-    ("name", "where", "columns", "message"),
+    ("name", "columns", "message"),
     [
-        (
-            "20newsgroups",
-            "SetFit/20_newsgroups/data",
-            NEWS | {"label": [1, 20]},
-            "row 1: label is 2",
-        ),
-        (
-            "20newsgroups",
-            "SetFit/20_newsgroups/data",
-            NEWS | {"text": ["a", None]},
-            "row 1: text is",
-        ),
-        (
-            "20newsgroups",
-            "SetFit/20_newsgroups/data",
-            NEWS | {"text": [1, 2]},
-            "is int64, not text",
-        ),
-        (
-            "20newsgroups",
-            "SetFit/20_newsgroups/data",
-            {"txt": ["a"]},
-            "no column 'text'; it has txt",
-        ),
-        (
-            "mrqa",
-            "mrqa-workshop/mrqa/data",
-            QA | {"answers": [["a"], [], ["b"]]},
-            "row 1: answers is",
-        ),
-        ("mrqa", "mrqa-workshop/mrqa/data", QA | {"answers": [1, 2, 3]}, "not a list of texts"),
-        ("mrqa", "mrqa-workshop/mrqa/data", {"subset": ["x"]}, "no column 'question'"),
+        ("20newsgroups", NEWS | {"label": [1, 20]}, "row 1: label is 2"),
+        ("20newsgroups", NEWS | {"text": ["a", None]}, "row 1: text is"),
+        ("20newsgroups", NEWS | {"text": [1, 2]}, "is int64, not text"),
+        ("20newsgroups", {"txt": ["a"]}, "no column 'text'; it has txt"),
+        ("mrqa", QA | {"answers": [["a"], [], ["b"]]}, "row 1: answers is"),
+        ("mrqa", QA | {"answers": [1, 2, 3]}, "not a list of texts"),
+        ("mrqa", {"subset": ["x"]}, "no column 'question'"),
     ],
 )
-def test_a_malformed_mirror_is_reported_with_file_and_row(tmp_path, name, where, columns, message):
-    file = write(tmp_path, f"{where}/train", columns)
-    for split in ("test", "validation"):
-        write(tmp_path, f"{where}/{split}", columns)
+def test_a_malformed_mirror_is_reported_with_file_and_row(tmp_path, name, columns, message):
+    file, *_ = [
+        write(tmp_path, f"{PLACES[name]}/{split}", columns)
+        for split in ("train", "test", "validation")
+    ]
     with pytest.raises(CorruptFileError, match=message) as caught:
         prepare(name, cache=tmp_path, hub=tmp_path)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
@@ -281,14 +260,12 @@ def real(repo):
 @pytest.mark.parametrize(
     ("name", "rows", "source"),
     [
-        pytest.param(
-            "20newsgroups",
-            (11_314, 7_532),
-            "mirror:SetFit/20_newsgroups",
-            marks=real("SetFit/20_newsgroups"),
-        ),
-        pytest.param("glue/rte", (2_490, 277), "mirror:nyu-mll/glue", marks=real("nyu-mll/glue")),
-        pytest.param("glue/sst2", (67_349, 872), "mirror:nyu-mll/glue", marks=real("nyu-mll/glue")),
+        pytest.param(name, rows, f"mirror:{repo}", marks=real(repo))
+        for name, rows, repo in (
+            ("20newsgroups", (11_314, 7_532), "SetFit/20_newsgroups"),
+            ("glue/rte", (2_490, 277), "nyu-mll/glue"),
+            ("glue/sst2", (67_349, 872), "nyu-mll/glue"),
+        )
     ],
 )
 def test_real_texts(cache, name, rows, source):

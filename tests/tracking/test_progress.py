@@ -63,15 +63,8 @@ def test_plain_lines_one_a_round_with_accuracy_seconds_and_time_left(clock):
         clock.now += 10
         for number in (1, 2, 3):
             clock.now += 2
-            progress.advance(
-                number,
-                {
-                    "accuracy": 0.5 + number / 10,
-                    "loss": 1.0,
-                    "uploaded_parameters": 1e6,
-                    "seconds": 2,
-                },
-            )
+            scores = {"accuracy": 0.5 + number / 10, "loss": 1.0}
+            progress.advance(number, {**scores, "uploaded_parameters": 1e6, "seconds": 2})
     assert lines(console) == [
         "starting 2 actors",
         "round 1/3  accuracy 60.00%  loss 1  1 M up  2.0 s  4.0 s left",
@@ -115,14 +108,6 @@ def test_without_seconds_the_clock_is_read(clock):
         clock.now += 3
         progress.advance(9, {})
     assert lines(console) == ["round 9/10  3.0 s  3.0 s left"]
-
-
-def test_uploads_are_summed_over_the_rounds(clock):
-    console = plain()
-    with RunProgress(3, console) as progress:
-        progress.advance(1, {"uploaded_parameters": 1e6, "seconds": 1})
-        progress.advance(2, {"uploaded_parameters": 5e5, "seconds": 1})
-    assert "1 M up" in lines(console)[0] and "1.5 M up" in lines(console)[1]
 
 
 def test_notes_that_repeat_do_not_flood(clock):

@@ -74,10 +74,8 @@ def models(
 
     name, *overrides = arguments
     experiment = load_experiment(None, [f"model={name}", *overrides])
-    method, backbone = (
-        build_method(experiment.method, experiment.adapter),
-        Backbone.of(experiment.model, experiment.storage.places),
-    )
+    method = build_method(experiment.method, experiment.adapter)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
     if (plan := method.survey_plan) is not None and plan.decides_adapters:
         raise InputError("these heads are by what clients measure before round 1: start a run")
     module = backbone.load(backbone.family, None, seed=experiment.seed)

@@ -26,7 +26,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 
 from trishul_ray.data.columns import get_column, holds_images
-from trishul_ray.errors import CorruptFileError, one_line
+from trishul_ray.errors import CorruptFileError, first_of, one_line
 
 # Python would print what Pillow logs on malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -251,9 +251,7 @@ def _broken_images(broken: Mapping[str, str], skippable: bool = True) -> Corrupt
     if len(broken) == 1:
         (found,) = broken.values()
     else:
-        names = ", ".join(list(broken)[:MAX_NAMED])
-        more = f" and {len(broken) - MAX_NAMED} more" if len(broken) > MAX_NAMED else ""
-        found = f"{len(broken)} images cannot be read: {names}{more}"
+        found = f"{len(broken)} images cannot be read: {first_of(list(broken), MAX_NAMED)}"
     if skippable:
         one_or_all = "it" if len(broken) == 1 else "them"
         advice += [f"remove {one_or_all}", "or set data.skip_broken=true"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trishul_ray.errors import CorruptFileError, InputError, RunError
+from trishul_ray.errors import CorruptFileError, InputError, RunError, first_of
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints
@@ -81,8 +81,7 @@ def restore_files(
         return summary
     faults = " and ".join(dict.fromkeys(damaged.values())) or "missing"
     wanted = list(damaged)
-    names = ", ".join(wanted[:3]) + (f" and {len(wanted) - 3} more" if wanted[3:] else "")
-    names = names or "figures and model"
+    names = first_of(wanted, 3) or "figures and model"
     try:
         checkpoint = open_checkpoints(experiment).newest()
         if checkpoint is None or not checkpoint.is_last(experiment.federation.rounds):
@@ -152,9 +151,8 @@ def note_differences(experiment: Experiment, home: Store, progress: RunProgress)
         differences.append((summary.id, changed))
     if differences:
         id, changed = min(differences, key=lambda each: len(each[1]))
-        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        fields = ", ".join(changed[:5])
-        progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}{more}")
+        fields = first_of(changed, 5)
+        progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}")
 
 
 def _subject(config: dict[str, Any]) -> tuple[Any, ...]:
