@@ -234,6 +234,15 @@ def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
         "    heavy |= {'pyarrow.parquet', 'pyarrow.compute', 'matplotlib'}\n"
         "    heavy |= {'pyarrow', 'PIL'} if words[-1] in ('--help', 'methods') else set()\n"
         "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
+        # Rows of clients need tensors, but nothing that draws or exports.
+        "sys.argv = ['trishul', 'datasets', 'digits', 'storage.cache=cache']\n"
+        "with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):\n"
+        "    main_code = None\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        main_code = end.code\n"
+        "assert main_code == 0 and not {'matplotlib', 'peft', 'ray'} & sys.modules.keys()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path

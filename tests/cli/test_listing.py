@@ -16,7 +16,7 @@ from trishul_ray.cli.listing import (
     models_table,
 )
 from trishul_ray.config import FederationConfig
-from trishul_ray.data.prepare import dataset_names
+from trishul_ray.data.prepare import dataset_names, describe_datasets
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
@@ -31,7 +31,7 @@ def rows_of(table):
 
 def test_every_method_and_dataset_is_listed():
     assert set(rows_of(methods_table())) == set(method_names())
-    assert set(rows_of(datasets_table())) == set(dataset_names())
+    assert set(rows_of(datasets_table(describe_datasets()))) == set(dataset_names())
 
 
 @pytest.mark.parametrize(

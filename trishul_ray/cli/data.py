@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli.output import Plugins, err, out, print_field, print_line
+from trishul_ray.cli.output import Plugins, err, out, print_field, print_line, show_progress
 from trishul_ray.errors import InputError
 
 
@@ -32,10 +32,9 @@ def pretrain(
     from trishul_ray.federation.on_ray.session import ray_session
     from trishul_ray.models.pretraining import get_builtin
     from trishul_ray.models.pretraining import pretrain as train
-    from trishul_ray.tracking.progress import RunProgress
 
     builtin = get_builtin(name, dataset)
-    with RunProgress(1, err) as progress, ray_session():
+    with show_progress() as progress, ray_session():
         report = progress.task_progress(f"pretraining {name}")
         folder = train(builtin, Places.at(cache, hub), progress=report)
     print_line(f"{name}: {folder}")
@@ -67,28 +66,12 @@ def models(
     if not arguments:
         out.print(models_table())
         return
-    from trishul_ray.experiment.fit import build_site
+    from trishul_ray.experiment.fit import heads_by_block
     from trishul_ray.experiment.loading import load_experiment
-    from trishul_ray.methods.base import build_method
-    from trishul_ray.models.backbone import Backbone
 
     name, *overrides = arguments
     experiment = load_experiment(None, [f"model={name}", *overrides])
-    method = build_method(experiment.method, experiment.adapter)
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
-    if (plan := method.survey_plan) is not None and plan.decides_adapters:
-        raise InputError("these heads are by what clients measure before round 1: start a run")
-    module = backbone.load(backbone.family, None, seed=experiment.seed)
-    site = build_site(module, experiment)
-    adapters = method.adapters(site)
-    heads = {
-        block: (
-            sum(site.squared_norms[layer.name] for layer in layers),
-            int(getattr(adapters[layers[0].name], "heads", 0)),
-        )
-        for block, layers in site.blocks().items()
-    }
-    out.print(heads_table(heads))
+    out.print(heads_table(heads_by_block(experiment)))
 
 
 def datasets(
@@ -113,31 +96,27 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
-    if not arguments:
-        from trishul_ray.cli.listing import datasets_table
-        from trishul_ray.data.prepare import dataset_faults
+    from trishul_ray.cli.listing import datasets_table, describe_partition, partition_table
+    from trishul_ray.data.prepare import dataset_faults, describe_datasets, find_source
 
-        out.print(datasets_table())
+    if not arguments:
+        out.print(datasets_table(describe_datasets()))
         for fault in dataset_faults():
             print_line(f"warning: {fault}", err)
         return
-    from trishul_ray.data.prepare import find_source
-
     name, *overrides = arguments
     find_source(name)  # an unknown name is refused first
     if partition is not None:
         overrides += _partition_overrides(partition)
+    from trishul_ray.data.partition import count_labels
     from trishul_ray.experiment.loading import load_experiment
 
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]
     experiment = load_experiment(None, [f"dataset={name}", *whole])
-    from trishul_ray.cli.listing import describe_partition, partition_table
-    from trishul_ray.data.partition import count_labels
-    from trishul_ray.federation.prepare import coverage_of, prepare_rows
-    from trishul_ray.tracking.progress import RunProgress
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows  # imports torch
 
-    with RunProgress(1, err) as progress:
+    with show_progress() as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
     held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
     print_line(describe_partition(held, experiment))

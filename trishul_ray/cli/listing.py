@@ -1,6 +1,6 @@
 """What commands list on the terminal: methods, datasets, models, fields, partitions, one run.
 
-What a list is made of is imported by its function, and nothing else, so that it is shown at once.
+Nothing that takes seconds to import is needed to list methods, datasets and fields.
 """
 
 import textwrap
@@ -19,8 +19,12 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Column, Table
 
-from trishul_ray.config import Noted
+from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
+from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
 from trishul_ray.plugins import Plugin
+from trishul_ray.tasks.base import task_kinds
 from trishul_ray.tracking.progress import format_count, format_duration
 
 if TYPE_CHECKING:
@@ -45,8 +49,6 @@ _TYPES = {
 
 def methods_table() -> Table:
     """List every method with its communication and reference."""
-    from trishul_ray.methods.base import method_class, method_names
-
     table = Table("name", "what it does", "communication", "reference")
     for name in method_names():
         method = method_class(name)
@@ -54,22 +56,16 @@ def methods_table() -> Table:
     return table
 
 
-def datasets_table() -> Table:
+def datasets_table(described: Mapping[str, str]) -> Table:
     """List every dataset with one line of description."""
-    from trishul_ray.data.prepare import describe_datasets
-
     table = Table("name", "what it is")
-    for name, text in describe_datasets().items():
+    for name, text in described.items():
         table.add_row(name, escape(text))
     return table
 
 
 def models_table() -> Table:
     """List the known backbones, without network: parameters, adapted matrices, weights' source."""
-    from trishul_ray.config import SHORT_MODEL_NAMES
-    from trishul_ray.models.builtin import BUILTINS
-    from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
-
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
     # Names are copied from the terminal: wrap the other columns instead.
     table = Table(Column("name", no_wrap=True), "parameters", "adapted by default", "weights")
@@ -103,7 +99,6 @@ def heads_table(blocks: Mapping[str, tuple[float, int]]) -> Table:
 def _size(name: str) -> tuple[str, str]:
     """Return the number of parameters without the task's classification head, and matrices."""
     from trishul_ray.adapters.targets import find_layers
-    from trishul_ray.config import ModelConfig, Places
     from trishul_ray.models.backbone import Backbone
 
     # These architectures need neither cache nor mirror.
@@ -120,9 +115,6 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
 
     Fields of the method are those of the experiment's method.
     """
-    from trishul_ray.methods.base import method_names
-    from trishul_ray.tasks.base import task_kinds
-
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     blocks = []
     for name, field, value in _fields(experiment):

@@ -55,6 +55,13 @@ def wrapped(text: str) -> str:
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
+def show_progress(rounds: int = 1) -> "RunProgress":
+    """Return a display of progress on standard error."""
+    from trishul_ray.tracking.progress import RunProgress
+
+    return RunProgress(rounds, err)
+
+
 def print_last(text: str, progress: "RunProgress") -> None:
     """Print why a command ends whose process is about to be ended."""
     progress.__exit__()

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray.cli.output import Plugins, as_typed, err, out, print_field, print_last, print_line
+from trishul_ray.cli.output import (
+    Plugins,
+    as_typed,
+    err,
+    out,
+    print_field,
+    print_last,
+    print_line,
+    show_progress,
+)
 from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
 
 if TYPE_CHECKING:
@@ -60,9 +69,9 @@ def run(
     can change a result makes a different run, with a different id.
     """
     experiment = load_arguments(arguments)
-    if fields:
-        from trishul_ray.cli.listing import field_list
+    from trishul_ray.cli.listing import client_sentence, field_list, summary_table
 
+    if fields:
         print_line(field_list(experiment, out.width))
         return
     if show:
@@ -72,7 +81,6 @@ def run(
     from trishul_ray.data.prepare import find_source
 
     find_source(experiment.data)  # an unknown name is refused before anything imports torch
-    from trishul_ray.cli.listing import client_sentence, summary_table
     from trishul_ray.runs.runner import central_twin
 
     experiments = [("federated", experiment)]
@@ -148,33 +156,24 @@ def compare(
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":
     """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
-    from trishul_ray.experiment.loading import load_experiment
+    from trishul_ray.experiment.loading import is_field, load_experiment
 
-    overrides = list(arguments or [])
-    if hint := _meant_override(overrides):
-        raise InputError(hint)
-    path = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
-    return load_experiment(path, overrides)
-
-
-def _meant_override(words: list[str]) -> str:
-    """Return what to write instead of a field and a value in two words; empty if there are none."""
-    from trishul_ray.experiment.loading import is_field
-
-    for name, *value in zip(words, words[1:] or [""], strict=False):
-        if is_field(name) and not Path(name).exists() and "=" not in value[0]:
-            return f"{name}: write a field and its value as one word, {name}={value[0] or 'VALUE'}"
-    return ""
+    words = list(arguments or [])
+    for name, value in zip(words, words[1:] or [""], strict=False):
+        if is_field(name) and not Path(name).exists() and "=" not in value:
+            meant = f"{name}={value or 'VALUE'}"
+            raise InputError(f"{name}: write a field and its value as one word, {meant}")
+    path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    return load_experiment(path, words)
 
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
     from trishul_ray.runs.mlflow_log import describe
     from trishul_ray.runs.runner import run_experiment
-    from trishul_ray.tracking.progress import RunProgress
 
     print_line(f"{label}: {describe(experiment)}", err)
     with (
-        RunProgress(experiment.federation.rounds, err) as progress,
+        show_progress(experiment.federation.rounds) as progress,
         at_loss(lambda why: print_last(f"{why}. {_how_to_continue(experiment)}", progress)),
     ):
         try:

@@ -95,6 +95,26 @@ def _check_fits(experiment: Experiment) -> None:
             )
 
 
+def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int]]:
+    """Return the squared norm of a block's adapted matrices, and the heads on each, by block.
+
+    Heads that only clients can decide are an InputError.
+    """
+    method = build_method(experiment.method, experiment.adapter)
+    if (plan := method.survey_plan) is not None and plan.decides_adapters:
+        raise InputError("these heads are by what clients measure before round 1: start a run")
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    site = build_site(backbone.load(backbone.family, None, seed=experiment.seed), experiment)
+    adapters = method.adapters(site)
+    return {
+        block: (
+            sum(site.squared_norms[layer.name] for layer in layers),
+            int(getattr(adapters[layers[0].name], "heads", 0)),
+        )
+        for block, layers in site.blocks().items()
+    }
+
+
 def _may_have_gpu() -> bool:
     """Return whether this machine has a GPU, or a cluster that it belongs to may have one."""
     ray = sys.modules.get("ray")
