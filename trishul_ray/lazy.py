@@ -1,4 +1,4 @@
-"""PyTorch, transformers, MLflow and parts of Arrow, imported at their first use.
+"""PyTorch, transformers, datasets, MLflow and parts of Arrow, imported at their first use.
 
 A configuration consists of the classes of the methods, which compute with tensors. Modules that
 are imported to read one, or to list datasets, write ``from trishul_ray.lazy import torch`` instead
@@ -11,9 +11,11 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["mlflow", "pc", "pq", "torch", "transformers"]
+__all__ = ["datasets", "mlflow", "pc", "pq", "torch", "transformers"]
 
 if TYPE_CHECKING:
+    import datasets
+    import datasets.table
     import mlflow
     import mlflow.entities
     import pyarrow.compute as pc
@@ -26,6 +28,7 @@ else:
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module(self.__name__), name)
 
+    datasets = _Lazy("datasets")
     mlflow = _Lazy("mlflow")
     torch = _Lazy("torch")
     transformers = _Lazy("transformers")

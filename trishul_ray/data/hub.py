@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from trishul_ray.errors import InputError, one_line
+from trishul_ray.lazy import datasets
 from trishul_ray.network import check_depth, hub_fault, hub_or_cache
 
 #: Beginning of the key of rows that are read from the hub itself.
@@ -126,8 +127,6 @@ class HubRepo:
         Raises:
             InputError: the download failed; the message is the reason alone.
         """
-        import datasets  # takes seconds to import
-
         files = {split: self.fetch.format(split=split)} if self.fetch else None
         name = None if self.fetch else self.config
         with _hub_errors_as_input_errors():
@@ -144,8 +143,6 @@ class HubRepo:
 
     def split_names(self) -> tuple[str, ...]:
         """Return the names of the splits on the hub, or raise an InputError with the reason."""
-        import datasets  # takes seconds to import
-
         with _hub_errors_as_input_errors():
             names = datasets.get_dataset_split_names(self.repo, self.config, revision=self.revision)
         return tuple(str(name) for name in names)
@@ -158,7 +155,6 @@ def _hub_errors_as_input_errors() -> Iterator[None]:
     The client's log lines on each retry are suppressed: the error tells the outcome. If the hub
     does not answer at once, only what was downloaded before is read.
     """
-    import datasets  # takes seconds to import
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import logging as hub_logging
 

@@ -59,7 +59,7 @@ from trishul_ray.data.images import (
 from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.files import complete_folder, digest, remove_unused
-from trishul_ray.lazy import pq
+from trishul_ray.lazy import datasets, pq
 
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"
@@ -692,15 +692,14 @@ def encode_image(value: Any) -> bytes:
 
 def _of_huggingface(rows: Any) -> pa.Table:
     """Return a ``datasets.Dataset`` as a table; its images as bytes, its class names kept."""
-    import datasets
-    from datasets.table import embed_table_storage
-
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.Image):
             rows = rows.cast_column(column, datasets.Image(decode=False))
     # Selected and shuffled rows lose the description of the columns on the way.
     metadata = rows.features.arrow_schema.metadata
-    return embed_table_storage(rows.with_format("arrow")[:].replace_schema_metadata(metadata))
+    return datasets.table.embed_table_storage(
+        rows.with_format("arrow")[:].replace_schema_metadata(metadata)
+    )
 
 
 def _with_image_bytes(table: pa.Table, column: str) -> pa.Table:
