@@ -476,6 +476,13 @@ def test_a_dataset_of_a_mirror_with_mapped_columns(tmp_path):
     )
 
 
+def test_columns_of_the_same_name_are_refused_in_a_mirror(tmp_path):
+    file = tmp_path / "hub/me/films/train.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("text,label,text\na,0,b\n")
+    refused(r"2 columns are called 'text'", "hub", "me/films", tmp_path, tmp_path / "hub")
+
+
 def test_class_names_of_the_hub_are_kept(tmp_path):
     feature = {"names": ["bad", "fair", "good"], "_type": "ClassLabel"}
     meta = {"info": {"features": {"label": feature}}}

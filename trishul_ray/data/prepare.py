@@ -32,9 +32,9 @@ from trishul_ray.data.dataset import (
 )
 from trishul_ray.data.datasets import FAULTS, PUBLIC
 from trishul_ray.data.datasets.digits import Digits
-from trishul_ray.data.datasets.synthetic import SYNTHETIC
+from trishul_ray.data.datasets.synthetic import SYNTHETIC, SyntheticDataset
 from trishul_ray.data.hub import ON_HUB
-from trishul_ray.data.own import CUSTOM
+from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTable
 from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
@@ -47,33 +47,9 @@ if TYPE_CHECKING:
 _Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
 
 
-class Source(Protocol):
-    """Where the rows of a dataset come from."""
-
-    @property
-    def name(self) -> str:
-        """Name in the registry."""
-
-    @property
-    def description(self) -> str:
-        """One line for the list of datasets."""
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Splits that :meth:`read` returns."""
-
-    @property
-    def official(self) -> Mapping[str, int] | None:
-        """Published numbers of ``train`` and ``test`` rows; None for the user's own data."""
-
-    def key(self, hub: Path | None) -> str:
-        """Return a text that changes whenever the rows may change.
-
-        It begins with :data:`~trishul_ray.data.hub.ON_HUB` if :meth:`read` would download them.
-        """
-
-    def read(self, hub: Path | None, progress: ProgressCallback) -> _Contents:
-        """Return the description, and the columns of every split; see ``DatasetInfo``."""
+#: Where the rows of a dataset come from. Its ``key`` is a text that changes whenever the rows may
+#: change; it begins with :data:`~trishul_ray.data.hub.ON_HUB` if ``read`` would download them.
+Source = PublicDataset | SyntheticDataset | Digits | LocalImages | LocalTable | CustomHubDataset
 
 
 _FOUND: tuple[Source, ...] = (Digits(), *PUBLIC, *SYNTHETIC)

@@ -41,15 +41,15 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """
 
     def select(names: Sequence[str]) -> list[str]:
-        return [name for name in names if columns is None or name in columns] or list(names)
+        return [name for name in names if name in (columns or ())] or list(names)
 
     with _errors_named(file) as kind:
         if kind == "parquet":
             with pq.ParquetFile(file) as opened:
-                return opened.read(select(opened.schema_arrow.names))
+                return opened.read(columns and select(opened.schema_arrow.names))
         if kind == "CSV":
             table = _read_csv(file)
-            return table.select(select(table.column_names))
+            return table.select(select(table.column_names)) if columns else table
         rows = list(_json_lines(file))
     names = select(list(dict.fromkeys(name for row in rows for name in row)))
     arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
