@@ -15,7 +15,7 @@ from typing import Any
 from trishul_ray.config import RateSource
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.runs.summary import RunSummary, flat_config, flatten, read_metrics, versions
+from trishul_ray.runs.summary import RunSummary, flatten, read_metrics, versions
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import (
@@ -89,7 +89,7 @@ def open_tracker(
         name,
         {
             **axes,
-            **{k: v for k, v in flat_config(experiment).items() if k not in unread},
+            **{k: v for k, v in flatten(experiment.to_dict()).items() if k not in unread},
             **flatten(rows),
         },
         tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},

@@ -63,7 +63,6 @@ from trishul_ray.runs.summary import (
     RunSummary,
     attempt_of,
     file_hashes,
-    seconds_until,
     write_tables,
 )
 from trishul_ray.storage import Store, reason
@@ -261,7 +260,8 @@ def _run(
 
                 export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
-            wall = time.perf_counter() - began + seconds_until(earlier, result.checkpoint.records)
+            before = [r for r in result.checkpoint.records if r.round <= earlier]
+            wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
             hashes = file_hashes(folder)
             summary = replace(
                 RunSummary.of(experiment, result, coverage, wall, tracker.run_id),

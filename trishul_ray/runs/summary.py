@@ -416,17 +416,6 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def flat_config(experiment: Experiment) -> dict[str, str | int | float | bool | None]:
-    """Return every field by its dotted name, for MLflow parameters."""
-    flat = flatten(experiment.to_dict())
-    return {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
-
-
-def seconds_until(last: int, records: Sequence[RoundRecord]) -> float:
-    """Return how long the rounds up to ``last`` took."""
-    return sum(record.seconds or 0.0 for record in records if record.round <= last)
-
-
 def attempt_of(home: Store) -> str:
     """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
     try:
