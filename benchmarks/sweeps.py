@@ -22,8 +22,8 @@ from pathlib import Path
 from _results import Goal, Report, Section, Times, told_by
 from rich.console import Console
 
+from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.session import ray_session
-from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps.cells import Sweep, TuneOptions, sweep_from_axes
 from trishul_ray.sweeps.reproduce import reproduce

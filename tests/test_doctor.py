@@ -19,7 +19,7 @@ from rich.console import Console
 from trishul_ray import doctor
 from trishul_ray.data.own import store_rows
 from trishul_ray.doctor import Check
-from trishul_ray.federation.on_ray.old_sessions import QUIET_SECONDS, mark_session
+from trishul_ray.federation.on_ray.session import QUIET_SECONDS, mark_session
 from trishul_ray.files import KEPT_SECONDS, scratch_folder
 
 

@@ -129,8 +129,8 @@ def clean(cache: Path) -> list[Path]:
     # They import torch, which the checks may find broken.
     from trishul_ray.data.own import remove_unused_rows
     from trishul_ray.data.prepare import remove_leftovers
-    from trishul_ray.federation.on_ray.old_sessions import remove_old_sessions
     from trishul_ray.federation.on_ray.ray_internals import temporary_folder
+    from trishul_ray.federation.on_ray.session import remove_old_sessions
     from trishul_ray.models.shared_weights import remove_unused_weights
 
     removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)

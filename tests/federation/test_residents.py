@@ -12,8 +12,7 @@ from transformers import ViTConfig, ViTModel
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.residents import KEPT_ON_CPU, Residents
-from trishul_ray.federation.workbench import build_workbench
+from trishul_ray.federation.workbench import KEPT_ON_CPU, Residents, build_workbench
 from trishul_ray.methods.base import method_class, method_names
 
 TINY = [

@@ -17,9 +17,14 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
-from trishul_ray.federation.residents import Residents
 from trishul_ray.federation.server import RoundReport, RunResult, Server
-from trishul_ray.federation.workbench import Workbench, adapt_to, blueprint_of, build_workbench
+from trishul_ray.federation.workbench import (
+    Residents,
+    Workbench,
+    adapt_to,
+    blueprint_of,
+    build_workbench,
+)
 
 
 class InlineExecutor:

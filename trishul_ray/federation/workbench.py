@@ -2,16 +2,17 @@
 
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
-from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES, OptimizerConfig
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
 from trishul_ray.errors import InputError
@@ -27,8 +28,6 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
-from trishul_ray.federation.residents import Residents
-from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import (
     LocalRun,
     Method,
@@ -38,11 +37,81 @@ from trishul_ray.methods.base import (
 )
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
+from trishul_ray.models.lookup import ModelKind
 from trishul_ray.models.passed import remember
 from trishul_ray.models.pretraining import ensure_pretrained
+from trishul_ray.models.shared_weights import set_head
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
+
+#: Backbones to keep on a CPU, where their pages are shared with other processes and reclaimable.
+KEPT_ON_CPU = 3
+#: Backbones to keep on a GPU, whose memory the batches need.
+KEPT_ON_GPU = 1
+
+
+@dataclass
+class LoadedBackbone:
+    """A backbone without adapters, on its device.
+
+    Attributes:
+        module: The model; whoever adapts it detaches the adapters before the next run.
+        source: Identity of its weights; see ``models.backbone.Resident``.
+        drawn: Parameters that are drawn from the seed, because the checkpoint lacks them.
+        seed: The seed they are drawn from.
+        norms: Squared Frobenius norms of its weights by layer, as far as they have been computed.
+    """
+
+    module: nn.Module
+    source: str
+    drawn: tuple[str, ...]
+    seed: int
+    norms: dict[str, float] = field(default_factory=dict)
+
+
+class Residents:
+    """Loads backbones and keeps the most recently used ones.
+
+    A backbone is kept as long as its configuration, its files and its device are the same; for
+    another seed, only its drawn head changes. One workbench at a time may use it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, LoadedBackbone] = OrderedDict()
+
+    def load(
+        self,
+        backbone: Backbone,
+        kind: ModelKind,
+        num_classes: int | None,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> LoadedBackbone:
+        """Return a backbone in the run's precision and in eval mode; see ``Backbone.load``.
+
+        Raises:
+            InputError: The model cannot be found, or cannot be used as this kind.
+            CorruptFileError: The checkpoint is malformed.
+        """
+        weights = backbone.resident_key(kind, num_classes, seed=seed)
+        key = (weights, backbone.config.model_dump_json(), kind, device)
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            # Before loading, so that a GPU need not hold both.
+            limit = KEPT_ON_GPU if device.type == "cuda" else KEPT_ON_CPU
+            while len(self._kept) >= limit:
+                self._kept.popitem(last=False)
+            resident = backbone.load_resident(kind, num_classes, seed=seed)
+            model = resident.model.to(device)
+            kept = LoadedBackbone(model, resident.source, resident.drawn, seed)
+        elif kept.drawn and kept.seed != seed:
+            set_head(kept.module, kept.drawn, seed, run_dtype(backbone.config))
+            kept.seed = seed
+            kept.norms = {n: v for n, v in kept.norms.items() if f"{n}.weight" not in kept.drawn}
+        self._kept[key] = kept
+        return kept
 
 
 @dataclass(kw_only=True)
@@ -176,7 +245,7 @@ def build_model_bench(
 
 
 def _attach(
-    module: torch.nn.Module,
+    module: nn.Module,
     experiment: Experiment,
     method: Method,
     site: Site,
@@ -302,6 +371,44 @@ def capacities(
     levels = np.repeat(COMPUTE_LEVELS, counts)
     drawn: list[float] = numpy_rng(seed, "capacities").permutation(levels).tolist()
     return drawn
+
+
+def depends_on_rounds(settings: OptimizerConfig) -> bool:
+    """Return whether the rates of a round depend on the number of rounds of the run."""
+    changes = settings.schedule != "constant" or settings.warmup > 0
+    return changes and settings.schedule_over == "run"
+
+
+def learning_rates(
+    settings: OptimizerConfig, round_number: int, rounds: int, steps: int
+) -> tuple[float, ...]:
+    """Return η of each local step of a round.
+
+    With ``schedule_over="run"`` the span is the whole run, T = rounds x steps, and every client of
+    a round has the same rates. With ``"round"`` each round is a span, T = steps. During the first
+    W = ceil(warmup T) steps, η_t = η (t + 1) / W. After them, with p = (t - W) / (T - W) in [0, 1):
+    ``constant`` is η, ``linear`` η (1 - p), and ``cosine`` η (1 + cos πp) / 2 (Loshchilov and
+    Hutter, arXiv 1608.03983, without restarts within the span). No step has rate zero.
+
+    Rounds are counted from 1. No state is carried between calls, so a round has the same rates on
+    any actor and after a resume.
+    """
+    over_run = settings.schedule_over == "run"
+    total = rounds * steps if over_run else steps
+    first = (round_number - 1) * steps if over_run else 0
+    return tuple(settings.lr * _factor(settings, first + step, total) for step in range(steps))
+
+
+def _factor(settings: OptimizerConfig, step: int, total: int) -> float:
+    warmup = math.ceil(exact_share(total, settings.warmup))
+    if step < warmup:
+        return (step + 1) / warmup
+    if settings.schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / (total - warmup)
+    if settings.schedule == "linear":
+        return 1.0 - progress
+    return (1.0 + math.cos(math.pi * progress)) / 2
 
 
 def new_run(

@@ -14,7 +14,7 @@ from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
-from trishul_ray.federation.schedule import depends_on_rounds
+from trishul_ray.federation.workbench import depends_on_rounds
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.runs.summary import (

@@ -26,9 +26,8 @@ from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefus
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, random_weights_line
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.on_ray.driver import Driver, open_driver
+from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
-from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.prepare import (
     Prepared,
     coverage_of,

@@ -24,9 +24,9 @@ from ray.tune.result import DONE
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
+from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
-from trishul_ray.federation.on_ray.workers import Workers
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.runs.summary import NUMBERS, attempt_of

@@ -6,8 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from trishul_ray.federation.on_ray.driver import open_driver
-from trishul_ray.federation.on_ray.workers import Workers
+from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class, method_names
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trishul_ray.federation.on_ray.old_sessions import (
+from trishul_ray.federation.on_ray.session import (
     QUIET_SECONDS,
     mark_session,
     remove_old_sessions,

@@ -4,8 +4,7 @@ import psutil
 import pytest
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation.on_ray.driver import open_driver
-from trishul_ray.federation.on_ray.workers import Workers
+from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.prepare import prepare_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]

@@ -1,6 +1,6 @@
 """The actor that runs the rounds of clients.
 
-It may outlive a run and work for the next one (see workers.py), so every call carries the
+It may outlive a run and work for the next one (see ``Workers``), so every call carries the
 :class:`~trishul_ray.federation.on_ray.process.Assignment` of the run that it is for. Torch,
 transformers and pydantic are imported inside the methods: a coordinator can request its clients
 before it imports anything heavy, so that all of them start at the same time.
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
         Upload,
     )
     from trishul_ray.federation.reduce import Partial, Reducer
-    from trishul_ray.federation.residents import Residents
-    from trishul_ray.federation.workbench import Workbench
+    from trishul_ray.federation.workbench import Residents, Workbench
 
 
 @ray.remote
@@ -71,8 +70,7 @@ class ClientActor:
         Not built in the constructor: Ray turns an exception raised there into text, and an
         InputError must reach the user as it is.
         """
-        from trishul_ray.federation.residents import Residents
-        from trishul_ray.federation.workbench import adapt_to, build_workbench
+        from trishul_ray.federation.workbench import Residents, adapt_to, build_workbench
 
         self._enter(run)
         if self._bench is None:

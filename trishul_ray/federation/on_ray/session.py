@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +24,6 @@ from trishul_ray.errors import RunError, first_line, last_words
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
-from trishul_ray.federation.on_ray.old_sessions import mark_session, remove_old_sessions
 from trishul_ray.federation.on_ray.ray_internals import (
     has_gpu,
     listening_on_localhost,
@@ -46,6 +47,14 @@ CONNECT_TIMEOUT = 10.0
 WATCH_SECONDS = 2.0
 #: Seconds without an answer after which a joined cluster is lost; Ray aborts the process after 60.
 GONE_SECONDS = 40.0
+
+
+#: Name of the file that marks a session as ours.
+MARK = "started_by_trishul"
+
+#: Seconds without a line in the logs. A live session writes one every few seconds; its processes
+#: may be in a container that cannot be seen from here.
+QUIET_SECONDS = 3600.0
 
 
 class _Watch:
@@ -234,6 +243,39 @@ def _check_answers(address: str) -> None:
 def _process_token() -> str:
     # The same for all clusters that this process starts: Ray reads it once.
     return secrets.token_hex(32)
+
+
+def mark_session(session: Path) -> None:
+    """Mark the folder of a session as one that may be removed when it is over."""
+    with suppress(OSError):
+        (session / MARK).touch()
+
+
+def remove_old_sessions(root: Path) -> list[Path]:
+    """Remove our sessions in Ray's temporary folder that no process uses, and return them.
+
+    Ray keeps the folder of every session for ever. Those of the last hour are kept, so that the
+    logs of a run that failed can still be read.
+    """
+    marked = [mark.parent for mark in root.glob(f"session_*/{MARK}")]
+    over = [s for s in marked if not s.is_symlink() and time.time() - _written(s) > QUIET_SECONDS]
+    if not over:
+        return []
+    commands = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            commands.append(" ".join(process.cmdline()))
+    unused = [s for s in over if not any(s.name in command for command in commands)]
+    for session in unused:
+        shutil.rmtree(session, ignore_errors=True)
+    return [session for session in unused if not session.exists()]
+
+
+def _written(session: Path) -> float:
+    """Return when something was last written into a session's logs, in seconds of the clock."""
+    with suppress(OSError):
+        return max(f.stat().st_mtime for f in [session, *(session / "logs").glob("*")])
+    return time.time()
 
 
 def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:
