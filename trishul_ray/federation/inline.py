@@ -10,9 +10,12 @@ from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
     Blueprint,
+    EvalJob,
+    EvalReport,
     Job,
     Outcome,
     TrainJob,
+    TrainReport,
     Upload,
 )
 from trishul_ray.federation.prepare import Prepared
@@ -28,14 +31,17 @@ from trishul_ray.federation.workbench import (
 
 
 class InlineExecutor:
-    """Runs all jobs in this process, one after the other, on one workbench."""
+    """Runs jobs in this process, on one workbench: all of a run, or those that an actor is given.
+
+    Its backbone is one of ``residents``, until :meth:`close`.
+    """
 
     def __init__(
         self, experiment: Experiment, prepared: Prepared, residents: Residents | None = None
     ) -> None:
-        self.experiment = experiment
+        self.experiment, self.residents = experiment, residents or Residents()
         with deterministic(experiment):
-            self.bench: Workbench = build_workbench(experiment, prepared, residents)
+            self.bench: Workbench = build_workbench(experiment, prepared, self.residents)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench, given the survey."""
@@ -43,19 +49,26 @@ class InlineExecutor:
             adapt_to(self.bench, survey)
             return blueprint_of(self.bench)
 
-    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
-        """Run the jobs in order."""
-        outcome = Outcome([], [], [])
+    def train(self, broadcast: ArrayState, job: TrainJob) -> tuple[Upload, TrainReport]:
+        """Run one client's round."""
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
-            for job in jobs:
-                if isinstance(job, TrainJob):
-                    upload, report = train_client(self.bench, broadcast, job)
-                    outcome.uploads.append(upload)
-                    outcome.reports.append(report)
-                else:
-                    outcome.evaluations.append(evaluate_chunk(self.bench, broadcast, job))
-        return outcome
+            return train_client(self.bench, broadcast, job)
+
+    def evaluate(self, broadcast: ArrayState, job: EvalJob) -> EvalReport:
+        """Evaluate the broadcast on one chunk of rows."""
+        with deterministic(self.experiment):
+            adapt_to(self.bench, broadcast.survey)
+            return evaluate_chunk(self.bench, broadcast, job)
+
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
+        """Run the jobs in order."""
+        trained = [self.train(broadcast, job) for job in jobs if isinstance(job, TrainJob)]
+        return Outcome(
+            uploads=[upload for upload, _ in trained],
+            reports=[report for _, report in trained],
+            evaluations=[self.evaluate(broadcast, job) for job in jobs if isinstance(job, EvalJob)],
+        )
 
     def reduce(self, uploads: list[Upload], reducer: Reducer) -> Partial:
         """Sum group by group, in the same order as the Ray backend."""
@@ -70,12 +83,13 @@ class InlineExecutor:
         """Return the uploads, which are in this process already."""
         return uploads
 
+    def close(self) -> None:
+        """Release the backbone."""
+        self.bench.close()
+
 
 class InlineDriver:
-    """Drives a run in this process; the counterpart of ``RayDriver``.
-
-    The backbone is one of ``residents``, if given, until :meth:`close`.
-    """
+    """Drives a run in this process; the counterpart of ``RayDriver``."""
 
     def __init__(
         self,
@@ -101,4 +115,4 @@ class InlineDriver:
 
     def close(self) -> None:
         """Release the backbone."""
-        self._executor.bench.close()
+        self._executor.close()

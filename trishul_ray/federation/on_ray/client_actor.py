@@ -17,6 +17,7 @@ from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnv
 from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
 
 if TYPE_CHECKING:
+    from trishul_ray.federation.inline import InlineExecutor
     from trishul_ray.federation.messages import (
         Arrays,
         ArrayState,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         Upload,
     )
     from trishul_ray.federation.reduce import Partial, Reducer
-    from trishul_ray.federation.workbench import Residents, Workbench
+    from trishul_ray.federation.workbench import Residents
 
 
 @ray.remote
@@ -47,7 +48,7 @@ class ClientActor:
         self.process = Process(os.getpid(), ray.get_runtime_context().get_node_id())
         self._token = ""  # of the run that this actor works for
         self._settings = ExitStack()
-        self._bench: Workbench | None = None
+        self._executor: InlineExecutor | None = None
         self._residents: Residents | None = None
 
     def _enter(self, run: Assignment) -> None:
@@ -56,46 +57,39 @@ class ClientActor:
             return
         from trishul_ray.experiment import Experiment
 
-        if self._bench is not None:
-            self._bench.close()
-            self._bench = None
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
         self._settings.close()
         self.experiment = Experiment.model_validate(run.load())
         self._settings.enter_context(deterministic(self.experiment))
         self._token = run.token
 
-    def _workbench(self, run: Assignment, survey: "Arrays | None" = None) -> "Workbench":
-        """Return the workbench of a run, built once, with the adapters that a survey decides.
+    def _work_for(self, run: Assignment) -> "InlineExecutor":
+        """Return what runs the jobs of a run in this process, built once.
 
         Not built in the constructor: Ray turns an exception raised there into text, and an
         InputError must reach the user as it is.
         """
-        from trishul_ray.federation.workbench import Residents, adapt_to, build_workbench
+        from trishul_ray.federation.inline import InlineExecutor
 
         self._enter(run)
-        if self._bench is None:
-            self._residents = self._residents or Residents()
+        if self._executor is None:
             prepared = ray.get(run.prepared[0])
-            self._bench = build_workbench(self.experiment, prepared, self._residents)
-        if survey is not None:
-            adapt_to(self._bench, survey)
-        return self._bench
+            self._executor = InlineExecutor(self.experiment, prepared, self._residents)
+            self._residents = self._executor.residents
+        return self._executor
 
     def describe(self, run: Assignment, survey: "Arrays") -> "tuple[Process, Blueprint]":
         """Return the blueprint of the workbench."""
-        from trishul_ray.federation.workbench import blueprint_of
-
-        return self.process, blueprint_of(self._workbench(run, survey))
+        return self.process, self._work_for(run).describe(survey)
 
     @ray.method(num_returns=2, max_task_retries=0)
     def train(
         self, run: Assignment, broadcast: "ArrayState", job: "TrainJob"
     ) -> "tuple[tuple[Process, TrainReport], Upload]":
         """Train one client. The upload is a separate return value, so that it can stay here."""
-        from trishul_ray.federation.local import train_client
-
-        bench = self._workbench(run, broadcast.survey)
-        upload, report = train_client(bench, broadcast, job)
+        upload, report = self._work_for(run).train(broadcast, job)
         return (self.process, report), upload
 
     @ray.method(max_task_retries=0)
@@ -103,10 +97,7 @@ class ClientActor:
         self, run: Assignment, broadcast: "ArrayState", job: "EvalJob"
     ) -> "tuple[Process, EvalReport]":
         """Evaluate the broadcast on one chunk of test rows."""
-        from trishul_ray.federation.local import evaluate_chunk
-
-        bench = self._workbench(run, broadcast.survey)
-        return self.process, evaluate_chunk(bench, broadcast, job)
+        return self.process, self._work_for(run).evaluate(broadcast, job)
 
     @ray.method(num_returns=2, max_task_retries=0)
     def reduce(
