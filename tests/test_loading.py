@@ -13,7 +13,7 @@ from trishul_ray.experiment.loading import (
 )
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.methods.base import _REGISTRY, method_names, register
-from trishul_ray.methods.fedit import FedIT, FedITConfig
+from trishul_ray.methods.fedit import FedIT
 
 
 def test_the_quickstart_needs_nothing():
@@ -361,13 +361,7 @@ def register_newcomer():
     """``register_newcomer(rates_like=...)`` registers a subclass of FedIT as ``newcomer``."""
 
     def make(**attributes):
-        config = type(
-            "NewcomerConfig",
-            (FedITConfig,),
-            {"name": "newcomer", "__annotations__": {"name": str}},
-        )
-        cls = type("Newcomer", (FedIT,), {"Config": config, **attributes})
-        return register("newcomer")(cls)
+        return register("newcomer")(type("Newcomer", (FedIT,), attributes))
 
     method_names()
     yield make

@@ -18,7 +18,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class, register
-from trishul_ray.methods.fedit import FedIT, FedITConfig
+from trishul_ray.methods.fedit import FedIT
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
@@ -79,8 +79,7 @@ def test_a_script_that_extends_a_plugin_is_noted_beside_it(mine, small):
 
     @register("child")
     class Child(parent):
-        class Config(parent.Config):
-            name: str = "child"
+        pass
 
     made = small("method=child", "resources.backend=inline")
     assert [plugin.name for plugin in made.plugins] == ["mine", plugins._of_class(Child).name]
@@ -92,9 +91,9 @@ def test_an_override_may_name_a_field_of_a_plugins_method(tmp_path):
     file = tmp_path / "strong.py"
     file.write_text(
         "from trishul_ray.methods.base import register\n"
-        "from trishul_ray.methods.fedit import FedIT, FedITConfig\n"
-        "class StrongConfig(FedITConfig):\n    name: str = 'strong'\n    strength: float = 1.0\n"
-        "@register('strong')\nclass Strong(FedIT):\n    Config = StrongConfig\n"
+        "from trishul_ray.methods.fedit import FedIT\n"
+        "@register('strong')\nclass Strong(FedIT):\n"
+        "    class Config(FedIT.Config):\n        strength: float = 1.0\n"
     )
     config = tmp_path / "run.yaml"
     config.write_text(f"plugins: [{file}]\nmethod: strong\n")
@@ -194,12 +193,9 @@ def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_p
 
 
 def test_a_class_of_a_script_runs_in_its_process_and_nowhere_else(small):
-    class MineConfig(FedITConfig):
-        name: str = "mine"
-
     @register("mine")
     class Mine(FedIT):
-        Config = MineConfig
+        pass
 
     with pytest.raises(InputError, match=r"method=mine is registered in a script.*--plugin"):
         prepare_run(small("method=mine"))
@@ -207,7 +203,7 @@ def test_a_class_of_a_script_runs_in_its_process_and_nowhere_else(small):
     prepare_run(made)
     (noted,) = made.plugins
     assert noted == plugins._of_class(Mine) and noted.content in made.identity()["plugins"]
-    Unreadable = type("Mine", (FedIT,), {"Config": MineConfig, "__qualname__": Mine.__qualname__})
+    Unreadable = type("Mine", (FedIT,), {"__qualname__": Mine.__qualname__})
     register("mine")(Unreadable)
     Unreadable.__module__ = "__main__"
     with pytest.raises(InputError, match="whose source cannot be read"):

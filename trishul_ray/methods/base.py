@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 
 from trishul_ray import plugins
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
@@ -84,7 +84,7 @@ class State(Generic[A]):
 
 
 class MethodConfig(BaseModel):
-    """Base class of a method's hyper-parameters."""
+    """Base class of a method's hyper-parameters; :func:`register` gives it the method's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     name: str
@@ -235,11 +235,12 @@ class Round:
 
 
 class Method:
-    """Base class of federated methods: set ``Config`` and the class attributes, override hooks.
+    """Base class of federated methods: set the class attributes, override hooks.
 
     Instances hold only their configuration: one object serves every client.
     """
 
+    #: Its hyper-parameters, if it has any beside those that it inherits.
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     #: One line for ``trishul methods``.
     summary: ClassVar[str]
@@ -473,6 +474,15 @@ def register(name: str) -> Callable[[_M], _M]:
         if ours or old.__qualname__ != cls.__qualname__:
             raise ValueError(f"method name {name!r} is taken by {old.__qualname__}")
         plugins.claim(f"method={name}", cls)
+        if cls.Config.model_fields["name"].default != name:
+            cls.Config = create_model(
+                f"{cls.__name__}Config",
+                __base__=cls.Config,
+                __doc__=f"Hyper-parameters of {cls.__name__}.",
+                __module__=cls.__module__,
+                __qualname__=f"{cls.__qualname__}.Config",  # where pickle finds it
+                name=(Literal[name], name),  # type: ignore[arg-type]
+            )
         _REGISTRY[name] = cls
         return cls
 

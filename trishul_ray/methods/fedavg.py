@@ -5,8 +5,6 @@ AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, with p_c
 proportional to the client's data (``federation.weighting``). On LoRA this is FedIT.
 """
 
-from typing import Literal
-
 from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter
@@ -17,7 +15,6 @@ from trishul_ray.methods.base import Method, MethodConfig, Site, register
 class FedAvgConfig(MethodConfig):
     """Hyper-parameters of FedAvg."""
 
-    name: Literal["fedavg"] = "fedavg"
     adapter: AdapterKind = Field("lora", description="what is trained: lora, ffa or multihead")
 
 

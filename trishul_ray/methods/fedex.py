@@ -22,7 +22,6 @@ from trishul_ray.methods.fedit import FedIT
 class FedExConfig(MethodConfig):
     """Hyper-parameters of FedEx-LoRA."""
 
-    name: Literal["fedex"] = "fedex"
     ship: Literal["dense", "factors"] = Field(
         "dense", description="how the residual is counted on its way down: dense, or as factors"
     )

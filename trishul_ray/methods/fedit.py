@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
@@ -22,7 +22,6 @@ from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters, lora_pair
 from trishul_ray.methods.base import (
     LocalRun,
     Method,
-    MethodConfig,
     Site,
     State,
     Tensors,
@@ -34,17 +33,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FedITConfig(MethodConfig):
-    """FedIT has no hyper-parameters."""
-
-    name: Literal["fedit"] = "fedit"
-
-
 @register("fedit")
 class FedIT(Method):
     """Train and average both LoRA factors."""
 
-    Config: ClassVar[type[MethodConfig]] = FedITConfig
     summary = "LoRA on every client; A and B averaged separately (inexact)"
     reference = "Zhang et al., ICASSP 2024, arXiv 2305.05644"
     communication = "r (d_in + d_out) per matrix up and down"

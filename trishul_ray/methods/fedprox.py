@@ -7,7 +7,7 @@ FedAvg does, and mu = 0 is FedAvg. No mu is published for this setting.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class FedProxConfig(FedAvgConfig):
     """Hyper-parameters of FedProx."""
 
-    name: Literal["fedprox"] = "fedprox"  # type: ignore[assignment]
     mu: float = Field(0.01, ge=0, description="μ: weight of the proximal term; 0 is FedAvg")
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 class FedSBConfig(MethodConfig):
     """Hyper-parameters of Fed-SB."""
 
-    name: Literal["fedsb"] = "fedsb"
     init_clients: int = Field(3, ge=1, description="clients asked for a dense gradient")
     init_batches: int = Field(4, ge=1, description="mini-batches each of them reads")
     init_lr: float = Field(1e-3, gt=0, description="η0: size of the signed first step")

@@ -8,24 +8,15 @@ rank this is half the parameters of LoRA on a square matrix, hence twice the ran
 (``floor(N / d_out)``).
 """
 
-from typing import Literal
-
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters
-from trishul_ray.methods.base import Method, MethodConfig, Site, register
-
-
-class FFALoRAConfig(MethodConfig):
-    """FFA-LoRA has no hyper-parameters."""
-
-    name: Literal["ffalora"] = "ffalora"
+from trishul_ray.methods.base import Method, Site, register
 
 
 @register("ffalora")
 class FFALoRA(Method):
     """Train and average B alone."""
 
-    Config = FFALoRAConfig
     summary = "LoRA with a common frozen A; B averaged (exact)"
     reference = "Sun et al., ICLR 2024, arXiv 2403.12313"
     communication = "r d_out per matrix up and down"

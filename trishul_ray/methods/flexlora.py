@@ -15,7 +15,7 @@ its row of A is not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class FlexLoRAConfig(MethodConfig):
     """Hyper-parameters of FlexLoRA."""
 
-    name: Literal["flexlora"] = "flexlora"
     truncate: bool = Field(True, description="drop what exceeds the largest rank, as published")
 
 

@@ -13,29 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, register
+from trishul_ray.methods.base import LocalRun, Round, State, register
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FLoRAConfig(MethodConfig):
-    """FLoRA has no hyper-parameters."""
-
-    name: Literal["flora"] = "flora"
-
-
 @register("flora")
 class FLoRA(FedIT):
     """Merge the mean product each round and start from fresh factors."""
 
-    Config = FLoRAConfig
     summary = "LoRA of any ranks, stacked and merged into the frozen weight each round (exact)"
     reference = "Wang et al., NeurIPS 2024, arXiv 2409.05976"
     communication = "r (d_in + d_out) per matrix up; the cohort's stack down"

@@ -4,23 +4,14 @@ McMahan et al., AISTATS 2017, arXiv 1602.05629, applied to the whole pretrained 
 reference of the paper's tables. The whole model is sent up and down each round.
 """
 
-from typing import Literal
-
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import Method, MethodConfig, Site, register
-
-
-class FullFTConfig(MethodConfig):
-    """Full fine-tuning has no hyper-parameters."""
-
-    name: Literal["fullft"] = "fullft"
+from trishul_ray.methods.base import Method, Site, register
 
 
 @register("fullft")
 class FullFT(Method):
     """Train, send and average all parameters, without adapters."""
 
-    Config = FullFTConfig
     summary = "FedAvg on all weights of the backbone"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "all parameters up and down"

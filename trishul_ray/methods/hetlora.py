@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 class HetLoRAConfig(MethodConfig):
     """Hyper-parameters of HetLoRA."""
 
-    name: Literal["hetlora"] = "hetlora"
     prune: bool = Field(False, description="self-pruning of a client's rank")
     gamma: float = Field(0.95, gt=0, lt=1, description="γ: where the rank's tail begins")
     penalty: float = Field(0.01, ge=0, description="weight of the tail's norm in the loss")

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 class RavanConfig(MethodConfig):
     """Hyper-parameters of RAVAN."""
 
-    name: Literal["ravan"] = "ravan"
     scalars: Literal["trainable", "fixed"] = Field(
         "trainable", description="train the scalars s_i of core heads, or keep them at 1"
     )

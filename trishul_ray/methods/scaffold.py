@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 class ScaffoldConfig(MethodConfig):
     """Hyper-parameters of SCAFFOLD."""
 
-    name: Literal["scaffold"] = "scaffold"
     option: Literal["auto", "I", "II"] = Field(
         "auto",
         description="a client's control variate: mean raw gradient of its steps, gradient at the "

@@ -48,7 +48,6 @@ SCORE_FLOOR = 1e-12
 class TrishulConfig(RavanConfig):
     """Hyper-parameters of TRISHUL; the defaults are the paper's headline setting."""
 
-    name: Literal["trishul"] = "trishul"  # type: ignore[assignment]
     lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
     prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
     allocation: Literal["waterfill", "uniform", "gradient", "curvature"] = Field(

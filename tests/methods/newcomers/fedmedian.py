@@ -5,25 +5,16 @@ arXiv 1803.01498. With an even number of uploads, the median is the mean of the 
 no weights, so ``federation.weighting`` is not read.
 """
 
-from typing import Literal
-
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import MethodConfig, Round, State, register
+from trishul_ray.methods.base import Round, State, register
 from trishul_ray.methods.fedit import FedIT
-
-
-class FedMedianConfig(MethodConfig):
-    """FedMedian has no hyper-parameters."""
-
-    name: Literal["fedmedian"] = "fedmedian"
 
 
 @register("fedmedian")
 class FedMedian(FedIT):
     """Train both factors; aggregate by the median of the uploads."""
 
-    Config = FedMedianConfig
     summary = "LoRA; A and B aggregated by the median of each coordinate (robust)"
     reference = "Yin et al., ICML 2018, arXiv 1803.01498"
     communication = "r (d_in + d_out) per matrix up and down"

@@ -4,27 +4,20 @@ Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 arXiv 2410.01463.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, MethodConfig, State, Tensors, register
+from trishul_ray.methods.base import LocalRun, State, Tensors, register
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FedSAConfig(MethodConfig):
-    """FedSA-LoRA has no hyper-parameters."""
-
-    name: Literal["fedsa"] = "fedsa"
-
-
 @register("fedsa")
 class FedSA(FedIT):
     """Train both factors, average A, keep B."""
 
-    Config = FedSAConfig
     summary = "LoRA; A averaged, B stays with its client (personal models)"
     reference = "Guo et al., ICLR 2025, arXiv 2410.01463"
     communication = "r d_in per matrix up and down"

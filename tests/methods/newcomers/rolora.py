@@ -8,24 +8,15 @@ way round. Each product is then linear in what is averaged, so aggregation is ex
 sends half of what FedIT's sends. B comes first: as long as it is zero, A has no gradient.
 """
 
-from typing import Literal
-
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import MethodConfig, register
+from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT
-
-
-class RoLoRAConfig(MethodConfig):
-    """RoLoRA has no hyper-parameters."""
-
-    name: Literal["rolora"] = "rolora"
 
 
 @register("rolora")
 class RoLoRA(FedIT):
     """Train and average B in odd rounds, A in even ones."""
 
-    Config = RoLoRAConfig
     summary = "LoRA; B and A trained and averaged in turns (exact)"
     reference = "Chen et al., NeurIPS 2025, arXiv 2502.01755"
     communication = "r d_out or r d_in per matrix up in turns, both down"
