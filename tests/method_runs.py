@@ -13,14 +13,15 @@ from trishul_ray.storage import Store
 RUNS = iter(range(10_000))
 
 
-def server_of(inline, tmp_path):
+def server_of(inline, tmp_path, name=None):
+    """A server with the checkpoints of that name, by default with none."""
     experiment = inline.bench.settings
-    store = Store.open(str(tmp_path / f"run-{next(RUNS)}"))
+    store = Store.open(str(tmp_path / (name or f"run-{next(RUNS)}")))
     return Server(experiment, inline, CheckpointStore(store, experiment.id), "attempt")
 
 
-def run(inline, tmp_path):
-    server = server_of(inline, tmp_path)
+def run(inline, tmp_path, name=None):
+    server = server_of(inline, tmp_path, name)
     while not server.finished:
         server.step()
     return server

@@ -7,23 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import run, same_run, server_of
+from method_runs import run, server_of
 
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
 from trishul_ray.methods.base import exact_share, method_class, method_names
 
 LIMITED = [name for name in method_names() if method_class(name).takes_limits]
-
-
-@pytest.mark.parametrize("name", LIMITED)
-def test_the_full_profile_is_the_unmasked_run(executor, tmp_path, name):
-    same_run(
-        executor,
-        tmp_path,
-        [f"method={name}"],
-        [f"method={name}", "federation.compute=full"],
-    )
 
 
 @pytest.mark.parametrize("name", LIMITED)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from method_runs import run, server_of
 from newcomers import NEWCOMERS
 from peft import PeftModel
 from pydantic import ValidationError
@@ -13,34 +14,15 @@ from tiny_run import untimed
 from trishul_ray.adapters.export import FOLDED_ERROR, export_merged, export_peft
 from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import InputError
-from trishul_ray.federation.checkpoint import CheckpointStore, arrays_digest, state_digest
+from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import Outcome, TrainJob, to_tensor
 from trishul_ray.federation.reduce import rejection_reason, round_units
-from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.storage import Store
 
 METHODS = [*method_names(), *NEWCOMERS]
-
-
-def run(executor, tmp_path, name="run"):
-    experiment = executor.bench.settings
-    checkpoints = CheckpointStore(Store.open(str(tmp_path / name)), experiment.id)
-    server = Server(experiment, executor, checkpoints, "attempt")
-    while not server.finished:
-        server.step()
-    return server
-
-
-def first_broadcast(inline, tmp_path):
-    """Return a server and its broadcast of round 1, after the survey if there is one."""
-    experiment = inline.bench.settings
-    checkpoints = CheckpointStore(Store.open(str(tmp_path / "first")), experiment.id)
-    server = Server(experiment, inline, checkpoints, "attempt")
-    return server, server.broadcast()
 
 
 def logits(bench, trained=None, rows=16):
@@ -69,7 +51,8 @@ def test_it_describes_itself(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_starts_at_the_pretrained_model_or_as_documented(name, executor, tmp_path):
     bench = executor(f"method={name}").bench
-    server, broadcast = first_broadcast(executor(f"method={name}"), tmp_path)
+    server = server_of(executor(f"method={name}"), tmp_path)
+    broadcast = server.broadcast()
     trained = global_model(bench, broadcast, 0)
     if name != "fedsb":
         torch.testing.assert_close(logits(bench, trained), logits(bench), atol=1e-6, rtol=1e-6)
@@ -87,7 +70,8 @@ def test_starts_at_the_pretrained_model_or_as_documented(name, executor, tmp_pat
 @pytest.mark.parametrize("name", METHODS)
 def test_uploads_are_as_declared_and_finite(name, executor, tmp_path):
     inline = executor(f"method={name}")
-    server, broadcast = first_broadcast(inline, tmp_path)
+    server = server_of(inline, tmp_path)
+    broadcast = server.broadcast()
     expected = server.blueprint.expected
     assert sum(expected.unit_sizes) == expected.lengths["shared"]
     for number in (1, 2):
@@ -114,7 +98,7 @@ def test_training_moves_and_the_loss_falls(name, executor, tmp_path):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_client_call_can_be_repeated(name, executor, tmp_path):
     inline = executor(f"method={name}")
-    _, broadcast = first_broadcast(inline, tmp_path)
+    broadcast = server_of(inline, tmp_path).broadcast()
     job = TrainJob(3, 1)
     first, kept = train_client(inline.bench, broadcast, job)
     train_client(inline.bench, broadcast, TrainJob(3, 2))  # another client in between
@@ -141,7 +125,8 @@ def test_one_client_is_central_training(name, executor, tmp_path):
     if name == "flexlora":
         options.append("method.truncate=false")
     inline = executor(f"method={name}", *options)
-    server, broadcast = first_broadcast(inline, tmp_path)
+    server = server_of(inline, tmp_path)
+    broadcast = server.broadcast()
     for number in (1, 2):
         state = server.checkpoint.client_states.get(0, {})
         with deterministic(inline.experiment):
@@ -180,17 +165,6 @@ class Shuffled:
         return merged
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_order_of_work_changes_nothing(name, executor, tmp_path):
-    inline = executor(f"method={name}")
-    digests = {
-        state_digest(run(inline, tmp_path, "plain").checkpoint.state),
-        state_digest(run(Shuffled(inline, 1), tmp_path, "one").checkpoint.state),
-        state_digest(run(Shuffled(inline, 2), tmp_path, "two").checkpoint.state),
-    }
-    assert len(digests) == 1
-
-
 def with_dropout(name, backbone):
     """Return options with dropout on and, where a method has it, selection by gradient."""
     options = [f"method={name}", f"model.name={backbone}", "model.dropout=true", "budget=2"]
@@ -201,7 +175,7 @@ def with_dropout(name, backbone):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backbone, tmp_path):
-    """What a client computes depends neither on earlier jobs nor on torch's global stream."""
+    """Neither the order of work, nor earlier jobs, nor torch's global stream changes anything."""
     inline = executor(*with_dropout(name, dropout_backbone))
     torch.manual_seed(1)
     plain = run(inline, tmp_path, "plain")
@@ -253,10 +227,11 @@ def test_ambient_threads_change_nothing(name, executor, wide_backbone, tmp_path)
 
 @pytest.mark.parametrize("name", METHODS)
 def test_stop_and_resume_changes_nothing(name, executor, tmp_path):
-    inline = executor(f"method={name}")
+    """Nor does it to schedules and clipping, which depend on the round and step alone."""
+    schedule = ["optimizer.schedule=cosine", "optimizer.warmup=0.2", "optimizer.clip_norm=0.5"]
+    inline = executor(f"method={name}", *schedule)
     whole = run(inline, tmp_path, "whole")
-    checkpoints = CheckpointStore(Store.open(str(tmp_path / "parts")), whole.experiment.id)
-    Server(whole.experiment, inline, checkpoints, "attempt").step()
+    server_of(inline, tmp_path, "parts").step()
     resumed = run(inline, tmp_path, "parts")
     assert state_digest(resumed.checkpoint.state) == state_digest(whole.checkpoint.state)
     assert untimed(resumed.checkpoint.records) == untimed(whole.checkpoint.records)

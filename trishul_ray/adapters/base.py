@@ -38,8 +38,7 @@ class LayerSpec:
     Attributes:
         name: dotted module path in the model.
         block: dotted path of its transformer block.
-        d_out: rows of the weight.
-        d_in: columns of the weight.
+        d_out, d_in: rows and columns of the weight.
     """
 
     name: str

@@ -67,15 +67,10 @@ def export_peft(
     revision: str | None = None,
     beside: Beside | None = None,
 ) -> AdapterExport:
-    """Write a folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
+    """Write a new or empty folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
-    Args:
-        adapted: the model with its adapters.
-        trained: the trained state.
-        directory: a new or empty folder.
-        base_model_name: name or path of the backbone, recorded in the adapter's config.
-        revision: commit of the backbone on the hub, likewise.
-        beside: writes further files into the folder.
+    The adapter's config records ``base_model_name``, the backbone's name or path, and ``revision``,
+    its commit on the hub.
 
     Raises:
         InputError: the folder is not empty, or no layer is adapted.
@@ -129,11 +124,7 @@ def export_peft(
 def decompose(update: Tensor) -> tuple[Tensor, Tensor, float]:
     """Return an update as a product of the lowest rank that is exact up to :data:`FOLDED_ERROR`.
 
-    Args:
-        update: float64 [d_out, d_in].
-
-    Returns:
-        float64 [d_out, R] and [R, d_in], and the relative error of their product.
+    All are float64: [d_out, d_in] gives [d_out, R] and [R, d_in], and their relative error.
     """
     u, s, vt = torch.linalg.svd(update, full_matrices=False)
     # tails[R] is the norm of what a product of rank R leaves out.
@@ -161,15 +152,7 @@ def export_merged(
     *,
     beside: Beside | None = None,
 ) -> Path:
-    """Write :func:`merge_trained`, using ``save_pretrained``.
-
-    A model that is not of transformers is written as ``model.safetensors`` alone.
-
-    Args:
-        adapted: the model with its adapters.
-        trained: the trained state.
-        directory: a new or empty folder; it is returned.
-        beside: writes further files into the folder.
+    """Write :func:`merge_trained` by :func:`save_module` into a new or empty folder; return it.
 
     Raises:
         InputError: the folder is not empty.

@@ -128,13 +128,9 @@ class Layout:
         return self._by_name[name]
 
     def units(self, names: Iterable[str]) -> Iterator[Unit]:
-        """Iterate over the units of aggregation of the named tensors.
+        """Iterate over the units of the tensors that are sent, in the order of the wire.
 
-        Args:
-            names: The tensors that are sent, in the order of the wire.
-
-        Yields:
-            One unit for each head of a core, and one for each other tensor.
+        There is one for each head of a core, and one for each other tensor.
         """
         sent = 0
         for entry in map(self.entry, names):

@@ -54,11 +54,9 @@ class AdaptedLinear(nn.Module):
     ) -> None:
         """Compute with trainables by suffix, or as the frozen layer for None.
 
-        Args:
-            params: trainables.
-            base: [d_out, d_in] float32, added to the frozen weight while bound. In low precision
-                the sum is kept as two tensors, so that a small base is not rounded away.
-            constants: frozen tensors that replace those of the layer while bound.
+        While bound, ``base`` [d_out, d_in] float32 is added to the frozen weight (in low precision
+        as two tensors, so that a small base is not rounded away), and ``constants`` replace those
+        of the layer.
         """
         self.params, self.merged = params, None
         self.moved_weight, self.remainder = None, None
@@ -125,14 +123,7 @@ def split_linear(
 
     No gradient flows to ``x`` through ``remainder``: the input gradient uses only the high part of
     the weight. Its error is one rounding, like those of the gradient itself, and does not
-    accumulate over steps.
-
-    Args:
-        x: [n, d_in].
-        weight: [d_out, d_in].
-        remainder: [d_out, d_in], second part of a :func:`split` weight, or None.
-        bias: [d_out] or None.
-        factors: ``(thin, up)``, the projected input [n, R] and the way up [R, d_out].
+    accumulate over steps. ``factors`` are thin, the projected input [n, R], and up [R, d_out].
     """
     y = None if remainder is None else x.detach() @ remainder.t()
     if factors is not None:

@@ -88,12 +88,8 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
     """Return the linear layers that match the targets, in the model's order.
 
     A target matches every module whose dotted path equals it or ends with it: ``q_proj``,
-    ``SelfAttention.q`` or a full path.
-
-    Args:
-        model: a Hugging Face model (on any device, including meta).
-        targets: names; None takes query and value of the model's family, and of a model that is
-            not of transformers every linear layer but the classification head.
+    ``SelfAttention.q`` or a full path. None takes query and value of the model's family, and of a
+    model that is not of transformers every linear layer but the classification head.
 
     Raises:
         InputError: a target matches no module (the message lists the nearest names) or a module
@@ -120,12 +116,9 @@ def scored_layers(
 ) -> list[LayerSpec]:
     """Return the linear layers whose weights score the blocks of the adapted layers.
 
-    Args:
-        model: a Hugging Face model (on any device, including meta).
-        adapted: the layers that get an adapter.
-        scores: ``adapted`` for only those layers; ``all`` for every linear layer of the same
-            blocks; ``attention`` for those of them inside an attention module (``attention``,
-            ``self_attn``, ``SelfAttention``, ``EncDecAttention``, ...).
+    ``adapted`` takes only those layers, ``all`` every linear layer of the same blocks, and
+    ``attention`` those of them inside an attention module (``attention``, ``self_attn``,
+    ``SelfAttention``, ``EncDecAttention``, ...).
 
     Raises:
         InputError: a block has no such layer.

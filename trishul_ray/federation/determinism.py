@@ -1,8 +1,8 @@
 """Reproducible computation: threads, kernels and the environment variables of libraries.
 
 Everything that computes in a run, the server and the clients' jobs, inline or in an actor, does so
-inside :func:`deterministic`. This module imports torch only inside its functions, because
-:func:`set_environment` must run before torch is imported.
+inside :func:`deterministic`. Nothing is imported here that imports torch, because
+:func:`set_environment` must run before.
 """
 
 import os
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trishul_ray.errors import FailsAgainError
+from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -58,8 +59,6 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
         FailsAgainError: an operation has no deterministic kernel on this device.
     """
     set_environment()  # in time for a process that has not used a GPU yet
-    import torch
-
     settings = _settings(experiment.resources.threads, experiment.model.precision == "tf32")
     before = [read() for read, _, _ in settings]
     try:
@@ -81,8 +80,6 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
 
 def _settings(threads: int, tf32: bool) -> list[_Setting]:
     """Return the settings of a run, in the order in which to apply them."""
-    import torch
-
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return [
         (torch.get_num_threads, torch.set_num_threads, threads),

@@ -18,6 +18,10 @@ MASKED = [
     "federation.weighting=size",
     "partition.variant=per-label",
 ]
+#: Dropout before heads are chosen.
+DROPPED = [
+    *("model.dropout=true", "budget=2", "method.selection=gradient", "method.head_fraction=0.5"),
+]
 #: Validation rows beside the test rows, and both by client.
 VALIDATED = ["data.validation_share=0.2", "evaluation.per_client=true"]
 
@@ -33,36 +37,23 @@ class Occupant:
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
-@pytest.mark.parametrize("actors", [1, 2])
-def test_dropout_before_heads_are_chosen_does_not_depend_on_the_actors(
-    small, inline_result, assert_same, drive_to_end, dropout_backbone, actors
-):
-    experiment = small(
-        f"model.name={dropout_backbone}",
-        "model.dropout=true",
-        "budget=2",
-        "method.selection=gradient",
-        "method.head_fraction=0.5",
-        f"resources.actors={actors}",
-    )
-    with open_driver(experiment, prepare_run(experiment), "a") as driver:
-        assert_same(drive_to_end(driver), inline_result(experiment))
-
-
 @pytest.mark.parametrize(
     ("overrides", "actors"),
     [
         ([*VALIDATED, "federation.clients_per_actor=1"], 4),
         (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
+        ([*DROPPED, "resources.actors=1"], 1),
+        ([*DROPPED, "resources.actors=2"], 2),
     ],
-    ids=["an actor per client", "surveyed heads", "masked heads"],
+    ids=["an actor per client", "surveyed heads", "masked heads", "dropout, 1", "dropout, 2"],
 )
 def test_the_number_of_actors_changes_nothing(
-    small, inline_result, assert_same, drive_to_end, overrides, actors
+    small, inline_result, assert_same, drive_to_end, dropout_backbone, overrides, actors
 ):
     """test_every_method.py does this for one actor and two, with every method."""
-    experiment = small(*overrides)
+    backbone = [f"model.name={dropout_backbone}"] if "model.dropout=true" in overrides else []
+    experiment = small(*backbone, *overrides)
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         assert isinstance(driver, RayDriver)
         assert driver.slices.actors == actors

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -113,8 +114,6 @@ def cap_device_memory(share: float) -> None:
 
     The limit covers what torch allocates, not the CUDA context (some hundred MiB) of the process.
     """
-    import torch
-
     if torch.cuda.is_available() and 0.0 < share < 1.0:
         torch.cuda.set_per_process_memory_fraction(share)
 
