@@ -31,12 +31,7 @@ from trishul_ray.federation.messages import (
     to_array,
     to_tensor,
 )
-from trishul_ray.federation.workbench import (
-    Workbench,
-    global_model,
-    new_run,
-    rows_of,
-)
+from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.tasks.sums import EvalSums
@@ -100,16 +95,8 @@ class LocalSteps:
     A step has a part of the host, :meth:`batch`, and a part of the device, :meth:`compute`. The
     latter never waits for the device, and its kernels, shapes and addresses do not depend on
     values, so that the host prepares the next batches in the meantime, and a CUDA graph could hold
-    it for batches of one shape and a constant learning rate.
-
-    Args:
-        bench: The worker's model, method, task and data.
-        run: A new run of this client, which the steps change.
-        job: Round and client.
-
-    Attributes:
-        last: S, the number of the last step.
-        optimizer: The client's optimizer.
+    it for batches of one shape and a constant learning rate. ``run`` is a new run of the client,
+    which the steps change; ``last`` is S, the number of the last step.
     """
 
     def __init__(self, bench: Workbench, run: LocalRun, job: TrainJob) -> None:

@@ -28,13 +28,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
-from trishul_ray.methods.base import (
-    LocalRun,
-    Method,
-    Site,
-    build_method,
-    exact_share,
-)
+from trishul_ray.methods.base import LocalRun, Method, Site, build_method, exact_share
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.lookup import ModelKind
@@ -193,10 +187,7 @@ def _scored_rows(
     A subset is drawn by the raw rows, identified by ``source``, and not by the seed, so that all
     seeds, methods and backbones are scored on the same rows.
     """
-    streams: dict[RowSet, str] = {
-        "test": "evaluation-subset",
-        "validation": "validation-subset",
-    }
+    streams: dict[RowSet, str] = {"test": "evaluation-subset", "validation": "validation-subset"}
     scored: dict[RowSet, tuple[Split, np.ndarray]] = {}
     for name, stream in streams.items():
         if name not in dataset.split_names:
@@ -354,13 +345,8 @@ def capacities(
     """Return the share of the full budget that each client can train, of :data:`COMPUTE_LEVELS`.
 
     As many clients have a level as its proportion says, rounded by largest remainders (of equal
-    ones, the lower level's first). Which clients have it is drawn from the seed.
-
-    Args:
-        profile: A name of :data:`COMPUTE_PROFILES`.
-        seed: The seed of the run.
-        clients: Number of clients.
-        shares: Proportions of the levels, instead of the profile's.
+    ones, the lower level's first). Which clients have it is drawn from the seed. ``shares`` are
+    proportions of the levels instead of the profile's.
     """
     parts = [exact_share(clients, share) for share in shares or COMPUTE_PROFILES[profile]]
     parts = [clients * part / sum(parts) for part in parts]

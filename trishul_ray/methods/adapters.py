@@ -25,10 +25,8 @@ FIELDS_READ: dict[AdapterKind, frozenset[str]] = {
 def attach_adapters(kind: AdapterKind, site: Site) -> dict[str, LayerAdapter]:
     """Return an adapter of the given kind for every targeted layer, by layer name.
 
-    Args:
-        kind: ``lora`` trains A and B, ``ffa`` freezes A, and ``multihead`` trains
-            ``adapter.heads`` cores without scalars.
-        site: The targeted layers and the budget.
+    ``lora`` trains A and B, ``ffa`` freezes A, and ``multihead`` trains ``adapter.heads`` cores
+    without scalars.
     """
     # Imported here, since they import torch.
     from trishul_ray.adapters.lora import LoRA
@@ -64,10 +62,8 @@ def core_rank(layer: LayerSpec, site: Site) -> int:
 def lora_scale(alpha: float | None, rank: int) -> float:
     """Return the factor of B A: alpha / r, with alpha = r by default.
 
-    Args:
-        alpha: ``adapter.alpha``.
-        rank: r, the full rank. A client that trains only r_c components uses the same factor, so
-            that its product is a part of the global one; its own alpha_c is alpha r_c / r.
+    r is the full rank. A client that trains only r_c components uses the same factor, so that its
+    product is a part of the global one; its own alpha_c is alpha r_c / r.
     """
     return 1.0 if alpha is None else alpha / rank
 

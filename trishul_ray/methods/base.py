@@ -365,14 +365,9 @@ class Method:
         return State(self.pack(layout, initial))
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
-        """Return the weight of an upload in the mean.
+        """Return the weight of an upload in the mean, given that by ``federation.weighting``.
 
         :attr:`plain_mean` and :attr:`weighs_classifier` exempt parts of it.
-
-        Args:
-            upload: What the client sent.
-            layout: Names of the trainables.
-            weight: The weight by ``federation.weighting``.
         """
         return weight
 
@@ -411,8 +406,7 @@ class Method:
             broadcast: What the simulation sends.
             layout: Names of the trainables.
             unsent: :attr:`LocalRun.unsent` of the client.
-            uploads: How many numbers each accepted client of the round before sent; empty in
-                round 1.
+            uploads: Numbers that each accepted client of the round before sent; none in round 1.
         """
         return broadcast.shared.numel() + count_numbers(broadcast.extra) - unsent
 
@@ -511,12 +505,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:
-    """Build the method that a configuration names.
-
-    Args:
-        config: The experiment's method section.
-        adapter: The experiment's adapter section; required to run the method.
-    """
+    """Build the method of a method section; with the adapter section, such that it can run."""
     method = method_class(config.name)(config)
     if adapter is not None:
         method.lora_alpha = adapter.alpha

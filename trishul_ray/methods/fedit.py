@@ -60,30 +60,19 @@ class FedIT(Method):
     def mean_updates(
         self, mean: State, shared: Tensor, layout: Layout
     ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        """Iterate over the layers and their mean updates.
-
-        Args:
-            mean: The mean contribution of the cohort.
-            shared: A wire vector [W].
-            layout: Names of its entries.
+        """Iterate over the layers and their mean updates, given the mean contribution.
 
         Yields:
-            Layer name, A and B as views of ``shared``, and ``scale mean(B_c A_c)`` in float64.
+            Layer name, A and B as views of the wire vector ``shared`` [W], and
+            ``scale mean(B_c A_c)`` in float64.
         """
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
             yield layer, a, b, self.scale(a) * mean.base[layer]
 
     def fold(self, state: State, updates: Tensors) -> Tensors:
-        """Return ``base`` of the next state: updates added to those folded before.
-
-        Args:
-            state: The current global state.
-            updates: By layer, [d_out, d_in] of any floating dtype.
-        """
+        """Return ``base`` of the next state: updates [d_out, d_in] added to those folded before."""
         new = {layer: update.float() for layer, update in updates.items()}
-        return {
-            k: state.base[k] + update if k in state.base else update for k, update in new.items()
-        }
+        return {k: state.base[k] + new[k] if k in state.base else new[k] for k in new}
 
     def limit_rank(self, run: LocalRun, at_most: int | None = None) -> int:
         """Zero the components beyond this client's rank, and return the rank.

@@ -73,9 +73,7 @@ class Ravan(Method):
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, by transformer block.
 
-        Args:
-            site: The targeted layers and the budget.
-            caps: By block, the largest number with mutually orthogonal bases.
+        ``caps`` are the largest numbers with mutually orthogonal bases.
         """
         return dict.fromkeys(site.blocks(), site.adapter.heads)
 

@@ -81,15 +81,10 @@ class Workers:
 
 
 class RayDriver:
-    """A run on a coordinator actor and its client actors. Ray restarts a coordinator that dies.
+    """A run on a coordinator actor and its client actors, which stay with ``workers``.
 
-    Args:
-        experiment: The experiment.
-        prepared: Its data.
-        attempt: Name of the run in the tracking server.
-        workers: Where the actors come from; they stay there.
-        slices: What the client actors hold.
-        notify: Called once with a line of text if the clients have to wait for resources.
+    Ray restarts a coordinator that dies. ``notify`` is called once with a line of text if the
+    clients have to wait for resources.
     """
 
     def __init__(
