@@ -87,10 +87,10 @@ def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(store, dama
 def test_a_checkpoint_with_an_unknown_part_is_skipped(store):
     store.save(make(1))
     newer = make(2)
-    newer._groups = lambda: {"survey": {"layer": np.zeros(1)}}
+    newer.unknown = {"layer": np.zeros(1)}
     store.save(newer)
     assert store.newest().round == 1
-    assert "not a checkpoint of this version: it has survey/layer" in store.skipped[0]
+    assert "not a checkpoint of this version: " in store.skipped[0]
 
 
 def test_a_checkpoint_of_another_experiment_is_skipped(store, tmp_path):

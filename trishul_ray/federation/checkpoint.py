@@ -1,15 +1,15 @@
 """Round checkpoints: everything the next round needs, in one file with its checksum in the name.
 
-A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``. It holds the tensors of
-the global state and of the clients' persistent states, and JSON metadata (round, records, attempt,
-experiment id). It is written to a temporary name and then renamed; a truncated or altered file is
-reported and skipped, and the one before it is used.
+A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``, of all arrays, and JSON
+that says what each of them is. It is written to a temporary name and then renamed; a truncated or
+altered file is reported and skipped, and the one before it is used.
 """
 
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -24,7 +24,8 @@ from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
-_META = "__meta__"
+#: The tensor with everything else, as JSON, and what stands there for an array.
+_META, _ARRAY = "__meta__", "__array__"
 
 
 def round_of(name: str) -> int | None:
@@ -69,34 +70,22 @@ class Checkpoint:
         """Return whether a run of so many rounds is over: all are done, and the last is scored."""
         return self.round >= rounds and self.records[-1].scored
 
-    def _groups(self) -> dict[str, Arrays]:
-        """Return the groups of tensors, by the first part of their names in the file."""
-        return {
-            "spectra": self.spectra,
-            "matrices": self.matrices,
-            "test_rows": self.test_rows,
-        }
-
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        groups = self._groups() | {"state": _named(self.state)}
-        groups |= {f"client/{client}": state for client, state in self.client_states.items()}
-        tensors = {
-            f"{group}/{key}": array
-            for group, arrays in groups.items()
-            for key, array in arrays.items()
-        }
-        meta = {
-            "experiment_id": self.experiment_id,
-            "attempt": self.attempt,
-            "round": self.round,
-            "records": [vars(record) for record in self.records],
-            "sources": self.sources,
-            "info": None if self.info is None else asdict(self.info),
-        }
+        tensors: Arrays = {}
+
+        def plain(value: Any) -> dict[str, Any]:
+            """Return what JSON stores of an array or a dataclass."""
+            if isinstance(value, np.ndarray):
+                name = str(len(tensors))
+                tensors[name] = np.ascontiguousarray(value)
+                return {_ARRAY: name}
+            fields: dict[str, Any] = vars(value)
+            return fields
+
+        meta = json.dumps(vars(self), default=plain)
         # As a tensor of bytes: the order of entries in safetensors' own metadata is not fixed.
-        tensors[_META] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
-        return bytes(save_tensors({k: np.ascontiguousarray(v) for k, v in tensors.items()}))
+        return bytes(save_tensors(tensors | {_META: np.frombuffer(meta.encode(), dtype=np.uint8)}))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Checkpoint":
@@ -107,65 +96,29 @@ class Checkpoint:
         """
         try:
             tensors = load_tensors(data)
-            meta = json.loads(tensors.pop(_META).tobytes())
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"not a checkpoint: {error}") from error
-        checkpoint = cls(
-            experiment_id=meta["experiment_id"],
-            attempt=meta["attempt"],
-            round=meta["round"],
-            state=State(np.zeros(0)),
-            records=[RoundRecord(**fields) for fields in meta["records"]],
-            sources=meta["sources"],
-            info=DatasetInfo.from_json(meta["info"]) if meta.get("info") else None,
-        )
-        state: Arrays = {}
-        groups = checkpoint._groups() | {"state": state}
-        for name, value in tensors.items():
-            group, _, key = name.partition("/")
-            if group == "client":
-                client, _, key = key.partition("/")
-                checkpoint.client_states.setdefault(int(client), {})[key] = value
-            elif group in groups:
-                groups[group][key] = value
-            else:
-                raise ValueError(f"not a checkpoint of this version: it has {name}")
-        checkpoint.state = _state(state)
-        return checkpoint
-
-
-#: Where the parts of a state are in a file, besides ``shared`` and the names in ``extra``.
-_BASE, _CONSTANT, _SURVEY = "base/", "constant/", "survey/"
-
-
-def _named(state: ArrayState) -> Arrays:
-    """Return the arrays of a state by their names in a file, which holds no nested ones."""
-    named = {"shared": state.shared, **state.extra}
-    named |= {_BASE + layer: array for layer, array in state.base.items()}
-    for layer, arrays in state.constants.items():
-        named |= {f"{_CONSTANT}{layer}/{name}": array for name, array in arrays.items()}
-    return named | {_SURVEY + layer: array for layer, array in state.survey.items()}
-
-
-def _state(named: Arrays) -> ArrayState:
-    """Return the state that :func:`_named` took apart."""
-    state: ArrayState = State(named.pop("shared"))
-    for name, array in named.items():
-        if name.startswith(_BASE):
-            state.base[name.removeprefix(_BASE)] = array
-        elif name.startswith(_SURVEY):
-            state.survey[name.removeprefix(_SURVEY)] = array
-        elif name.startswith(_CONSTANT):
-            layer, _, constant = name.removeprefix(_CONSTANT).rpartition("/")
-            state.constants.setdefault(layer, {})[constant] = array
-        else:
-            state.extra[name] = array
-    return state
+            meta = tensors.pop(_META).tobytes()
+            fields = json.loads(
+                meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d
+            )
+            info, states = fields.pop("info"), fields.pop("client_states")
+            return cls(
+                state=State(**fields.pop("state")),
+                client_states={int(client): state for client, state in states.items()},
+                records=[RoundRecord(**record) for record in fields.pop("records")],
+                info=None if info is None else DatasetInfo.from_json(info),
+                **fields,
+            )
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a checkpoint of this version: {error}") from error
 
 
 def state_digest(state: ArrayState) -> str:
     """Return the hex SHA-256 of names, dtypes, shapes and bytes of a state, without its survey."""
-    return arrays_digest(_named(replace(state, survey={})))
+    named = {"shared": state.shared, **state.extra}
+    named |= {f"base/{layer}": array for layer, array in state.base.items()}
+    for layer, arrays in state.constants.items():
+        named |= {f"constant/{layer}/{name}": array for name, array in arrays.items()}
+    return arrays_digest(named)
 
 
 def arrays_digest(state: Arrays) -> str:
