@@ -183,10 +183,3 @@ def test_invalid_options_are_reported_in_one_line(override, message):
     with pytest.raises(InputError) as caught:
         load_experiment(None, [override])
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "option", ["schedule=linear", "warmup=0.1", "clip_norm=1", "schedule_over=round"]
-)
-def test_each_option_is_part_of_the_identity(option):
-    assert load_experiment(None, [f"optimizer.{option}"]).id != load_experiment().id

@@ -23,7 +23,7 @@ from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.federation.prepare import image_size_line
+from trishul_ray.experiment.fit import image_size_line
 from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
 

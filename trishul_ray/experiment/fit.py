@@ -8,6 +8,7 @@ import torch
 
 from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.config import Places
+from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
@@ -16,6 +17,12 @@ from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS, Builtin
+
+#: How many times larger than the backbone's images those of a dataset may be without a warning.
+MAX_REDUCTION = 4
+
+#: Tokens of an image up to which a dataset's images may be enlarged without a remark.
+MAX_TOKENS = 400
 
 
 def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool) -> Experiment:
@@ -54,6 +61,56 @@ def random_weights_line(experiment: Experiment) -> str | None:
         f"warning: the weights of {builtin.name} are random (model.init=random); `trishul pretrain "
         f"{builtin.name}` trains them where dataset {builtin.recipe.dataset} can be had"
     )
+
+
+def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
+    """Return a remark on a backbone whose images are much smaller or larger than a dataset's.
+
+    None if they are not, or if the rows are not images.
+
+    Raises:
+        InputError: the backbone cannot be found.
+    """
+    if info.kind != "image" or (side := backbone.preprocessing.image_size) is None:
+        return None
+    stored = max(info.image_shape[1:])
+    takes = f"{backbone.name} takes images of {side}x{side} pixels"
+    if stored > MAX_REDUCTION * side:
+        sizes = {b.name: b.architecture.get("image_size", 0) for b in BUILTINS.values()}
+        larger = [f"{name} ({size})" for name, size in sizes.items() if size > side]
+        return (
+            f"warning: {takes}, and those of dataset {info.name}, {stored}x{stored}, are scaled "
+            f"down to that: details are lost; for larger images: {', '.join(larger)}"
+            f"{', ' * bool(larger)}vit-b16 (224)"
+        )
+    if (
+        side > stored
+        and (patch := _patch_size(backbone)) is not None
+        and (tokens := (side // patch) ** 2) > MAX_TOKENS
+    ):
+        return (
+            f"{takes} ({tokens + 1:,} tokens each), and those of dataset {info.name} "
+            f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
+        )
+    return None
+
+
+def smaller_images(backbone: Backbone, info: DatasetInfo) -> tuple[int, int] | None:
+    """Return the smallest side of images that keeps a dataset's details, and the backbone's side.
+
+    None if the backbone takes images that are not larger, or of one size, or is not known.
+    """
+    with suppress(InputError):
+        side, patch = backbone.preprocessing.image_size, _patch_size(backbone)
+        if side is not None and patch is not None:
+            smaller = max(-(-max(info.image_shape[1:]) // patch), 4) * patch
+            return (smaller, side) if smaller < side else None
+    return None
+
+
+def _patch_size(backbone: Backbone) -> int | None:
+    patch = getattr(backbone.architecture, "patch_size", None)
+    return patch if isinstance(patch, int) else None
 
 
 def check_fits(experiment: Experiment) -> None:

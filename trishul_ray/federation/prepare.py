@@ -1,33 +1,25 @@
-"""Prepare the data and the partition of an experiment, and check that the adapters fit the model.
+"""Prepare the data and the partition of an experiment.
 
 The driver does this once; every worker gets the result.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, ProgressCallback
+from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
 from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import Coverage, encode, hold_out, measure_coverage, prepare
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.passed import PassedModel, passed_model
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
-
-#: How many times larger than the backbone's images those of a dataset may be without a warning.
-MAX_REDUCTION = 4
-
-#: Tokens of an image up to which a dataset's images may be enlarged without a remark.
-MAX_TOKENS = 400
 
 
 @dataclass(frozen=True)
@@ -164,53 +156,3 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
 def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
     """Return how many rows of a dataset the experiment trains on and scores."""
     return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
-
-
-def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
-    """Return a remark on a backbone whose images are much smaller or larger than a dataset's.
-
-    None if they are not, or if the rows are not images.
-
-    Raises:
-        InputError: the backbone cannot be found.
-    """
-    if info.kind != "image" or (side := backbone.preprocessing.image_size) is None:
-        return None
-    stored = max(info.image_shape[1:])
-    takes = f"{backbone.name} takes images of {side}x{side} pixels"
-    if stored > MAX_REDUCTION * side:
-        sizes = {b.name: b.architecture.get("image_size", 0) for b in BUILTINS.values()}
-        larger = [f"{name} ({size})" for name, size in sizes.items() if size > side]
-        return (
-            f"warning: {takes}, and those of dataset {info.name}, {stored}x{stored}, are scaled "
-            f"down to that: details are lost; for larger images: {', '.join(larger)}"
-            f"{', ' * bool(larger)}vit-b16 (224)"
-        )
-    if (
-        side > stored
-        and (patch := _patch_size(backbone)) is not None
-        and (tokens := (side // patch) ** 2) > MAX_TOKENS
-    ):
-        return (
-            f"{takes} ({tokens + 1:,} tokens each), and those of dataset {info.name} "
-            f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
-        )
-    return None
-
-
-def smaller_images(backbone: Backbone, info: DatasetInfo) -> tuple[int, int] | None:
-    """Return the smallest side of images that keeps a dataset's details, and the backbone's side.
-
-    None if the backbone takes images that are not larger, or of one size, or is not known.
-    """
-    with suppress(InputError):
-        side, patch = backbone.preprocessing.image_size, _patch_size(backbone)
-        if side is not None and patch is not None:
-            smaller = max(-(-max(info.image_shape[1:]) // patch), 4) * patch
-            return (smaller, side) if smaller < side else None
-    return None
-
-
-def _patch_size(backbone: Backbone) -> int | None:
-    patch = getattr(backbone.architecture, "patch_size", None)
-    return patch if isinstance(patch, int) else None

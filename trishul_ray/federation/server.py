@@ -163,7 +163,7 @@ class Server:
         outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
         self.events += outcome.events
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
-        mean, _ = finish(self._sum(0, cohort, outcome, reducer), state, reducer)
+        mean, _ = finish(self._sum(0, outcome, reducer), state, reducer)
         record.uploaded_parameters = sum(report.uploaded for report in outcome.reports)
         return {layer: answer.astype(np.float32) for layer, answer in mean.extra.items()}
 
@@ -197,9 +197,9 @@ class Server:
                     now.test_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
             if cohort:
                 paused = time.perf_counter()
-                everyone = self._compare_everyone(number, cohort, broadcast, outcome)
+                everyone = self._compare_everyone(number, broadcast, outcome)
                 began += time.perf_counter() - paused
-                record = self._aggregate(number, cohort, broadcast, outcome)
+                record = self._aggregate(number, broadcast, outcome)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
                 now.records.append(record)
@@ -285,9 +285,7 @@ class Server:
                     jobs += [EvalJob(number, *chunk, rows, client, state) for chunk in own]
         return jobs
 
-    def _compare_everyone(
-        self, number: int, cohort: list[int], broadcast: ArrayState, outcome: Outcome
-    ) -> Arrays:
+    def _compare_everyone(self, number: int, broadcast: ArrayState, outcome: Outcome) -> Arrays:
         """In the last round, train the other clients, too, if all are to be compared.
 
         Nothing of it is kept but the comparison: states, records and traffic are the cohort's.
@@ -297,7 +295,7 @@ class Server:
         has_cores = any(unit.rank is not None for unit in layout.units(wire))
         if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
             return {}
-        others = sorted({*range(fed.clients)} - {*cohort})
+        others = sorted({*range(fed.clients)} - {report.client for report in outcome.reports})
         states = self.checkpoint.client_states
         jobs = [TrainJob(number, c, states.get(c, {})) for c in others]
         try:
@@ -311,13 +309,11 @@ class Server:
         valid.sort(key=lambda upload: upload.client)
         return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
 
-    def _aggregate(
-        self, number: int, cohort: list[int], broadcast: ArrayState, outcome: Outcome
-    ) -> RoundRecord:
+    def _aggregate(self, number: int, broadcast: ArrayState, outcome: Outcome) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
         reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
-        total = self._sum(number, cohort, outcome, reducer)
+        total = self._sum(number, outcome, reducer)
         mean, trained = finish(total, now.state, reducer)
         accepted = set(total.clients)
         # Before the state changes: fetching may fail if a node is lost.
@@ -334,7 +330,7 @@ class Server:
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
         }
         now.round = number
-        record = self._record(number, cohort, broadcast, outcome, total)
+        record = self._record(number, broadcast, outcome, total)
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(
@@ -354,45 +350,40 @@ class Server:
             now.matrices = append_round(now.matrices, number, diagnosed.matrices)
         return record
 
-    def _sum(self, number: int, cohort: list[int], outcome: Outcome, reducer: Reducer) -> Partial:
+    def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:
         """Validate and sum the uploads of a round; name those that are refused.
 
         Raises:
             FailsAgainError: Too few are valid.
         """
         total = self.executor.reduce(outcome.uploads, reducer)
-        quorum = self.experiment.federation.quorum
+        quorum, sent = self.experiment.federation.quorum, len(outcome.uploads)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        if len(total.clients) < max(quorum * len(cohort), 1):
+        if len(total.clients) < max(quorum * sent, 1):
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
             raise FailsAgainError(
-                f"round {number}: only {len(total.clients)} of {len(cohort)} uploads are valid, "
+                f"round {number}: only {len(total.clients)} of {sent} uploads are valid, "
                 f"below federation.quorum={quorum}; rejected: {total.refused}: try "
                 f"{remedy if number else 'other weights or data'} or a lower quorum"
             )
         return total
 
     def _record(
-        self,
-        number: int,
-        cohort: list[int],
-        broadcast: ArrayState,
-        outcome: Outcome,
-        total: Partial,
+        self, number: int, broadcast: ArrayState, outcome: Outcome, total: Partial
     ) -> RoundRecord:
         tensors, reports = broadcast.map(as_tensor), outcome.reports
+        sent = {report.client: report.uploaded for report in reports}  # by the cohort, ascending
         before = self.checkpoint.records[-1].accepted_uploads
         down = sum(
             self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
         )
-        down += len(set(cohort) - self._known) * self.method.setup_parameters(tensors)
-        self._known |= set(cohort)
-        sent = {r.client: r.uploaded for r in reports}
+        down += len(sent.keys() - self._known) * self.method.setup_parameters(tensors)
+        self._known |= sent.keys()
         return RoundRecord(
             round=number,
-            clients=cohort,
+            clients=list(sent),
             refused={str(client): why for client, why in total.refused.items()},
             accepted_uploads=[sent[client] for client in total.clients],
             train_loss=float(np.mean([r.loss for r in reports])),

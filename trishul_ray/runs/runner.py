@@ -24,17 +24,16 @@ from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import check_fits, random_weights_line
+from trishul_ray.experiment.fit import (
+    check_fits,
+    image_size_line,
+    random_weights_line,
+    smaller_images,
+)
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
-from trishul_ray.federation.prepare import (
-    Prepared,
-    coverage_of,
-    image_size_line,
-    prepare_run,
-    smaller_images,
-)
+from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import method_class
 from trishul_ray.models.backbone import Backbone
