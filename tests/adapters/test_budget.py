@@ -178,11 +178,6 @@ def test_the_message_lists_every_alternative():
     assert message.endswith("adapter.overflow=independent")
 
 
-def test_an_unknown_matching_is_refused():
-    with pytest.raises(InputError, match=r"adapter\.matching='papers'"):
-        multihead_rank(LayerSpec("l", "l", 8, 8), 4, 2, "papers")
-
-
 def test_counts_add_up_and_follow_the_model(make):
     bench = make("vit", "mixed")
     adapted = bench.adapted
