@@ -16,25 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import psutil
 import pytest
-from tiny_run import untimed
+from tiny_run import SMALL, untimed
 
 # A loaded machine is no failure; timing belongs into benchmarks.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-#: A run of seconds: random weights, so that nothing needs pretraining.
-SMALL = [
-    "model.init=random",
-    "federation.clients=4",
-    "federation.clients_per_round=3",
-    "federation.rounds=3",
-    "federation.local_steps=4",
-    "federation.batch_size=8",
-    "evaluation.limit=64",
-    "evaluation.batch_size=32",
-    "tracking.mlflow=false",
-    "optimizer.lr=0.01",
-]
 #: Marks every process that a test's command starts, children of children too.
 MARK = "TRISHUL_TEST_MARK"
 #: Seconds for which two agents of Ray may outlive a driver that was killed; see

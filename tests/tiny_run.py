@@ -10,6 +10,19 @@ TINY = [
     "resources.backend=inline",
     "tracking.mlflow=false",
 ]
+#: A run of seconds: random weights, so that nothing needs pretraining.
+SMALL = [
+    "model.init=random",
+    "federation.clients=4",
+    "federation.clients_per_round=3",
+    "federation.rounds=3",
+    "federation.local_steps=4",
+    "federation.batch_size=8",
+    "evaluation.limit=64",
+    "evaluation.batch_size=32",
+    "tracking.mlflow=false",
+    "optimizer.lr=0.01",
+]
 
 
 def untimed(records):

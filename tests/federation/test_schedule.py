@@ -1,5 +1,6 @@
 """Learning rates by local step, gradient clipping, and what depends on them."""
 
+import functools
 import math
 
 import numpy as np
@@ -70,27 +71,11 @@ def test_a_schedule_over_a_round_restarts_in_each_round():
     np.testing.assert_allclose(rates, [[0.5, 1.0, 1.0, 0.5]] * 3)
 
 
-SHORT = [
-    "model.init=random",
-    "federation.clients=3",
-    "federation.clients_per_round=2",
-    "federation.rounds=2",
-    "federation.local_steps=3",
-    "federation.batch_size=4",
-    "evaluation.limit=16",
-    "tracking.mlflow=false",
-    "resources.backend=inline",
-]
-
-
-@pytest.fixture(scope="module")
-def short(cache):
-    """``short("method=ravan", ...)`` -> a small experiment."""
-
-    def make(*overrides):
-        return load_experiment(None, [*SHORT, f"storage.cache={cache}", *overrides])
-
-    return make
+@pytest.fixture
+def short(small):
+    """``short("method=ravan", ...)`` -> a small experiment of two rounds of three steps."""
+    sizes = ("federation.rounds=2", "federation.local_steps=3", "resources.backend=inline")
+    return functools.partial(small, *sizes)
 
 
 def round_of(experiment, number):

@@ -4,30 +4,12 @@ import functools
 
 import pytest
 from newcomers import FOLDER, unloaded_after
+from tiny_run import SMALL
 
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.plugins import load_plugin
-
-#: A run of seconds: random weights, so that nothing needs pretraining.
-SMALL = [
-    "model.init=random",
-    "federation.clients=4",
-    "federation.clients_per_round=3",
-    "federation.rounds=2",
-    "federation.local_steps=4",
-    "federation.batch_size=8",
-    "evaluation.limit=64",
-    "tracking.mlflow=false",
-    "resources.backend=inline",
-    "optimizer.lr=0.01",
-]
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +18,8 @@ def executor(cache):
 
     @functools.cache
     def make(*overrides):
-        experiment = load_experiment(None, [*SMALL, f"storage.cache={cache}", *overrides])
+        here = ["federation.rounds=2", "resources.backend=inline", f"storage.cache={cache}"]
+        experiment = load_experiment(None, [*SMALL, *here, *overrides])
         return InlineExecutor(experiment, prepare_run(experiment))
 
     return make
