@@ -1,9 +1,8 @@
 """Which nodes a plan may count on: those that work, and those that an autoscaler may add."""
 
-import pytest
 import yaml
 
-from trishul_ray.federation.on_ray import nodes
+from trishul_ray.federation.on_ray.nodes import with_workers_to_come
 
 HEAD = {"CPU": 0.0, "node:__internal_head__": 1.0}
 CLUSTER = {
@@ -17,33 +16,26 @@ CLUSTER = {
 }
 
 
-@pytest.fixture
-def possible(monkeypatch):
-    """``possible(working, cluster)`` -> the nodes that are possible, as CPUs and GPUs."""
-
-    def ask(working, cluster=None):
-        text = None if cluster is None else yaml.safe_dump(cluster, sort_keys=False)
-        monkeypatch.setattr(nodes, "working_nodes", lambda: dict(enumerate(working)))
-        monkeypatch.setattr(nodes, "_cluster_file", lambda: text)
-        found = nodes.possible_nodes()
-        return [(node.get("CPU", 0), node.get("GPU", 0)) for node in found]
-
-    return ask
+def possible(working, cluster=None):
+    """The nodes that are possible, as CPUs and GPUs."""
+    text = None if cluster is None else yaml.safe_dump(cluster, sort_keys=False)
+    found = with_workers_to_come(working, text)
+    return [(node.get("CPU", 0), node.get("GPU", 0)) for node in found]
 
 
-def test_without_an_autoscaler_the_working_nodes_are_all(possible):
+def test_without_an_autoscaler_the_working_nodes_are_all():
     assert possible([HEAD, {"CPU": 2.0}]) == [(0, 0), (2, 0)]
 
 
-def test_a_cluster_from_zero_counts_the_workers_that_it_may_have(possible):
+def test_a_cluster_from_zero_counts_the_workers_that_it_may_have():
     assert possible([HEAD], CLUSTER) == [(0, 0), (4, 1), (4, 1), (8, 2)]
 
 
-def test_workers_that_are_there_are_not_counted_twice(possible):
+def test_workers_that_are_there_are_not_counted_twice():
     spot = {"CPU": 4.0, "GPU": 1.0}
     assert possible([HEAD, spot], CLUSTER) == [(0, 0), (4, 1), (4, 1), (8, 2)]
 
 
-def test_a_file_that_promises_less_than_there_is_changes_nothing(possible):
+def test_a_file_that_promises_less_than_there_is_changes_nothing():
     big = {"CPU": 64.0, "GPU": 8.0}
     assert possible([HEAD, big], CLUSTER) == [(0, 0), (64, 8)]

@@ -36,7 +36,7 @@ def working_nodes() -> dict[str, dict[str, float]]:
     }
 
 
-def possible_nodes() -> list[Mapping[str, float]]:
+def possible_nodes() -> Sequence[Mapping[str, float]]:
     """Return the resources of the nodes that take work, and of those that may be added.
 
     The latter are known on the head node of a cluster with an autoscaler. They count from the
@@ -45,12 +45,17 @@ def possible_nodes() -> list[Mapping[str, float]]:
     Raises:
         RunError: The head node does not answer.
     """
-    now: list[Mapping[str, float]] = list(working_nodes().values())
-    text = _cluster_file()
-    if text is None:
+    return with_workers_to_come(list(working_nodes().values()), _cluster_file())
+
+
+def with_workers_to_come(
+    now: Sequence[Mapping[str, float]], cluster: str | None
+) -> Sequence[Mapping[str, float]]:
+    """Return the nodes that there are, or those that a cluster's file allows, if these are more."""
+    if cluster is None:
         return now
     heads = [node for node in now if HEAD in node]
-    return max(now, [*heads, *_largest_cluster(yaml.safe_load(text))], key=_gpus_and_cpus)
+    return max(now, [*heads, *_largest_cluster(yaml.safe_load(cluster))], key=_gpus_and_cpus)
 
 
 def _cluster_file() -> str | None:
