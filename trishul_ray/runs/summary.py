@@ -209,9 +209,9 @@ class RunSummary:
     headline: str
     data: dict[str, Any]
     scored_rounds: list[int]
-    final: dict[str, Any]
+    final: dict[str, float]
     best: dict[str, Any]
-    untouched: dict[str, Any]
+    untouched: dict[str, float]
     recall: dict[str, float | None]
     per_client: dict[str, float]
     personal: dict[str, float]
@@ -223,7 +223,7 @@ class RunSummary:
     refused_uploads: int
     round_seconds: list[float]
     wall_seconds: float
-    diagnostics: dict[str, Any]
+    diagnostics: dict[str, float]
     heads: dict[str, int]
     block_squared_norms: dict[str, float]
     state_sha256: str
@@ -384,7 +384,7 @@ def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
     return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
 
 
-def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, Any]:
+def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, float]:
     """Return the last diagnosed round's spectral metrics; empty for methods without cores."""
     names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
     for record in reversed(records):
@@ -395,7 +395,7 @@ def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, Any]:
     return {}
 
 
-def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, Any]:
+def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, float]:
     # A metric of a group of test rows is missing if the evaluated subset holds none of them.
     return {name: record.scores[name] for name in names if name in record.scores}
 
