@@ -8,7 +8,7 @@ the cohort alone, so the bytes do not depend on the number of workers. Nothing h
 Legend: W entries of the shared part, U units, m clients.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,8 @@ class Reducer:
 
     def unit_weight(self, upload: Upload, weight: float) -> np.ndarray | float:
         """Return w_c m_cu of an upload's units, [U] float64, or one number if all are equal."""
+        if self.expected is None:
+            return 0.0
         if self.method.weighs_classifier:
             return weight if upload.active is None else weight * upload.active
         units = self.layout.units(self.method.wire(self.layout))
@@ -62,6 +64,22 @@ class Reducer:
             return upload.arrays
         state = self.method.contribution(upload.arrays.map(as_tensor), self.layout)
         return state.map(to_array)
+
+    def term(self, upload: Upload, weight: float, unit_weight: np.ndarray | float) -> ArrayState:
+        """Return what of an upload is summed: its contribution times its weights, in float64."""
+
+        def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
+            product: np.ndarray = array.astype(np.float64) * by
+            return product
+
+        found, by_entry, plain = self.contribution(upload), unit_weight, self.method.plain_mean
+        if self.expected is not None and np.ndim(unit_weight):
+            by_entry = np.repeat(unit_weight, self.expected.unit_sizes)
+        return State(
+            scaled(found.shared, by_entry),
+            {n: scaled(a, 1.0 if n in plain else weight) for n, a in found.extra.items()},
+            {layer: scaled(a, weight) for layer, a in found.base.items()},
+        )
 
 
 @dataclass
@@ -117,44 +135,20 @@ def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
 
 def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
     """Validate and sum one group of uploads, in the order given (ascending client)."""
-    expected = reducer.expected
-    sizes = np.zeros(0, dtype=np.int64) if expected is None else expected.unit_sizes
-    total = Partial(sums=None, weight=0.0, unit_weight=np.zeros(len(sizes)))
+    units = 0 if reducer.expected is None else len(reducer.expected.unit_sizes)
+    total = Partial(sums=None, weight=0.0, unit_weight=np.zeros(units))
     for upload in uploads:
-        reason = rejection_reason(upload, expected)
-        if reason is not None:
+        if (reason := rejection_reason(upload, reducer.expected)) is not None:
             total.refused[upload.client] = reason
             continue
         weight = reducer.weight(upload)
-        unit_weight = 0.0 if expected is None else reducer.unit_weight(upload, weight)
-        plain = reducer.method.plain_mean
-        term = _weighted(reducer.contribution(upload), weight, unit_weight, sizes, plain)
+        unit_weight = reducer.unit_weight(upload, weight)
+        term = reducer.term(upload, weight, unit_weight)
         total.sums = term if total.sums is None else _add(total.sums, term)
         total.weight += weight
         total.unit_weight += unit_weight
         total.clients.append(upload.client)
     return total
-
-
-def _weighted(
-    contribution: ArrayState,
-    weight: float,
-    unit_weight: np.ndarray | float,
-    sizes: np.ndarray,
-    plain: Collection[str],
-) -> ArrayState:
-    """Return a contribution times its weights, in float64; ``extra`` of ``plain`` as it is."""
-
-    def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
-        product: np.ndarray = array.astype(np.float64) * by
-        return product
-
-    by_entry = unit_weight if np.ndim(unit_weight) == 0 else np.repeat(unit_weight, sizes)
-    return State(
-        scaled(contribution.shared, by_entry),
-        {n: scaled(a, 1.0 if n in plain else weight) for n, a in contribution.extra.items()},
-        {layer: scaled(a, weight) for layer, a in contribution.base.items()},
-    )
 
 
 def _add(first: ArrayState, second: ArrayState) -> ArrayState:
