@@ -103,7 +103,7 @@ def test_a_median_stays_among_the_honest_uploads(executor, tmp_path):
     assert (found >= honest.min(axis=0)).all() and (found <= honest.max(axis=0)).all()
     mean = server_of(Attacked(executor("method=fedit", "federation.rounds=1")), tmp_path)
     mean.step()
-    assert abs(mean.state.shared).max() > 1e8
+    assert abs(mean.checkpoint.state.shared).max() > 1e8
 
 
 def test_the_median_of_equal_uploads_is_their_mean(executor, tmp_path):
