@@ -45,8 +45,11 @@ def test_a_number_in_scientific_notation():
     assert load_experiment(None, ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
 
 
-def test_a_resolved_config_reads_back_as_itself(tmp_path):
-    experiment = load_experiment(None, ["method=fedit", "seed=3"])
+@pytest.mark.parametrize(
+    "words", [["method=fedit", "seed=3"], ["dataset=cifar100", "method=ffalora"]]
+)
+def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
+    experiment = load_experiment(None, words)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(experiment.to_dict()))
     assert load_experiment(path) == experiment
@@ -241,9 +244,15 @@ def test_the_whole_published_table():
         ),
         (["method=fullft"], 1e-4, "our choice: no source names a rate for fullft"),
         (["method=fedit", "optimizer.lr=0.3"], 0.3, RateSource.USER),
+        (
+            ["dataset=digits"],
+            2e-3,
+            "our choice by kind of adapter: no source names a rate for digits; borrowed from "
+            "ravan, for trishul",
+        ),
     ],
 )
-def test_on_cifar100(overrides, rate, source):
+def test_the_rate_and_its_source(overrides, rate, source):
     options = load_experiment(None, ["dataset=cifar100", *overrides]).optimizer
     assert (options.lr, options.lr_source) == (rate, source)
 
@@ -257,22 +266,10 @@ def test_the_source_names_everything_borrowed():
     )
 
 
-def test_the_rate_for_digits_is_not_published():
-    source = load_experiment().optimizer.lr_source
-    assert source == (
-        "our choice by kind of adapter: no source names a rate for digits; borrowed from ravan, "
-        "for trishul"
-    )
-
-
-def test_a_saved_config_keeps_its_rate(tmp_path):
-    experiment = load_experiment(None, ["dataset=cifar100", "method=ffalora"])
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(experiment.to_dict()))
-    assert load_experiment(path) == experiment
-
-
-def test_the_source_without_a_look_up():
+def test_the_source_without_a_look_up(register_newcomer):
+    register_newcomer(rates_like=None)
+    options = load_experiment(None, ["method=newcomer"]).optimizer
+    assert options.lr == 5e-4 and options.lr_source is RateSource.GENERAL
     assert build_experiment({}).optimizer.lr_source is RateSource.GENERAL
     assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source is RateSource.USER
 
@@ -368,25 +365,16 @@ def register_newcomer():
     _REGISTRY.pop("newcomer", None)
 
 
-def test_a_new_method_has_the_rates_of_the_method_it_names(register_newcomer):
-    register_newcomer(rates_like="ffalora")
+@pytest.mark.parametrize(
+    ("attributes", "like"), [({"rates_like": "ffalora"}, "ffalora"), ({}, "fedit")]
+)
+def test_a_new_method_has_the_rates_of_the_method_it_names_or_of_its_parent(
+    register_newcomer, attributes, like
+):
+    register_newcomer(**attributes)
     options = load_experiment(None, ["method=newcomer"]).optimizer
-    parent = load_experiment(None, ["method=ffalora"]).optimizer
-    assert options.lr == parent.lr == 5e-3
-    assert "borrowed from ffalora, for newcomer" in options.lr_source
-
-
-def test_a_new_method_inherits_the_rates_of_its_parent(register_newcomer):
-    register_newcomer()
-    options = load_experiment(None, ["method=newcomer"]).optimizer
-    assert options.lr == load_experiment(None, ["method=fedit"]).optimizer.lr == 2e-3
-    assert "borrowed from fedit, for newcomer" in options.lr_source
-
-
-def test_a_method_without_rates_has_the_general_default(register_newcomer):
-    register_newcomer(rates_like=None)
-    options = load_experiment(None, ["method=newcomer"]).optimizer
-    assert options.lr == 5e-4 and options.lr_source is RateSource.GENERAL
+    assert options.lr == load_experiment(None, [f"method={like}"]).optimizer.lr
+    assert f"borrowed from {like}, for newcomer" in options.lr_source
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ one that is set.
 """
 
 import difflib
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -337,9 +335,7 @@ def _method_of(fields: dict[str, Any]) -> str:
 
 
 def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    annotation = model.model_fields[name].annotation if name in model.model_fields else None
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return None
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return None if annotation is MethodConfig else annotation
+    found = model.model_fields[name].annotation if name in model.model_fields else None
+    if isinstance(found, type) and issubclass(found, BaseModel) and found is not MethodConfig:
+        return found
     return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.lazy import torch, transformers
 from trishul_ray.tasks.base import Task, group_column, logits_of, register, to_device
 from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
@@ -173,14 +173,12 @@ class Text2Text(Task):
 
     def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Generated:
         """Run the encoder once; return the target's logits and a greedily generated text."""
-        from transformers import GenerationConfig
-
         inputs = self.inputs(batch)
         ids, mask = inputs.pop("input_ids"), inputs["attention_mask"]
         module: Any = model.model
         encoded = module.get_encoder()(input_ids=ids, attention_mask=mask)
         logits = logits_of(model.forward(encoder_outputs=encoded, **inputs))
-        greedy = GenerationConfig(
+        greedy = transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
             max_new_tokens=self.target_length,
