@@ -10,7 +10,7 @@ from huggingface_hub import close_session
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.lookup import read_normalization
+from trishul_ray.models.lookup import ModelFiles, read_normalization
 from trishul_ray.network import hub_fault, try_within
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -52,7 +52,8 @@ def test_what_was_downloaded_before_is_read(unreachable, tmp_path, monkeypatch):
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    assert read_normalization("me/vit") == ((0.1,), (0.2,))
+    with ModelFiles("me/vit", "me/vit", None).reading():
+        assert read_normalization("me/vit") == ((0.1,), (0.2,))
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 

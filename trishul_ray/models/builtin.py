@@ -41,14 +41,6 @@ Objective = Literal["masked", "causal", "denoise"]
 #: ``model_type`` of a built-in's architecture in transformers.
 ModelType = Literal["vit", "bert", "t5", "llama"]
 
-#: Classes of transformers' configurations.
-_CONFIGS: dict[ModelType, str] = {
-    "vit": "ViTConfig",
-    "bert": "BertConfig",
-    "t5": "T5Config",
-    "llama": "LlamaConfig",
-}
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -89,8 +81,8 @@ class Builtin:
 
     def config(self) -> "PretrainedConfig":
         """Return a new configuration of the architecture."""
-        config: PretrainedConfig = getattr(transformers, _CONFIGS[self.model_type])(
-            **self.architecture
+        config: PretrainedConfig = transformers.AutoConfig.for_model(
+            self.model_type, **self.architecture
         )
         return config
 

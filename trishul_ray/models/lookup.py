@@ -114,17 +114,18 @@ class ModelFiles:
 
     @contextmanager
     def reading(self, *more: type[Exception]) -> Iterator[None]:
-        """Read the files as :func:`reading_from` does, and say of which model a failure is.
+        """Read the files with :func:`quiet_transformers`, and say of which model a failure is.
 
-        Args:
-            more: What may be raised besides :data:`READ_ERRORS`.
+        If they are on the hub and it does not answer at once, only what was downloaded before is
+        read. ``more`` is what may be raised besides :data:`READ_ERRORS`.
 
         Raises:
             CorruptFileError: The files in a folder cannot be read.
             InputError: They are on the hub, which cannot be reached or refuses them.
         """
         faults: tuple[type[Exception], ...] = (*READ_ERRORS, *more)
-        with reading_from(self.location):
+        on_hub = isinstance(self.location, str)
+        with quiet_transformers(), hub_or_cache() if on_hub else nullcontext():
             try:
                 yield
             except InputError:
@@ -275,11 +276,10 @@ def read_normalization(
     else:
         if location in KNOWN_NORMALIZATION:
             return KNOWN_NORMALIZATION[location]
-        with reading_from(location):
-            try:
-                file = Path(hf_hub_download(location, "preprocessor_config.json"))
-            except RemoteEntryNotFoundError:
-                return None, None
+        try:
+            file = Path(hf_hub_download(location, "preprocessor_config.json"))
+        except RemoteEntryNotFoundError:
+            return None, None
     if not file.is_file():
         return None, None
     try:
@@ -308,16 +308,6 @@ def usual_kind(architecture: "PretrainedConfig") -> ModelKind:
     if type(architecture) in transformers.AutoModelForMaskedLM._model_mapping:
         return "sequence-classification"
     return "causal-lm"
-
-
-@contextmanager
-def reading_from(location: Path | str) -> Iterator[None]:
-    """Read a model's files with :func:`quiet_transformers`; ``location`` may be a name on the hub.
-
-    If the hub does not answer at once, only what was downloaded before is read.
-    """
-    with quiet_transformers(), hub_or_cache() if isinstance(location, str) else nullcontext():
-        yield
 
 
 @contextmanager
