@@ -167,13 +167,6 @@ def loose(fields: Iterable[str]) -> list[str]:
     return [field for field in fields if field in _loose]
 
 
-def provided(field: str) -> list[str]:
-    """Return the values of a field, such as ``task.kind``, that plug-ins and scripts define."""
-    owned = [name for name, plugins in _providers.items() if plugins]
-    names = (name.partition("=") for name in [*owned, *_loose])
-    return sorted({value for key, _, value in names if key == field})
-
-
 def note_dataset(name: str, plugin: Plugin) -> None:
     """Note which plug-in defines a dataset."""
     _providers[f"data.name={name}"] = (plugin,)
