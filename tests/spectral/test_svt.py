@@ -53,6 +53,14 @@ def assert_is_prox(result: Tensor, cores: Tensor, threshold: float) -> None:
     assert bool((error <= 1e-6 * spectral_norm(cores)).all()), error
 
 
+@pytest.fixture
+def set_threads():
+    """``torch.set_num_threads``, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @st.composite
 def spectra(draw) -> Tensor:
     """[n, r] singular values over many scales, with repeats and exact zeros."""
@@ -275,3 +283,18 @@ def test_on_a_gpu(share):
     on_gpu = svt(cores.cuda(), threshold)
     assert on_gpu.is_cuda
     assert_is_prox(on_gpu.cpu(), cores, threshold)
+
+
+def test_a_stack_that_threads_divide_has_the_same_bits(set_threads):
+    # LAPACK would divide matrices of this size, and round others.
+    low = gaussian(5, 200, 5, seed=1) @ gaussian(5, 5, 200, seed=2)
+    cores = (1e-3 * gaussian(5, 200, 200) + 1e-2 * low).float()
+    cores[0, 0, 0] = math.nan
+    found = []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        found.append(svt(cores, 2e-5))
+        assert torch.get_num_threads() == threads
+    assert bool(found[0][0].isnan().all()) and bool(found[0][1:].isfinite().all())
+    for each in found[1:]:
+        assert torch.equal(found[0].nan_to_num(7.0), each.nan_to_num(7.0))

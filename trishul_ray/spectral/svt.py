@@ -7,7 +7,8 @@ svt). It runs after every local step and must be cheap:
   ``X V diag(1 - tau / max(sigma, tau)) V^T``, without dividing by a small number and without U.
   Squaring costs half the digits, which float64 can spare for float32 cores: errors stay below
   about 1e-7 of the largest singular value. (A float32 Gram matrix would lose every singular value
-  below 3e-4 of the largest.)
+  below 3e-4 of the largest.) Where PyTorch has several threads, each decomposes a part of the
+  stack: LAPACK loses time if it divides matrices this small among threads.
 * On a GPU, where batched eigensolvers are slow at these sizes and stop the host, the same map is
   computed by :func:`svt_by_iteration`: only batched matrix products, the same ones for any values.
 * A core whose spectral norm is provably at most tau, by ``sigma_1^2 <= ||X^T X||_F``, becomes zero
@@ -21,8 +22,11 @@ Legend: n cores in the stack, r rank (side of a core), k number of singular valu
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -170,15 +174,29 @@ def _svt_by_gram(cores: Tensor, threshold: float) -> Tensor:
 
 
 def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
-    squares: Tensor
-    vectors: Tensor
-    squares, vectors = torch.linalg.eigh(gram)  # ascending [n, r], [n, r, r]
+    squares, vectors = _eigh(gram)  # ascending [n, r], [n, r, r]
     values = squares.clamp(min=0.0).sqrt()
     kept = int((values > threshold).sum(dim=-1).max())
     first = values.shape[-1] - kept
     values, vectors = values[:, first:], vectors[:, :, first:]  # [n, k], [n, r, k]
     gains = 1.0 - threshold / values.clamp(min=threshold)  # exactly 0 for values <= tau
     return ((x @ vectors) * gains.unsqueeze(-2)) @ vectors.mT  # [n, r, k] x [n, k, r]
+
+
+def _eigh(grams: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``torch.linalg.eigh`` of [n, r, r], the same bits for any number of threads."""
+    threads = min(torch.get_num_threads(), len(grams))
+    if threads == 1:
+        values, vectors = torch.linalg.eigh(grams)
+        return values, vectors
+    found = list(_threads(threads, os.getpid()).map(torch.linalg.eigh, grams.chunk(threads)))
+    return torch.cat([values for values, _ in found]), torch.cat([vectors for _, vectors in found])
+
+
+@functools.cache
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """Return threads, in each of which PyTorch and LAPACK use one. A forked process has its own."""
+    return ThreadPoolExecutor(count, "svt", torch.set_num_threads, (1,))
 
 
 def _newton_schulz_scalings(resolution: float) -> list[float]:
