@@ -145,10 +145,10 @@ def test_a_run_that_starts_over_is_in_mlflow_once(tiny):
     client = MlflowClient(f"sqlite:///{run_folder(tiny()).root}/../mlflow.db")
     groups = [e.experiment_id for e in client.search_experiments()]
     listed = {run.info.run_id for run in client.search_runs(groups)}
-    assert listed == {other["mlflow_run_id"], again["mlflow_run_id"]}
+    assert listed == {other.mlflow_run_id, again.mlflow_run_id}
     (deleted,) = client.search_runs(groups, run_view_type=ViewType.DELETED_ONLY)
-    assert deleted.info.run_id == first["mlflow_run_id"]
-    assert deleted.data.tags["trishul.replaced_by"] == again["attempt"] != first["attempt"]
+    assert deleted.info.run_id == first.mlflow_run_id
+    assert deleted.data.tags["trishul.replaced_by"] == again.attempt != first.attempt
 
 
 def numbers(finished):
