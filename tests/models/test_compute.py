@@ -9,13 +9,9 @@ from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
+from trishul_ray.models.attention import ATTENTION, recompute_activations
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.compute import (
-    ATTENTION,
-    cast,
-    configure_compute,
-    recompute_activations,
-)
+from trishul_ray.models.compute import cast, configure_compute
 
 KINDS = {
     "vit-digits": "image-classification",

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,7 +69,7 @@ def run(
     can change a result makes a different run, with a different id.
     """
     experiment = load_arguments(arguments)
-    from trishul_ray.cli.listing import client_sentence, field_list, summary_table
+    from trishul_ray.cli.listing import field_list
 
     if fields:
         print_line(field_list(experiment, out.width))
@@ -81,6 +81,30 @@ def run(
     from trishul_ray.data.prepare import find_source
 
     find_source(experiment.data)  # an unknown name is refused before anything imports torch
+    with _early_fork_server(experiment) if fresh or not _is_finished(experiment) else nullcontext():
+        _run_and_show(experiment, fresh=fresh, central=central)
+
+
+def _is_finished(experiment: "Experiment") -> bool:
+    from trishul_ray.federation.checkpoint import run_folder
+
+    with suppress(OSError):  # reported by the run itself, with what is kept
+        return run_folder(experiment).exists("result.json")
+    return False
+
+
+def _early_fork_server(experiment: "Experiment") -> AbstractContextManager[None]:
+    """Start to import what the workers need, on another core than what this process needs."""
+    from trishul_ray.federation.on_ray.fork_server import early_fork_server
+    from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster
+
+    if experiment.resources.backend != "ray" or joins_cluster() or not forks_workers():
+        return nullcontext()
+    return early_fork_server()
+
+
+def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> None:
+    from trishul_ray.cli.listing import client_sentence, summary_table
     from trishul_ray.runs.runner import central_twin
 
     experiments = [("federated", experiment)]

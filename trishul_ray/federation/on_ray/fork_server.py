@@ -31,6 +31,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Self
 
@@ -38,7 +40,7 @@ from typing import Self
 PRELOADED = (
     "trishul_ray.federation.server",
     "trishul_ray.federation.local",
-    "transformers.modeling_utils",
+    "trishul_ray.models.attention",
 )
 #: Seconds between two looks of a worker at its raylet.
 LOOK_SECONDS = 1.0
@@ -78,6 +80,26 @@ class ForkServer:
         """End the fork server; its workers go on."""
         with self._process:
             self._process.kill()
+
+
+#: The fork server of :func:`early_fork_server` until a Ray takes it.
+_early: list[ForkServer] = []
+
+
+@contextmanager
+def early_fork_server() -> Iterator[None]:
+    """Let a fork server import while this process still imports by itself; a Ray may take it."""
+    with ForkServer() as server:
+        _early[:] = [server]
+        try:
+            yield
+        finally:
+            _early.clear()
+
+
+def new_fork_server() -> ForkServer:
+    """Return the fork server that was started early, or one that is started now."""
+    return _early.pop() if _early else ForkServer()
 
 
 def _serve(listener: socket.socket) -> list[str]:

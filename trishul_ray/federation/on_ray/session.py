@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError, first_line, last_words
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.fork_server import ForkServer
+from trishul_ray.federation.on_ray.fork_server import ForkServer, new_fork_server
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
 from trishul_ray.federation.on_ray.ray_internals import (
     has_gpu,
@@ -109,6 +109,16 @@ class _Watch:
         os._exit(1)
 
 
+def joins_cluster() -> bool:
+    """Return whether ``RAY_ADDRESS`` names a cluster that is to be joined."""
+    return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
+
+
+def forks_workers() -> bool:
+    """Return whether the workers of a local Ray are forks here."""
+    return sys.platform == "linux" and not has_gpu()
+
+
 @contextmanager
 def ray_session(
     cpus: int | None = None, fork_server: ForkServer | None = None
@@ -134,15 +144,14 @@ def ray_session(
     if ray.is_initialized():
         yield ray.available_resources()
         return
-    address = os.environ.get("RAY_ADDRESS")
-    joins = address not in (None, "", "local")
+    address, joins = os.environ.get("RAY_ADDRESS"), joins_cluster()
     # By default Ray hides all GPUs from an actor that holds none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with ExitStack() as stack:
         stack.callback(_restore, {name: os.environ.get(name) for name in _TOKEN_SETTINGS})
         stack.enter_context(without_messages())
-        if not joins and fork_server is None and sys.platform == "linux" and not has_gpu():
-            fork_server = stack.enter_context(ForkServer())
+        if not joins and fork_server is None and forks_workers():
+            fork_server = stack.enter_context(new_fork_server())
         stack.callback(ray.shutdown)  # also after an interrupted start
         try:
             with _held_signals():
