@@ -5,7 +5,7 @@ import numpy as np
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
-from trishul_ray.federation.reduce import Reducer, combine, finish, groups, partial_sum
+from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.storage import Store
@@ -27,15 +27,8 @@ def run(inline, tmp_path, name=None):
     return server
 
 
-def summed(uploads, reducer):
-    """The sum of uploads, as executors build it; None without a reducer or an upload."""
-    if reducer is None or not uploads:
-        return None
-    return combine([partial_sum(group, reducer) for group in groups(uploads)])
-
-
 class Recording:
-    """An executor that remembers the uploads of its last jobs, which a subclass may change."""
+    """An executor that remembers the uploads of its last jobs."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -43,16 +36,11 @@ class Recording:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def run(self, broadcast, jobs, reducer=None, keep=None):
+    def run(self, broadcast, jobs):
         outcome = self.inner.run(broadcast, jobs)
         if outcome.uploads:
-            outcome.uploads = self.changed(outcome.uploads)
             self.broadcast, self.uploads = broadcast, outcome.uploads
-        outcome.total = summed(outcome.uploads, reducer)
         return outcome
-
-    def changed(self, uploads):
-        return uploads
 
 
 def weights_of(inline, broadcast):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from method_runs import run, server_of, summed
+from method_runs import run, server_of
 from newcomers import NEWCOMERS
 from peft import PeftModel
 from pydantic import ValidationError
@@ -154,7 +154,7 @@ class Shuffled:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def run(self, broadcast, jobs, reducer=None, keep=None):
+    def run(self, broadcast, jobs):
         order = np.random.default_rng(self.seed).permutation(len(jobs))
         done = {int(i): self.inner.run(broadcast, [jobs[i]]) for i in order}
         merged = Outcome([], [], [])
@@ -162,7 +162,6 @@ class Shuffled:
             merged.uploads += done[i].uploads
             merged.reports += done[i].reports
             merged.evaluations += done[i].evaluations
-        merged.total = summed(merged.uploads, reducer)
         return merged
 
 
