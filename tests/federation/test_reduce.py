@@ -42,7 +42,11 @@ def uploads_of(count, seed=0, masked=False):
 
 
 def reduce_in_groups(uploads, weighting):
-    return combine([partial_sum(group, by(weighting)) for group in groups(uploads)])
+    parts = [
+        partial_sum([uploads[i] for i in group], by(weighting))
+        for group in groups([u.client for u in uploads])
+    ]
+    return combine(parts)
 
 
 @settings(deadline=None, max_examples=50)
@@ -99,7 +103,7 @@ def test_plain_means_and_classification_heads_ignore_the_weight_of_the_method(co
         )
         for u in uploads_of(count, seed)
     ]
-    parts = [partial_sum(group, reducer) for group in groups(uploads)]
+    parts = [partial_sum([uploads[i] for i in group], reducer) for group in groups(range(count))]
     mean, _ = finish(combine(parts), State(np.zeros(20, np.float32)), reducer)
 
     def by_weights(values, weights):

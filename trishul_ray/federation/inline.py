@@ -14,13 +14,12 @@ from trishul_ray.federation.messages import (
     EvalReport,
     Job,
     Outcome,
-    Partial,
     TrainJob,
     TrainReport,
     Upload,
 )
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.reduce import Reducer, combine, groups, partial_sum
+from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
 from trishul_ray.federation.server import RoundReport, RunResult, Server
 from trishul_ray.federation.workbench import (
     Residents,
@@ -62,28 +61,22 @@ class InlineExecutor:
             adapt_to(self.bench, broadcast.survey)
             return evaluate_chunk(self.bench, broadcast, job)
 
-    def run(
-        self,
-        broadcast: ArrayState,
-        jobs: Sequence[Job],
-        reducer: Reducer | None = None,
-        keep: int | None = None,
-    ) -> Outcome:
-        """Run the jobs in order, and sum the uploads in the same groups as the Ray backend."""
-        uploads: list[Upload] = []
-        reports: list[TrainReport] = []
-        sums: list[Partial] = []
-        for group in groups([job for job in jobs if isinstance(job, TrainJob)]):
-            trained = [self.train(broadcast, job) for job in group]
-            if reducer is not None:
-                sums.append(partial_sum([upload for upload, _ in trained], reducer))
-            uploads = [*uploads, *(upload for upload, _ in trained)][:keep]
-            reports += [report for _, report in trained]
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
+        """Run the jobs in order."""
+        trained = [self.train(broadcast, job) for job in jobs if isinstance(job, TrainJob)]
         return Outcome(
-            uploads=uploads,
-            reports=reports,
+            uploads=[upload for upload, _ in trained],
+            reports=[report for _, report in trained],
             evaluations=[self.evaluate(broadcast, job) for job in jobs if isinstance(job, EvalJob)],
-            total=combine(sums) if sums else None,
+        )
+
+    def reduce(self, uploads: list[Upload], reducer: Reducer) -> Partial:
+        """Sum group by group, in the same order as the Ray backend."""
+        return combine(
+            [
+                partial_sum([uploads[i] for i in group], reducer)
+                for group in groups([u.client for u in uploads])
+            ]
         )
 
     def fetch(self, uploads: list[Upload]) -> list[Upload]:

@@ -110,25 +110,13 @@ class EvalReport:
 
 
 @dataclass
-class Partial:
-    """The running sum of a group of uploads."""
-
-    sums: ArrayState | None  # float64, weighted; None without a valid upload
-    weight: float  # sum of w_c
-    unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
-    clients: list[int] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)  # the reason, by client
-
-
-@dataclass
 class Outcome:
     """Results of a list of jobs, each kind in the order of its jobs."""
 
-    uploads: list[Any]  # handles of those that were to be kept: they stay where they were made
+    uploads: list[Any]  # handles: the uploads stay where they were made
     reports: list[TrainReport]
     evaluations: list[EvalReport]
     events: list[str] = field(default_factory=list)  # one line for each restart or loss
-    total: Partial | None = None  # of all uploads, if they were to be summed
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,13 @@ Legend: W entries of the shared part, U units, m clients.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.federation.messages import (
-    ArrayState,
-    Expected,
-    Partial,
-    Upload,
-    as_tensor,
-    to_array,
-)
+from trishul_ray.federation.messages import ArrayState, Expected, Upload, as_tensor, to_array
 from trishul_ray.methods.base import Method, State
-
-T = TypeVar("T")
 
 #: Uploads summed by one worker. A round of no more uploads is reduced on the server.
 FAN_IN = 16
@@ -90,6 +80,17 @@ class Reducer:
             {n: scaled(a, 1.0 if n in plain else weight) for n, a in found.extra.items()},
             {layer: scaled(a, weight) for layer, a in found.base.items()},
         )
+
+
+@dataclass
+class Partial:
+    """The running sum of a group of uploads."""
+
+    sums: ArrayState | None  # float64, weighted; None without a valid upload
+    weight: float  # sum of w_c
+    unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
+    clients: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)  # the reason, by client
 
 
 def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
@@ -179,9 +180,10 @@ def combine(partials: Sequence[Partial]) -> Partial:
     return first
 
 
-def groups(cohort: Sequence[T]) -> list[Sequence[T]]:
-    """Divide a cohort into groups of at most ``FAN_IN``, in order."""
-    return [cohort[i : i + FAN_IN] for i in range(0, len(cohort), FAN_IN)]
+def groups(clients: Sequence[int]) -> list[list[int]]:
+    """Divide the positions of a cohort into groups of at most ``FAN_IN``, in order."""
+    positions = list(range(len(clients)))
+    return [positions[i : i + FAN_IN] for i in range(0, len(positions), FAN_IN)]
 
 
 def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayState, np.ndarray]:

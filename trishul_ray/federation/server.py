@@ -36,7 +36,6 @@ from trishul_ray.federation.messages import (
     EvalReport,
     Job,
     Outcome,
-    Partial,
     TrainJob,
     Upload,
     as_tensor,
@@ -45,7 +44,7 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import Reducer, finish, rejection_reason, round_units
+from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.sums import EvalSums, score_by_mix, summarize_clients
@@ -57,18 +56,11 @@ class Executor(Protocol):
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench that every worker builds, given the survey."""
 
-    def run(
-        self,
-        broadcast: ArrayState,
-        jobs: Sequence[Job],
-        reducer: Reducer | None = None,
-        keep: int | None = None,
-    ) -> Outcome:
-        """Run all jobs with one broadcast.
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
+        """Run all jobs with one broadcast."""
 
-        With a ``reducer`` the uploads are validated and summed in groups of ``FAN_IN``, in order,
-        as soon as a group is complete. Only the first ``keep`` uploads (None: all) are kept.
-        """
+    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
+        """Validate and sum uploads in groups of ``FAN_IN``, in order."""
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
         """Bring uploads into this process, for diagnostics."""
@@ -168,11 +160,10 @@ class Server:
         clients = rng.choice(fed.clients, min(plan.clients, fed.clients), replace=False)
         cohort = sorted(clients.tolist())
         state, record = self.checkpoint.state, self.checkpoint.records[0]
-        reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
-        jobs = [TrainJob(0, client) for client in cohort]
-        outcome = self.executor.run(state, jobs, reducer, keep=0)
+        outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
         self.events += outcome.events
-        mean, _ = finish(self._checked_sum(0, outcome), state, reducer)
+        reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
+        mean, _ = finish(self._sum(0, outcome, reducer), state, reducer)
         record.uploaded_parameters = sum(report.uploaded for report in outcome.reports)
         return {layer: answer.astype(np.float32) for layer, answer in mean.extra.items()}
 
@@ -197,13 +188,7 @@ class Server:
         with deterministic(self.experiment):
             broadcast = self.broadcast()
             train = [TrainJob(number, c, now.client_states.get(c, {})) for c in cohort]
-            reducer = Reducer(
-                self.method, self.blueprint.layout, fed.weighting, self.blueprint.expected
-            )
-            keep_all = self.method.needs_uploads or self._compares_everyone(number)
-            keep = None if keep_all else MOST_CLIENTS
-            jobs: list[Job] = [*train, *self._evaluation_jobs()]
-            outcome = self.executor.run(broadcast, jobs, reducer, keep)
+            outcome = self.executor.run(broadcast, [*train, *self._evaluation_jobs()])
             self.events += outcome.events
             for rows in self.blueprint.scored if outcome.evaluations else ():
                 found = [each for each in outcome.evaluations if each.rows == rows]
@@ -214,7 +199,7 @@ class Server:
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, broadcast, outcome)
                 began += time.perf_counter() - paused
-                record = self._aggregate(number, broadcast, outcome, reducer)
+                record = self._aggregate(number, broadcast, outcome)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
                 now.records.append(record)
@@ -300,22 +285,16 @@ class Server:
                     jobs += [EvalJob(number, *chunk, rows, client, state) for chunk in own]
         return jobs
 
-    def _compares_everyone(self, number: int) -> bool:
-        """Return whether all clients are compared after a round."""
-        if self.experiment.evaluation.diagnostics_cohort != "all":
-            return False
-        units = self.blueprint.layout.units(self.blueprint.wire)
-        has_cores = any(unit.rank is not None for unit in units)
-        return number == self.experiment.federation.rounds and has_cores
-
     def _compare_everyone(self, number: int, broadcast: ArrayState, outcome: Outcome) -> Arrays:
         """In the last round, train the other clients, too, if all are to be compared.
 
         Nothing of it is kept but the comparison: states, records and traffic are the cohort's.
         """
-        if not self._compares_everyone(number):
+        fed, layout, wire = self.experiment.federation, self.blueprint.layout, self.blueprint.wire
+        options = self.experiment.evaluation
+        has_cores = any(unit.rank is not None for unit in layout.units(wire))
+        if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
             return {}
-        fed, options = self.experiment.federation, self.experiment.evaluation
         others = sorted({*range(fed.clients)} - {report.client for report in outcome.reports})
         states = self.checkpoint.client_states
         jobs = [TrainJob(number, c, states.get(c, {})) for c in others]
@@ -330,16 +309,16 @@ class Server:
         valid.sort(key=lambda upload: upload.client)
         return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
 
-    def _aggregate(
-        self, number: int, broadcast: ArrayState, outcome: Outcome, reducer: Reducer
-    ) -> RoundRecord:
+    def _aggregate(self, number: int, broadcast: ArrayState, outcome: Outcome) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
-        total = self._checked_sum(number, outcome)
+        reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
+        total = self._sum(number, outcome, reducer)
         mean, trained = finish(total, now.state, reducer)
         accepted = set(total.clients)
         # Before the state changes: fetching may fail if a node is lost.
-        fetched = self.executor.fetch(outcome.uploads)
+        needed = None if self.method.needs_uploads else MOST_CLIENTS
+        fetched = self.executor.fetch(outcome.uploads[:needed])
         sample = fetched[:MOST_CLIENTS]
         singles: tuple[ClientUpload, ...] = ()
         if self.method.needs_uploads:
@@ -371,15 +350,14 @@ class Server:
             now.matrices = append_round(now.matrices, number, diagnosed.matrices)
         return record
 
-    def _checked_sum(self, number: int, outcome: Outcome) -> Partial:
-        """Return the sum of the uploads of a round; name those that are refused.
+    def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:
+        """Validate and sum the uploads of a round; name those that are refused.
 
         Raises:
             FailsAgainError: Too few are valid.
         """
-        total = outcome.total
-        assert total is not None
-        quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
+        total = self.executor.reduce(outcome.uploads, reducer)
+        quorum, sent = self.experiment.federation.quorum, len(outcome.uploads)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
         if len(total.clients) < max(quorum * sent, 1):

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
         Blueprint,
         EvalJob,
         EvalReport,
-        Partial,
         TrainJob,
         TrainReport,
         Upload,
     )
-    from trishul_ray.federation.reduce import Reducer
+    from trishul_ray.federation.reduce import Partial, Reducer
     from trishul_ray.federation.workbench import Residents
 
 

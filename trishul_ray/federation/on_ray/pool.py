@@ -23,14 +23,13 @@ from trishul_ray.federation.messages import (
     EvalJob,
     Job,
     Outcome,
-    Partial,
     TrainJob,
     Upload,
     changed_sources,
 )
 from trishul_ray.federation.on_ray.process import Assignment, Process
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone
-from trishul_ray.federation.reduce import FAN_IN, Reducer, groups, partial_sum
+from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum
 
 
 def cause_of(error: Exception) -> str:
@@ -115,26 +114,16 @@ class ActorPool:
         """Return the blueprint of the first actor that answers; all build the same."""
         if survey:
             reference = ray.put(survey)
-            self._blueprint = self._run_each(
+            (self._blueprint,) = self._run_each(
                 1,
                 lambda actor, _: actor.describe.remote(self._run, reference),
                 lambda _: "building adapters",
-            )[0]
+            )
         assert self._blueprint is not None  # the constructor waits for it
         return self._blueprint
 
-    def run(
-        self,
-        broadcast: ArrayState,
-        jobs: Sequence[Job],
-        reducer: Reducer | None = None,
-        keep: int | None = None,
-    ) -> Outcome:
+    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
         """Run all jobs; one ``ray.put`` of the broadcast serves them all.
-
-        A cohort of more than ``FAN_IN`` clients is summed by the actors, each group as soon as its
-        uploads are there, which are then released: the object store holds the uploads of groups
-        under way, whatever the size of the cohort.
 
         Raises:
             RunError: A job failed, or no actor is left.
@@ -142,69 +131,28 @@ class ActorPool:
         self._leave_draining_nodes()
         reference = ray.put(broadcast)
         uploads: dict[int, Any] = {}
-        sums: dict[int, Any] = {}
-        train = [index for index, job in enumerate(jobs) if isinstance(job, TrainJob)]
-        parts = groups(train) if reducer is not None and len(train) > FAN_IN else []
-        group_of = {index: number for number, part in enumerate(parts) for index in part}
-        missing = [set(part) for part in parts]
-        kept = set(train[:keep])
-        shared = ray.put(reducer) if parts else None
 
         def submit(actor: Any, index: int) -> Any:
-            if index >= len(jobs):  # the sum of a group
-                number = index - len(jobs)
-                group = [uploads[i] for i in parts[number]]
-                answer, sums[number] = actor.reduce.remote(self._run, shared, *group)
-                return answer
             job = jobs[index]
             if isinstance(job, TrainJob):
                 report, uploads[index] = actor.train.remote(self._run, reference, job)
                 return report
             return actor.evaluate.remote(self._run, reference, job)
 
-        def follow(index: int) -> list[int]:
-            """Return the sum that a finished job makes possible; release what a sum has read."""
-            if index >= len(jobs):
-                for each in parts[index - len(jobs)]:
-                    if each not in kept:
-                        del uploads[each]
-            elif index in group_of:
-                number = group_of[index]
-                missing[number].discard(index)
-                return [] if missing[number] else [len(jobs) + number]
-            return []
-
-        def describe(index: int) -> str:
-            if index >= len(jobs):
-                return f"summing group {index - len(jobs)}"
-            return _describe_job(jobs[index])
-
-        results = self._run_each(len(jobs), submit, describe, follow)
-        total: Partial | None = None
-        if parts:
-            total = self._add([sums[number] for number in range(len(parts))])
-        elif reducer is not None and train:
-            total = partial_sum(self.fetch([uploads[index] for index in train]), reducer)
+        results = self._run_each(len(jobs), submit, lambda index: _describe_job(jobs[index]))
         events, self._events = self._events, []
+        order = range(len(jobs))
         return Outcome(
-            uploads=[uploads[index] for index in train[:keep]],
-            reports=[results[index] for index in train],
-            evaluations=[results[i] for i, job in enumerate(jobs) if isinstance(job, EvalJob)],
+            uploads=[uploads[i] for i in order if i in uploads],
+            reports=[results[i] for i in order if i in uploads],
+            evaluations=[results[i] for i in order if isinstance(jobs[i], EvalJob)],
             events=events,
-            total=total,
         )
 
     def _run_each(
-        self,
-        count: int,
-        submit: Callable[[Any, int], Any],
-        describe: Callable[[int], str],
-        follow: Callable[[int], list[int]] = lambda index: [],
-    ) -> dict[int, Any]:
-        """Return the results of ``submit(actor, index)`` for every index, on any idle actor.
-
-        ``follow`` returns the indices that a finished one makes possible; they come next.
-        """
+        self, count: int, submit: Callable[[Any, int], Any], describe: Callable[[int], str]
+    ) -> list[Any]:
+        """Return the results of ``submit(actor, index)`` for every index, on any idle actor."""
         waiting, idle = deque(range(count)), deque(self.actors)
         running: dict[Any, tuple[int, Any]] = {}  # reference -> (index, actor)
         results: dict[int, Any] = {}
@@ -237,8 +185,7 @@ class ActorPool:
                 raise run_error(f"{describe(index)} failed", error) from error
             self._note_restart(actor, process)
             idle.append(actor)
-            waiting.extendleft(follow(index))
-        return results
+        return [results[index] for index in range(count)]
 
     def _note_restart(self, actor: Any, process: Process) -> None:
         before = self._processes.setdefault(actor, process)
@@ -282,11 +229,26 @@ class ActorPool:
             loss = f"client actor {process.pid} is gone for good"
         self._events.append(f"{loss} ({cause_of(error)})")
 
-    def _add(self, sums: list[Any]) -> Partial:
-        """Return the total of the sums of groups, of which this process receives nothing else."""
-        while len(sums) > 1:  # in order: the sum so far is the first of the next ones
-            sums = [self._combine(sums[:FAN_IN]), *sums[FAN_IN:]]
-        total: Partial = ray.get(sums[0])
+    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
+        """Sum in groups of ``FAN_IN``: here if there is one group, otherwise on the actors.
+
+        The actors also add the sums of the groups, so that this process receives only the total.
+        """
+        if len(uploads) <= FAN_IN:
+            return partial_sum(self.fetch(uploads), reducer)
+        shared, parts = ray.put(reducer), groups(uploads)
+        sums: dict[int, Any] = {}
+
+        def add_group(actor: Any, index: int) -> Any:
+            group = [uploads[i] for i in parts[index]]
+            answer, sums[index] = actor.reduce.remote(self._run, shared, *group)
+            return answer
+
+        self._run_each(len(parts), add_group, lambda index: f"summing group {index}")
+        left = [sums[index] for index in range(len(parts))]
+        while len(left) > 1:  # in order: the sum so far is the first of the next ones
+            left = [self._combine(left[:FAN_IN]), *left[FAN_IN:]]
+        total: Partial = ray.get(left[0])
         return total
 
     def _combine(self, sums: Sequence[Any]) -> Any:
