@@ -69,9 +69,9 @@ def run(
     can change a result makes a different run, with a different id.
     """
     experiment = load_arguments(arguments)
-    from trishul_ray.cli.listing import field_list
-
     if fields:
+        from trishul_ray.cli.listing import field_list
+
         print_line(field_list(experiment, out.width))
         return
     if show:
@@ -81,26 +81,23 @@ def run(
     from trishul_ray.data.prepare import find_source
 
     find_source(experiment.data)  # an unknown name is refused before anything imports torch
-    with _early_fork_server(experiment) if fresh or not _is_finished(experiment) else nullcontext():
+    with _early_fork_server(experiment, fresh):
         _run_and_show(experiment, fresh=fresh, central=central)
 
 
-def _is_finished(experiment: "Experiment") -> bool:
+def _early_fork_server(experiment: "Experiment", fresh: bool) -> AbstractContextManager[None]:
+    """Start to import what the workers need, on another core than what this process needs."""
+    if experiment.resources.backend != "ray":
+        return nullcontext()
     from trishul_ray.federation.checkpoint import run_folder
 
     with suppress(OSError):  # reported by the run itself, with what is kept
-        return run_folder(experiment).exists("result.json")
-    return False
-
-
-def _early_fork_server(experiment: "Experiment") -> AbstractContextManager[None]:
-    """Start to import what the workers need, on another core than what this process needs."""
+        if not fresh and run_folder(experiment).exists("result.json"):
+            return nullcontext()
     from trishul_ray.federation.on_ray.fork_server import early_fork_server
     from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster
 
-    if experiment.resources.backend != "ray" or joins_cluster() or not forks_workers():
-        return nullcontext()
-    return early_fork_server()
+    return early_fork_server() if forks_workers() and not joins_cluster() else nullcontext()
 
 
 def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> None:

@@ -24,7 +24,7 @@ from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
-#: The tensor with everything else, as JSON, and what stands there for an array.
+#: Name of the tensor that holds the JSON, and the key in the JSON that refers to an array.
 _META, _ARRAY = "__meta__", "__array__"
 
 
