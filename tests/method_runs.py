@@ -8,8 +8,11 @@ from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.storage import Store
 
+#: The methods that what acts on changes composes with.
+BY_MEAN = [name for name in method_names() if method_class(name).mean_is_enough]
 RUNS = iter(range(10_000))
 
 

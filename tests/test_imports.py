@@ -28,7 +28,9 @@ MAY_IMPORT = {
     "data": {"config"},
     "models": {"adapters", "config", "data"},
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
-    "experiment": {"adapters", "config", "data", "methods", "models", "tasks"},
+    "experiment": {"adapters", "config", "data", "edge", "methods", "models", "tasks"},
+    # Its sections belong to the experiment, so it cannot read one.
+    "edge": {"adapters", "config", "methods", "spectral"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
 }

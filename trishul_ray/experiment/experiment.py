@@ -35,8 +35,10 @@ from trishul_ray.config import (
     StorageConfig,
     TaskConfig,
     TrackingConfig,
+    in_id_if_set,
     not_in_id,
 )
+from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.errors import did_you_mean
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
@@ -48,6 +50,9 @@ BUDGET_RANKS = {"lower": 32, "higher": 64}
 
 #: Hex digits of an experiment's id.
 ID_LENGTH = 12
+
+#: Sections that are off by default, and then left out of files.
+EDGE_SECTIONS = ("server",)
 
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
 MOST_COMPARED = 100
@@ -94,6 +99,7 @@ class Experiment(Section):
     ] = Field(default_factory=lambda: _validated_method("trishul"), validate_default=True)
     optimizer: OptimizerConfig = OptimizerConfig()
     federation: FederationConfig = FederationConfig()
+    server: ServerConfig = in_id_if_set(ServerConfig(), "what the server does with a round's mean")
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourcesConfig = ResourcesConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -133,11 +139,29 @@ class Experiment(Section):
                 f"evaluation.diagnostics_cohort='all' compares at most {MOST_COMPARED} clients, "
                 f"not federation.clients={fed.clients}"
             )
+        self._check_edge()
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
                 "resources.actors and federation.clients_per_actor exclude each other; set only one"
             )
         return self
+
+    def _check_edge(self) -> None:
+        """Check that the method allows what acts on changes.
+
+        Raises:
+            ValueError: A section of the edge is on and breaks a promise of its own or the method's.
+        """
+        method = method_class(self.method.name)
+        if method.mean_is_enough:
+            return
+        fitting = [name for name in method_names() if method_class(name).mean_is_enough]
+        for section in EDGE_SECTIONS:
+            if getattr(self, section) != type(self).model_fields[section].default:
+                raise ValueError(
+                    f"{section}: needs a method whose next state is a function of the mean upload "
+                    f"({', '.join(fitting)}), not method={self.method.name!r}"
+                )
 
     @property
     def lora_rank(self) -> int:
@@ -192,6 +216,9 @@ class Experiment(Section):
         With ``sources``, also the texts of plug-ins, so that another process can load them.
         """
         fields = self.model_dump(mode="json")
+        for section in EDGE_SECTIONS:
+            if getattr(self, section) == type(self).model_fields[section].default:
+                del fields[section]
         if not self.plugins:
             del fields["plugins"]
         for plugin in fields.get("plugins", ()) if not sources else ():

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from trishul_ray import plugins
 from trishul_ray.config import SHORT_MODEL_NAMES
 from trishul_ray.errors import InputError, one_line
-from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.experiment.experiment import EDGE_SECTIONS, Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
 from trishul_ray.experiment.yaml_files import (
@@ -119,6 +119,8 @@ def full_name(key: str, known: Sequence[str]) -> str:
     if "." in key or key in Experiment.model_fields or key in SHORT_FIELDS:
         return key
     meant = [name for name in known if name.rpartition(".")[2] == key]
+    # A section that is off by default takes no short name from another one.
+    meant = [n for n in meant if n.partition(".")[0] not in EDGE_SECTIONS] or meant
     if len(meant) == 1:
         return meant[0]
     if not meant:

@@ -8,7 +8,7 @@ altered file is reported and skipped, and the one before it is used.
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from trishul_ray.data.dataset import DatasetInfo
+from trishul_ray.edge.state import EdgeState
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, ArrayState
-from trishul_ray.federation.records import RoundRecord
+from trishul_ray.federation.records import OPTIONAL, RoundRecord
 from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
@@ -32,6 +33,13 @@ def round_of(name: str) -> int | None:
     """Return the round of a checkpoint's file name; None for another file."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def _stored(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that a file holds."""
+    stored = vars(value)
+    optional = [each.name for each in fields(value) if each.metadata == OPTIONAL]
+    return {k: v for k, v in stored.items() if k not in optional or v}
 
 
 @dataclass
@@ -52,6 +60,7 @@ class Checkpoint:
             the last round, in order; empty before, and for a task without scores of rows.
         sources: hashes of data and weights; see ``Blueprint``.
         info: description of the data.
+        edge: what filters, stages, cohorts and the clock keep.
     """
 
     experiment_id: str
@@ -65,6 +74,7 @@ class Checkpoint:
     test_rows: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     info: DatasetInfo | None = None
+    edge: EdgeState = field(default_factory=EdgeState, metadata=OPTIONAL)
 
     def is_last(self, rounds: int) -> bool:
         """Return whether a run of so many rounds is over: all are done, and the last is scored."""
@@ -80,10 +90,9 @@ class Checkpoint:
                 name = str(len(tensors))
                 tensors[name] = np.ascontiguousarray(value)
                 return {_ARRAY: name}
-            fields: dict[str, Any] = vars(value)
-            return fields
+            return _stored(value)
 
-        meta = json.dumps(vars(self), default=plain)
+        meta = json.dumps(_stored(self), default=plain)
         # As a tensor of bytes: the order of entries in safetensors' own metadata is not fixed.
         return bytes(save_tensors(tensors | {_META: np.frombuffer(meta.encode(), dtype=np.uint8)}))
 
@@ -97,16 +106,16 @@ class Checkpoint:
         try:
             tensors = load_tensors(data)
             meta = tensors.pop(_META).tobytes()
-            fields = json.loads(
-                meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d
-            )
-            info, states = fields.pop("info"), fields.pop("client_states")
+            found = json.loads(meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d)
+            info, states = found.pop("info"), found.pop("client_states")
+            edge = found.pop("edge", None)
             return cls(
-                state=State(**fields.pop("state")),
+                state=State(**found.pop("state")),
                 client_states={int(client): state for client, state in states.items()},
-                records=[RoundRecord(**record) for record in fields.pop("records")],
+                records=[RoundRecord(**record) for record in found.pop("records")],
                 info=None if info is None else DatasetInfo.from_json(info),
-                **fields,
+                edge=EdgeState() if edge is None else EdgeState.from_json(edge),
+                **found,
             )
         except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a checkpoint of this version: {error}") from error

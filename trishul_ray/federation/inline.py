@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from trishul_ray.adapters.layout import Unit
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
+from trishul_ray.federation.edge import Edge
 from trishul_ray.federation.local import evaluate_chunk, train_client
 from trishul_ray.federation.messages import (
     Arrays,
@@ -42,6 +44,7 @@ class InlineExecutor:
         self.experiment, self.residents = experiment, residents or Residents()
         with deterministic(experiment):
             self.bench: Workbench = build_workbench(experiment, prepared, self.residents)
+        self.edge = Edge(experiment)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench, given the survey."""
@@ -53,13 +56,22 @@ class InlineExecutor:
         """Run one client's round."""
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
-            return train_client(self.bench, broadcast, job)
+            upload, report = train_client(self.bench, broadcast, job)
+            if job.round == 0:  # an answer to a survey
+                return upload, report
+            return self.edge.send(upload, report, broadcast, job, self.units)
 
     def evaluate(self, broadcast: ArrayState, job: EvalJob) -> EvalReport:
         """Evaluate the broadcast on one chunk of rows."""
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
             return evaluate_chunk(self.bench, broadcast, job)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units of what clients upload."""
+        layout = self.bench.model.layout
+        return tuple(layout.units(self.bench.method.wire(layout)))
 
     def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
         """Run the jobs in order."""

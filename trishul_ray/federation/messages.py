@@ -49,6 +49,8 @@ class TrainJob:
     round: int
     client: int
     state: Arrays = field(default_factory=dict)  # the client's persistent state
+    kept: Arrays = field(default_factory=dict)  # and that of what filters its uploads
+    clip_norm: float | None = None  # see edge.changes.Sender
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class TrainReport:
     unsent: int = 0  # and numbers of the shared part that it would not; see LocalRun
     metrics: dict[str, float] = field(default_factory=dict)  # of the method
     spectra: Arrays = field(default_factory=dict)
+    uploaded_bytes: int | None = None  # of an encoding; None: four for each number
+    kept: Arrays = field(default_factory=dict)  # what filters of the upload leave with the client
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+#: Marks fields that a checkpoint leaves out while they are empty.
+OPTIONAL = {"optional": True}
+
 
 @dataclass
 class RoundRecord:
@@ -18,12 +21,15 @@ class RoundRecord:
         train_loss: Mean over the cohort and its local steps.
         uploaded_parameters: Numbers that all clients sent.
         downloaded_parameters: Numbers that all clients received.
+        uploaded_bytes: Bytes that they sent, if they were encoded; None: four for each number.
+        downloaded_bytes: Bytes that all clients received, likewise.
         client_seconds: Mean time of a client's local steps.
         diagnostics: What is measured of the uploads, by name; empty if the round is not diagnosed.
         seconds: How long the round took.
         scores: Metrics of the model after the round, by name; empty if it was not scored.
         recall: Of the test rows of each class, None for a class without any.
         per_client: The headline on each client's test rows; of the last scored round alone.
+        edge: What filters, stages and the clock report, by name.
         personal: The headline of each client's own model on them, likewise.
     """
 
@@ -34,6 +40,8 @@ class RoundRecord:
     train_loss: float | None = None
     uploaded_parameters: int | None = None
     downloaded_parameters: int | None = None
+    uploaded_bytes: int | None = field(default=None, metadata=OPTIONAL)
+    downloaded_bytes: int | None = field(default=None, metadata=OPTIONAL)
     client_seconds: float | None = None
     diagnostics: dict[str, float] = field(default_factory=dict)
     seconds: float | None = None
@@ -41,11 +49,15 @@ class RoundRecord:
     recall: list[float | None] = field(default_factory=list)
     per_client: dict[str, float] = field(default_factory=dict)
     personal: dict[str, float] = field(default_factory=dict)
+    edge: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
 
     @property
     def scored(self) -> bool:
         """Whether the model after the round has been scored."""
         return bool(self.scores)
+
+    def _bytes(self, coded: int | None, numbers: int | None) -> int | None:
+        return 4 * numbers if coded is None and numbers is not None else coded
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that are known, by the names of MLflow and of metrics.parquet."""
@@ -54,10 +66,11 @@ class RoundRecord:
             "train_loss": self.train_loss,
             "uploaded_parameters": up,
             "downloaded_parameters": down,
-            "uploaded_bytes": None if up is None else 4 * up,
-            "downloaded_bytes": None if down is None else 4 * down,
+            "uploaded_bytes": self._bytes(self.uploaded_bytes, up),
+            "downloaded_bytes": self._bytes(self.downloaded_bytes, down),
             "client_seconds": self.client_seconds,
             **self.diagnostics,
+            **self.edge,
             "seconds": self.seconds,
             **self.scores,
             "refused_uploads": len(self.refused),

@@ -28,6 +28,7 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     upload_diagnostics,
 )
+from trishul_ray.federation.edge import Edge
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -117,6 +118,7 @@ class Server:
     ) -> None:
         self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
+        self.edge = Edge(experiment)
         restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
         if restored is not None:
@@ -187,7 +189,7 @@ class Server:
         cohort = self.cohort(number) if number <= fed.rounds else []
         with deterministic(self.experiment):
             broadcast = self.broadcast()
-            train = [TrainJob(number, c, now.client_states.get(c, {})) for c in cohort]
+            train = [self._job(number, client) for client in cohort]
             outcome = self.executor.run(broadcast, [*train, *self._evaluation_jobs()])
             self.events += outcome.events
             for rows in self.blueprint.scored if outcome.evaluations else ():
@@ -205,6 +207,17 @@ class Server:
                 now.records.append(record)
             self.checkpoints.save(now)
         return self._report([complete])
+
+    def _job(self, number: int, client: int) -> TrainJob:
+        """Return the job of a client in a round, with what it has kept."""
+        now = self.checkpoint
+        state, kept = now.client_states.get(client, {}), now.edge.kept.get(client, {})
+        return TrainJob(number, client, state, kept)
+
+    def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
+        """Bring uploads into this process, as values even where clients send changes."""
+        fetched = self.executor.fetch(uploads)
+        return [self.edge.restored(upload, broadcast) for upload in fetched]
 
     def _score(self, record: RoundRecord, rows: RowSet, reports: list[EvalReport]) -> None:
         """Add to a record the metrics of a set of rows, and of the test rows more than numbers.
@@ -296,15 +309,14 @@ class Server:
         if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
             return {}
         others = sorted({*range(fed.clients)} - {report.client for report in outcome.reports})
-        states = self.checkpoint.client_states
-        jobs = [TrainJob(number, c, states.get(c, {})) for c in others]
+        jobs = [self._job(number, client) for client in others]
         try:
             more = self.executor.run(broadcast, jobs)
         except FailsAgainError as error:  # no client of the run itself
             self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
             return {}
         self.events += more.events
-        uploads = self.executor.fetch([*outcome.uploads, *more.uploads])
+        uploads = self._values([*outcome.uploads, *more.uploads], broadcast)
         valid = [u for u in uploads if rejection_reason(u, self.blueprint.expected) is None]
         valid.sort(key=lambda upload: upload.client)
         return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
@@ -314,20 +326,26 @@ class Server:
         fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
         reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
         total = self._sum(number, outcome, reducer)
-        mean, trained = finish(total, now.state, reducer)
+        mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
         accepted = set(total.clients)
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
-        fetched = self.executor.fetch(outcome.uploads[:needed])
+        fetched = self._values(outcome.uploads[:needed], broadcast)
         sample = fetched[:MOST_CLIENTS]
         singles: tuple[ClientUpload, ...] = ()
         if self.method.needs_uploads:
             singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
         round_ = Round(number, len(accepted), fed.clients, torch.from_numpy(trained), singles)
+        if self.edge.sends_changes:
+            entries = np.repeat(trained, self.blueprint.expected.unit_sizes)
+            mean = self.edge.move(now.state, mean, entries, now.edge)
         new = self.method.aggregate(now.state.map(to_tensor), mean.map(to_tensor), round_, layout)
         now.state = replace(new.map(to_array), survey=now.state.survey)
         now.client_states |= {
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
+        }
+        now.edge.kept |= {
+            r.client: r.kept for r in outcome.reports if r.kept and r.client in accepted
         }
         now.round = number
         record = self._record(number, broadcast, outcome, total)
@@ -342,7 +360,7 @@ class Server:
                 u.active is None or (units is not None and np.array_equal(u.active, units))
                 for u in valid
             )
-            if len(valid) == len(total.clients) and alike:
+            if len(valid) == len(total.clients) and alike and not self.edge.moves_beyond_mean:
                 error = aggregation_error(valid, reducer, broadcast, self.broadcast())
                 if error is not None:
                     record.diagnostics["aggregation_error"] = error
@@ -381,6 +399,7 @@ class Server:
         )
         down += len(sent.keys() - self._known) * self.method.setup_parameters(tensors)
         self._known |= sent.keys()
+        coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(
             round=number,
             clients=list(sent),
@@ -388,6 +407,7 @@ class Server:
             accepted_uploads=[sent[client] for client in total.clients],
             train_loss=float(np.mean([r.loss for r in reports])),
             uploaded_parameters=sum(sent.values()),
+            uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down,
             client_seconds=float(np.mean([r.seconds for r in reports])),
         )

@@ -261,6 +261,11 @@ class Method:
     #: then those of the global model, without such a part; with ``evaluation.per_client`` every
     #: client's own model is scored as well (``personal_mean``).
     personal: ClassVar[bool] = False
+    #: Whether the next state is a function of the mean of what clients upload, with weights by
+    #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
+    #: changes (codecs, privacy, server optimizers) needs it, and refuses other methods. A subclass
+    #: whose :meth:`contribution` or :meth:`weight` differs must not inherit it.
+    mean_is_enough: ClassVar[bool] = False
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
     needs_uploads: ClassVar[bool] = False

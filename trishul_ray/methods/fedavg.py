@@ -27,6 +27,7 @@ class FedAvg(Method):
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "the adapter's parameters up and down"
     rates_like = "fedit"
+    mean_is_enough = True
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach adapters of the configured kind."""

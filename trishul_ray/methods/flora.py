@@ -32,6 +32,7 @@ class FLoRA(FedIT):
     summary = "LoRA of any ranks, stacked and merged into the frozen weight each round (exact)"
     reference = "Wang et al., NeurIPS 2024, arXiv 2409.05976"
     communication = "r (d_in + d_out) per matrix up; the cohort's stack down"
+    mean_is_enough = False
     takes_limits = True
     averages_products = True
 

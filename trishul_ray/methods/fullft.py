@@ -15,6 +15,7 @@ class FullFT(Method):
     summary = "FedAvg on all weights of the backbone"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "all parameters up and down"
+    mean_is_enough = True
     rates_like = "fullft"
     train_all = True
     fields_read: frozenset[str] = frozenset()

@@ -1,0 +1,99 @@
+"""What the sections of the edge make of uploads, means and cohorts, in the order they act.
+
+Legend: W entries of the shared part, U units of aggregation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from trishul_ray.adapters.layout import Unit
+from trishul_ray.edge.changes import Change, Sender, UploadFilter
+from trishul_ray.edge.server_optimizer import server_step
+from trishul_ray.edge.state import EdgeState
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.messages import ArrayState, TrainJob, TrainReport, Upload
+
+
+class Edge:
+    """What an experiment's sections of the edge ask for; the same in every process.
+
+    Attributes:
+        filters: What a change passes on the worker. Codecs come first and clipping after them, so
+            that what is added never exceeds the norm; fixed point is last.
+        moves_beyond_mean: Whether the next state is another one than the mean.
+        sends_changes: Whether clients send the change since the broadcast instead of the value.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.filters: tuple[UploadFilter, ...] = ()
+        self.moves_beyond_mean = experiment.server.optimizer != "none"
+        self.sends_changes = bool(self.filters) or self.moves_beyond_mean
+
+    def send(
+        self,
+        upload: Upload,
+        report: TrainReport,
+        broadcast: ArrayState,
+        job: TrainJob,
+        units: Sequence[Unit],
+    ) -> tuple[Upload, TrainReport]:
+        """Pass a client's upload through the filters, on its worker; as it is if there are none."""
+        if not self.sends_changes:
+            return upload, report
+        settings = self.experiment
+        sized = settings.federation.weighting == "size"
+        weight = float(upload.rows) if sized else 1.0
+        sender = Sender(
+            settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
+            job.clip_norm,
+        )  # fmt: skip
+        moved = upload.arrays.shared - broadcast.shared
+        if upload.active is not None:
+            moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
+        change = Change(moved, upload.arrays.extra)
+        for each in self.filters:
+            change = each(change, sender)
+        arrays = replace(upload.arrays, shared=change.shared, extra=change.extra)
+        report = replace(
+            report,
+            uploaded_bytes=change.uploaded_bytes,
+            kept=change.kept,
+            metrics=report.metrics | change.metrics,
+        )
+        return replace(upload, arrays=arrays), report
+
+    def restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
+        """Return an upload with values in place of changes, for diagnostics."""
+        if not self.sends_changes:
+            return upload
+        value = broadcast.shared + upload.arrays.shared
+        return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
+
+    def kept_value(self, before: ArrayState) -> ArrayState:
+        """Return what stands in the mean for a unit that nobody trained: its value, or no change.
+
+        Args:
+            before: The server's state before the round.
+        """
+        if not self.sends_changes:
+            return before
+        return replace(before, shared=np.zeros_like(before.shared))
+
+    def move(
+        self, before: ArrayState, mean: ArrayState, trained: np.ndarray, state: EdgeState
+    ) -> ArrayState:
+        """Return the mean as a value, given the mean change; update the state of the stages.
+
+        Args:
+            before: The server's state before the round.
+            mean: The mean of what clients sent, whose ``shared`` is a change.
+            trained: [W] bool, the entries that at least one client trained.
+            state: What the edge keeps between rounds.
+        """
+        step = mean.shared.astype(np.float64)
+        if self.experiment.server.optimizer != "none":
+            step, state.moments = server_step(step, state.moments, self.experiment.server, trained)
+        return replace(mean, shared=(before.shared + step).astype(np.float32))
