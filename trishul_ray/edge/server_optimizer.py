@@ -44,6 +44,15 @@ class ServerConfig(Section):
         1e-3, gt=0, description="τ: adaptivity, below which a change counts less; v starts at τ²"
     )
 
+    sum: Literal["float", "ring"] = Field(
+        "float",
+        description="float: in float64, by ascending client; ring: in fixed point modulo 2^64, "
+        "equal to the bit in every order, as secure sums need it",
+    )
+    fraction_bits: int = Field(
+        32, ge=8, le=48, description="f of sum=ring: values are multiples of 2^-f"
+    )
+
     @model_validator(mode="after")
     def _check_fields_are_read(self) -> "ServerConfig":
         adaptive = {"lr", "tau"}
@@ -58,6 +67,8 @@ class ServerConfig(Section):
             value = getattr(self, name)
             if name not in read and value != type(self).model_fields[name].default:
                 raise ValueError(f"server.{name}={value:g}: optimizer={self.optimizer!r} has none")
+        if self.sum == "float" and self.fraction_bits != 32:
+            raise ValueError(f"server.fraction_bits={self.fraction_bits}: sum='float' has none")
         return self
 
     @property

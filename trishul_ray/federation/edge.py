@@ -10,10 +10,12 @@ import numpy as np
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender, UploadFilter
+from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import ArrayState, TrainJob, TrainReport, Upload
+from trishul_ray.methods.base import method_class
 
 
 class Edge:
@@ -23,12 +25,18 @@ class Edge:
         filters: What a change passes on the worker. Codecs come first and clipping after them, so
             that what is added never exceeds the norm; fixed point is last.
         moves_beyond_mean: Whether the next state is another one than the mean.
+        ring: Fixed point, if sums are in it.
         sends_changes: Whether clients send the change since the broadcast instead of the value.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        self.filters: tuple[UploadFilter, ...] = ()
+        fed, server = experiment.federation, experiment.server
+        plain = method_class(experiment.method.name).plain_mean
+        self.ring: Ring | None = None
+        if server.sum == "ring":
+            self.ring = Ring(server.fraction_bits, fed.clients_per_round, plain)
+        self.filters: tuple[UploadFilter, ...] = (self.ring,) if self.ring else ()
         self.moves_beyond_mean = experiment.server.optimizer != "none"
         self.sends_changes = bool(self.filters) or self.moves_beyond_mean
 
@@ -43,11 +51,9 @@ class Edge:
         """Pass a client's upload through the filters, on its worker; as it is if there are none."""
         if not self.sends_changes:
             return upload, report
-        settings = self.experiment
-        sized = settings.federation.weighting == "size"
-        weight = float(upload.rows) if sized else 1.0
+        weight = self._weight(upload)
         sender = Sender(
-            settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
+            self.experiment.seed, job.round, job.client, weight, units, upload.active, job.kept,
             job.clip_norm,
         )  # fmt: skip
         moved = upload.arrays.shared - broadcast.shared
@@ -61,15 +67,22 @@ class Edge:
             report,
             uploaded_bytes=change.uploaded_bytes,
             kept=change.kept,
-            metrics=report.metrics | change.metrics,
+            edge=change.metrics,
         )
         return replace(upload, arrays=arrays), report
+
+    def _weight(self, upload: Upload) -> float:
+        sized = self.experiment.federation.weighting == "size"
+        return float(upload.rows) if sized else 1.0
 
     def restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
         """Return an upload with values in place of changes, for diagnostics."""
         if not self.sends_changes:
             return upload
-        value = broadcast.shared + upload.arrays.shared
+        moved = upload.arrays.shared
+        if self.ring is not None:
+            moved = self.ring.decode(moved) / self._weight(upload)
+        value = broadcast.shared + moved
         return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
 
     def kept_value(self, before: ArrayState) -> ArrayState:

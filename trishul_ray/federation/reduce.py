@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.edge.ring import Ring
 from trishul_ray.federation.messages import ArrayState, Expected, Upload, as_tensor, to_array
 from trishul_ray.methods.base import Method, State
 
@@ -28,13 +29,15 @@ LARGEST_ENTRY = 1e12
 class Reducer:
     """How a method's uploads are validated, weighted and summed; can be pickled to any worker.
 
-    Without ``expected``, the uploads are answers to a survey, added without weights.
+    With a ``ring``, uploads are in fixed point, times their weights. Without ``expected``, they are
+    answers to a survey, added without weights.
     """
 
     method: Method
     layout: Layout
     weighting: str
     expected: Expected | None
+    ring: Ring | None = None
 
     def configured_weight(self, upload: Upload) -> float:
         """Return the weight of an upload by ``federation.weighting``."""
@@ -67,6 +70,8 @@ class Reducer:
 
     def term(self, upload: Upload, weight: float, unit_weight: np.ndarray | float) -> ArrayState:
         """Return what of an upload is summed: its contribution times its weights, in float64."""
+        if self.ring is not None:  # already times its weight
+            return upload.arrays.map(np.copy)  # sums are added in place
 
         def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
             product: np.ndarray = array.astype(np.float64) * by
@@ -123,6 +128,8 @@ def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
             return f"{key} has shape {tuple(array.shape)}, expected ({lengths[key]},)"
         if not np.isfinite(array).all():
             return f"{key} holds {int((~np.isfinite(array)).sum())} non-finite values"
+        if array.dtype == np.int64:  # in fixed point
+            continue
         largest = float(np.abs(array).max(initial=0.0))
         if largest > LARGEST_ENTRY:
             return f"{key} holds a value of {largest:.3g}, above {LARGEST_ENTRY:.0e}"
@@ -195,6 +202,8 @@ def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayS
     """
     assert total.sums is not None, "no upload is valid"
     trained, sums = total.unit_weight > 0, total.sums
+    if reducer.ring is not None:
+        sums = sums.map(reducer.ring.decode)
     lengths = {} if reducer.expected is None else reducer.expected.lengths
     shared, plain = before.shared, reducer.method.plain_mean
     if reducer.expected is not None:

@@ -324,7 +324,9 @@ class Server:
     def _aggregate(self, number: int, broadcast: ArrayState, outcome: Outcome) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
-        reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
+        reducer = Reducer(
+            self.method, layout, fed.weighting, self.blueprint.expected, self.edge.ring
+        )
         total = self._sum(number, outcome, reducer)
         mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
         accepted = set(total.clients)
@@ -410,6 +412,10 @@ class Server:
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down,
             client_seconds=float(np.mean([r.seconds for r in reports])),
+            edge={
+                name: float(np.mean([r.edge[name] for r in reports if name in r.edge]))
+                for name in dict.fromkeys(name for r in reports for name in r.edge)
+            },
         )
 
     def progress(self) -> RoundReport:

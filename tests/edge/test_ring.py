@@ -1,0 +1,123 @@
+"""Sums in fixed point: the same bits in every order, close to the float sum, never an overflow."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from method_runs import BY_MEAN, initial_state
+from tiny_run import SMALL
+
+from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.ring import Ring
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.messages import TrainJob
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, finish, partial_sum
+
+values = arrays(np.float64, (7, 5), elements=st.floats(-1e3, 1e3))
+
+
+def encoded(ring, row, weight=1.0):
+    sender = Sender(0, 1, 0, weight, ())
+    return ring(Change(row, {}), sender).shared
+
+
+@given(rows=values, seed=st.integers(0, 10))
+def test_the_sum_has_the_same_bits_in_every_order_and_is_close_to_the_exact_one(rows, seed):
+    ring = Ring(32, len(rows))
+    integers = np.array([encoded(ring, row) for row in rows])
+    order = np.random.default_rng(seed).permutation(len(rows))
+    total = integers.sum(axis=0)
+    first, rest = integers[order[:3]].sum(axis=0), integers[order[3:]].sum(axis=0)
+    np.testing.assert_array_equal(total, rest + first)
+    error = np.abs(ring.decode(total) - rows.sum(axis=0))
+    assert (error <= len(rows) * 2.0**-33 + 1e-9).all()
+
+
+@pytest.mark.parametrize(("bits", "clients"), [(8, 1), (32, 3), (32, 1_000_000), (48, 17)])
+def test_as_many_clipped_values_as_clients_do_not_overflow(bits, clients):
+    ring = Ring(bits, clients)
+    huge, clipped = ring.encode(np.array([1e300, -1e300, 0.5]))
+    assert clipped == 2
+    for value in huge[:2].tolist():
+        assert abs(value) * clients < 2**63
+    assert ring.decode(huge[2:])[0] == 0.5
+    assert ring.encode(np.array([0.99 * ring.largest]))[1] == 0
+
+
+def test_what_is_not_finite_is_left_for_the_server_to_refuse():
+    spoilt = np.array([0.0, np.nan], dtype=np.float32)
+    assert np.isnan(encoded(Ring(32, 3), spoilt)).any()
+
+
+@pytest.fixture(scope="module")
+def trained(cache):
+    """Uploads of 20 clients in the ring and as values, with the reducer of each."""
+
+    def make(*overrides):
+        options = [
+            *SMALL, "resources.backend=inline", f"storage.cache={cache}", "method=ravan",
+            "method.head_fraction=0.5", "clients=20", "clients_per_round=20", "local_steps=1",
+            "weighting=size", "partition.variant=per-label", *overrides,
+        ]  # fmt: skip
+        experiment = load_experiment(None, options)
+        inline = InlineExecutor(experiment, prepare_run(experiment))
+        blueprint = inline.describe({})
+        before = initial_state(inline)
+        uploads = [inline.train(before, TrainJob(1, client))[0] for client in range(20)]
+        reducer = Reducer(
+            inline.bench.method, blueprint.layout, "size", blueprint.expected, inline.edge.ring
+        )
+        return inline, before, uploads, reducer
+
+    return make
+
+
+def test_any_grouping_of_masked_weighted_uploads_has_the_same_bits_near_the_float_mean(trained):
+    inline, before, uploads, reducer = trained("server.sum=ring")
+    assert len({upload.rows for upload in uploads}) > 1
+    assert any(upload.active is not None for upload in uploads)
+    kept = inline.edge.kept_value(before)
+    groupings = [
+        [uploads[:FAN_IN], uploads[FAN_IN:]],
+        [uploads[::-1]],
+        [[upload] for upload in uploads[10:] + uploads[:10]],
+    ]
+    means = []
+    for groups in groupings:
+        total = combine([partial_sum(group, reducer) for group in groups])
+        means.append(finish(total, kept, reducer)[0].shared)
+    for other in means[1:]:
+        np.testing.assert_array_equal(other, means[0])
+    _, _, plain, floats = trained()
+    exact = finish(partial_sum(plain, floats), before, floats)[0].shared
+    np.testing.assert_allclose(before.shared + means[0], exact, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", BY_MEAN)
+def test_a_round_in_the_ring_is_a_round(method, edge_run):
+    options = [f"method={method}", "rounds=1"]
+    plain, ring = edge_run(*options), edge_run(*options, "server.sum=ring")
+    one, other = plain.checkpoint.state.shared, ring.checkpoint.state.shared
+    np.testing.assert_allclose(other, one, rtol=1e-6, atol=2e-7)
+    record = ring.checkpoint.records[1]
+    assert record.edge["clipped_entries"] == 0
+    assert record.uploaded_bytes == 8 * record.uploaded_parameters
+    shown, known = record.metrics(), plain.checkpoint.records[1].metrics()
+    for name in ("alignment", "delta_alignment", "entropy"):
+        if name in known:
+            assert shown[name] == pytest.approx(known[name], rel=1e-3), name
+
+
+def test_a_resumed_run_has_the_same_bytes(edge_run, assert_same, tmp_path):
+    options = ["method=trishul", "server.sum=ring", "server.optimizer=sgd"]
+    again = edge_run(*options, stop=1)
+    assert_same(again, edge_run(*options, f"storage.runs={tmp_path / 'whole'}"))
+
+
+def test_fraction_bits_without_the_ring_are_refused(small):
+    with pytest.raises(InputError, match=r"server\.fraction_bits=40: sum='float' has none"):
+        small("server.fraction_bits=40")

@@ -1,0 +1,82 @@
+"""Sums in fixed point, in the ring of integers modulo 2^64.
+
+Addition there is associative: the sum of a round has the same bits in every order and grouping of
+its clients, which is what secure aggregation needs (Bonawitz et al., CCS 2017, Section 4) and what
+a sum of floating-point numbers does not have. A client multiplies its change by its weight, rounds
+it to multiples of 2^-f, and sends integers; the server adds them and divides once.
+
+A sum cannot overflow: values beyond R = (2^63 - 1) / (m 2^f), for m clients at most, are clipped to
+it, and counted. The rounding error of a mean is at most m 2^-(f+1) / (sum of weights).
+
+Legend: W entries of the shared part.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trishul_ray.edge.changes import Change, Sender
+
+#: Bytes of an element of the ring.
+ELEMENT = 8
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Fixed point with f fraction bits, and as many clients as a round may have.
+
+    Attributes:
+        fraction_bits: f.
+        clients: m, the most changes that are ever added.
+        plain: Names in ``extra`` that are added without weights.
+    """
+
+    fraction_bits: int
+    clients: int
+    plain: frozenset[str] = frozenset()
+
+    @property
+    def largest(self) -> float:
+        """R, the largest absolute value that is not clipped."""
+        # The float64 below (2^63 - 1) / m: rounded up, the largest sum could overflow.
+        limit = math.nextafter((2**63 - 1) // self.clients, 0)
+        return math.ldexp(limit, -self.fraction_bits)
+
+    def encode(self, values: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return values as int64 in fixed point, and how many of them were clipped."""
+        largest, exact = self.largest, values.astype(np.float64)
+        clipped = int((np.abs(exact) > largest).sum())
+        scaled = np.ldexp(np.clip(exact, -largest, largest), self.fraction_bits)
+        return np.rint(scaled).astype(np.int64), clipped
+
+    def decode(self, values: np.ndarray) -> np.ndarray:
+        """Return integers, such as a sum, as float64."""
+        return np.ldexp(values.astype(np.float64), -self.fraction_bits)
+
+    def __call__(self, change: Change, sender: Sender) -> Change:
+        """Encode a change times its weight; clients send eight bytes for each number.
+
+        A change that is not finite stays as it is, and the server refuses it.
+        """
+        if not all(np.isfinite(array).all() for array in (change.shared, *change.extra.values())):
+            return change
+        shared, clipped = self.encode(change.shared.astype(np.float64) * sender.weight)
+        extra = {}
+        for name, values in change.extra.items():
+            weight = 1.0 if name in self.plain else sender.weight
+            extra[name], more = self.encode(values.astype(np.float64) * weight)
+            clipped += more
+        numbers = sum(array.size for array in (shared, *extra.values()))
+        if sender.active is not None:
+            # A unit that was not trained is not sent; which ones were is, as their weights.
+            numbers += len(sender.units) - sum(
+                unit.size for unit, on in zip(sender.units, sender.active, strict=True) if not on
+            )
+        return replace(
+            change,
+            shared=shared,
+            extra=extra,
+            uploaded_bytes=ELEMENT * numbers,
+            metrics=change.metrics | {"clipped_entries": float(clipped)},
+        )
