@@ -1,0 +1,420 @@
+"""The clients of a run on its simulated clock: whom a round asks, who counts, what it costs.
+
+Everything is a function of the configuration, the seed, the round and what is recorded of earlier
+rounds, so a resumed run goes on with the same clock.
+
+Legend: N clients, m that a round wants.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from trishul_ray.config import FederationConfig
+from trishul_ray.edge.availability import next_time, source_of
+from trishul_ray.edge.clock import Plan, Times, jain, plan
+from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_class, utility
+from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
+from trishul_ray.errors import FailsAgainError
+from trishul_ray.methods.base import exact_share
+from trishul_ray.rng import numpy_rng
+
+#: How often a round asks anew if too few clients come in time.
+MOST_ATTEMPTS = 100
+
+#: Seconds until the server looks again if enough clients are there, but their batteries are low.
+_LOOK_AGAIN = 600.0
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one local step: of the frozen model, and of all that is trained."""
+
+    backbone: float
+    adapter: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a client of a round is expected to transfer.
+
+    Attributes:
+        down: Of the broadcast.
+        first: More of them at a client's first time.
+        up: Of an upload.
+    """
+
+    down: float
+    first: float
+    up: float
+
+
+@dataclass(frozen=True)
+class ClockState:
+    """What is kept between rounds, a part of the checkpoint.
+
+    Attributes:
+        seconds: The clock.
+        past: What is recorded of clients.
+        utilities: float64 [rounds], see ``Situation``.
+        kept: int64 [10], kept clients so far by decile of speed.
+        battery: float64 [N], joules left; empty without batteries.
+    """
+
+    seconds: float = 0.0
+    past: Past = field(default_factory=Past)
+    utilities: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    kept: np.ndarray = field(default_factory=lambda: np.zeros(DECILES, dtype=np.int64))
+    battery: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A round after its clients are chosen, and before they train.
+
+    Attributes:
+        clients: Those that train, ascending.
+        steps: How many local steps each makes.
+        state: What is kept, when the last attempt begins.
+        plans: Each attempt's; the last one counts. Empty without devices.
+        spent: Joules of the attempts before.
+    """
+
+    clients: list[int]
+    steps: list[int]
+    state: ClockState
+    plans: tuple[Plan, ...] = ()
+    spent: float = 0.0
+
+    @property
+    def missing(self) -> dict[int, str]:
+        """Why an asked client does not train, by client."""
+        return {
+            client: fate
+            for each in self.plans
+            for client, fate in zip(each.clients.tolist(), each.fates, strict=True)
+            if client not in self.clients
+        }
+
+
+class Fleet:
+    """The clients of a run.
+
+    Args:
+        devices: The section ``devices``.
+        cohort: The section ``cohort``.
+        federation: The section ``federation``.
+        seed: The experiment's.
+        rows: int64 [N], training rows of all clients; empty if no strategy reads them.
+        capacity: float64 [N], share of the budget that each client trains.
+        flops: Of a step; needed with devices.
+
+    Raises:
+        InputError: A file of devices or windows cannot be used.
+    """
+
+    def __init__(
+        self,
+        devices: DevicesConfig,
+        cohort: CohortConfig,
+        federation: FederationConfig,
+        seed: int,
+        *,
+        rows: np.ndarray,
+        capacity: np.ndarray,
+        flops: StepFlops | None,
+    ) -> None:
+        self.options, self.cohort, self.federation = devices, cohort, federation
+        self.seed, self.rows, self.clients = seed, rows, federation.clients
+        self.strategy = strategy_class(cohort.select)()
+        self.wanted = federation.clients_per_round
+        self.asks = asked_clients(cohort, federation)
+        self.devices = Devices.of(devices, seed, self.clients) if devices.on else None
+        self.source = source_of(devices, seed, self.clients)
+        self._capacity, self._flops = capacity, flops
+
+    @cached_property
+    def step_seconds(self) -> np.ndarray:
+        """Seconds of one local step of every client, [N]."""
+        assert self.devices is not None and self._flops is not None
+        flops = self._flops.backbone + self._capacity * self._flops.adapter
+        seconds: np.ndarray = flops / self.devices.speed
+        return seconds
+
+    def start(self) -> ClockState:
+        """Return the state before round 1."""
+        if self.options.battery is None:
+            return ClockState()
+        return ClockState(battery=np.full(self.clients, self.options.battery))
+
+    def ask(
+        self,
+        number: int,
+        state: ClockState,
+        traffic: Traffic,
+        chosen: Sequence[int] | None = None,
+    ) -> Asked:
+        """Choose the clients of a round; ask anew if too few come in time.
+
+        Args:
+            number: The round, from 1.
+            state: What is kept.
+            traffic: What each client is expected to transfer.
+            chosen: Clients that something else has drawn; they are asked whoever they are.
+
+        Raises:
+            FailsAgainError: Too few can ever be asked, or come in time.
+        """
+        quorum, plans, spent = self.federation.quorum, [], 0.0
+        for attempt in range(MOST_ATTEMPTS):
+            path = (number,) if attempt == 0 else (number, attempt)
+            if chosen is None:
+                state, ready = self._wait(state)
+                clients = np.sort(self._choose(number, path, state, ready, traffic))
+            else:
+                clients = np.sort(np.asarray(chosen, dtype=np.int64))
+            if self.devices is None:
+                steps = [self.federation.local_steps] * len(clients)
+                return Asked(clients.tolist(), steps, state)
+            wanted = self.wanted if chosen is None else len(clients)
+            plans.append(self._plan(path, clients, wanted, state, traffic))
+            kept = plans[-1].kept
+            if chosen is not None or kept.sum() >= max(quorum * wanted, 1):
+                steps = plans[-1].times.steps[kept].tolist()
+                return Asked(clients[kept].tolist(), steps, state, tuple(plans), spent)
+            joules = self._joules(plans[-1])
+            spent += float(joules.sum())
+            state = self._after(state, plans[-1], joules)
+        settings = ", ".join(self.cohort.policies)
+        raise FailsAgainError(
+            f"round {number}: in {MOST_ATTEMPTS} attempts fewer than federation.quorum={quorum} of "
+            f"{self.wanted} clients came in time ({settings}; the last attempt's fastest takes "
+            f"{plans[-1].times.total.min():.3g} s): try a longer deadline or a lower quorum"
+        )
+
+    def close(
+        self,
+        asked: Asked,
+        *,
+        down_bytes: np.ndarray,
+        up_bytes: np.ndarray,
+        number: int,
+        loss: np.ndarray,
+        squared: np.ndarray,
+    ) -> tuple[ClockState, dict[str, float]]:
+        """Return the state after a round, and numbers for its record.
+
+        Args:
+            asked: The round.
+            down_bytes: What each of its clients has really received.
+            up_bytes: What each has really sent.
+            number: The round.
+            loss: Mean training loss of each.
+            squared: Mean squared training loss of each.
+        """
+        state, numbers = asked.state, {}
+        clients = np.array(asked.clients, dtype=np.int64)
+        if self.devices is not None:
+            last = asked.plans[-1].with_bytes(down_bytes, up_bytes)
+            joules = self._joules(last)
+            state = self._after(state, last, joules)
+            kept = np.bincount(self.devices.deciles[clients], minlength=DECILES)
+            state = replace(state, kept=state.kept + kept)
+            numbers = self._numbers(asked, state, asked.spent + float(joules.sum()))
+        past = state.past.with_clients(clients)
+        rows = np.searchsorted(past.client, clients)
+        past.loss[rows], past.squared[rows], past.last[rows] = loss, squared, number
+        useful = float(utility(self.rows[clients], squared).sum()) if len(self.rows) else 0.0
+        return replace(state, past=past, utilities=np.append(state.utilities, useful)), numbers
+
+    def _wait(self, state: ClockState) -> tuple[ClockState, np.ndarray]:
+        """Move the clock to when enough clients can be asked; return them, int64 [n]."""
+        first, now = state, state.seconds
+        while True:
+            state = self._charged(first, now)
+            there = self.source.between(now, now).at(now, self.clients)
+            ready = there.copy()
+            if self.options.battery is not None:
+                ready &= state.battery >= self.options.battery_low * self.options.battery
+            if ready.sum() >= self.asks:
+                return state, np.flatnonzero(ready)
+            enough = there.sum() >= self.asks
+            found = now + _LOOK_AGAIN if enough else next_time(self.source, now, self.asks)
+            if found is None or found > first.seconds + 366 * 86400:
+                raise FailsAgainError(
+                    f"devices.availability={self.options.availability}: {self.asks} clients can "
+                    "never be asked at once in a year of the clock: try fewer "
+                    "(federation.clients_per_round, cohort.extra) or other devices"
+                )
+            now = found
+
+    def _choose(
+        self,
+        number: int,
+        path: tuple[int, ...],
+        state: ClockState,
+        ready: np.ndarray,
+        traffic: Traffic,
+    ) -> np.ndarray:
+        past, none = state.past, np.zeros(0)
+        needs = self.strategy.needs
+        seconds = none if needs == "nothing" else self._expected(traffic)
+        battery = none if needs != "batteries" else state.battery / (self.options.battery or 1.0)
+        return self.strategy.choose(
+            Situation(
+                round=number,
+                wanted=self.asks,
+                ready=ready,
+                rng=numpy_rng(self.seed, "cohort", *path),
+                options=self.cohort,
+                rows=self.rows,
+                loss=past.of_all(past.loss, self.clients, math.nan),
+                squared=past.of_all(past.squared, self.clients, math.nan),
+                last=past.of_all(past.last, self.clients, 0),
+                utilities=state.utilities,
+                seconds=seconds,
+                battery=battery,
+            )
+        )
+
+    def _expected(self, traffic: Traffic) -> np.ndarray:
+        """Return the expected seconds of every client's round, [N]."""
+        everyone = np.arange(self.clients)
+        return self._times(everyone, np.full(self.clients, traffic.down), traffic.up, None).total
+
+    def _times(
+        self, clients: np.ndarray, down_bytes: np.ndarray, up: float, jitter: np.ndarray | None
+    ) -> Times:
+        assert self.devices is not None
+        factor = 1.0 if jitter is None else np.exp(self.options.network_jitter * jitter)
+        return Times(
+            latency=self.options.latency,
+            down=self.devices.down[clients] * factor,
+            up=self.devices.up[clients] * factor,
+            down_bytes=down_bytes,
+            up_bytes=np.full(len(clients), up),
+            step=self.step_seconds[clients],
+            steps=np.full(len(clients), self.federation.local_steps),
+        )
+
+    def _plan(
+        self,
+        path: tuple[int, ...],
+        clients: np.ndarray,
+        wanted: int,
+        state: ClockState,
+        traffic: Traffic,
+    ) -> Plan:
+        number, *attempt = path
+
+        def stream(purpose: str, client: int) -> np.random.Generator:
+            return numpy_rng(self.seed, purpose, number, client, *attempt)
+
+        everyone = clients.tolist()
+        jitter = lost = None
+        if self.options.network_jitter:
+            jitter = np.array([stream("network", c).standard_normal() for c in everyone])
+        if self.cohort.dropout:
+            drawn = np.array([stream("dropout-client", c).random() for c in everyone])
+            half = self.cohort.dropout / 2
+            lost = np.where(drawn < half, 1, np.where(drawn < 2 * half, 2, 0))
+        new = ~np.isin(clients, state.past.client)
+        return plan(
+            clients,
+            self._times(clients, traffic.down + traffic.first * new, traffic.up, jitter),
+            wanted=wanted,
+            deadline=self.cohort.deadline,
+            partial=self.cohort.late == "partial",
+            lost=lost,
+        )
+
+    def _joules(self, of: Plan) -> np.ndarray:
+        assert self.devices is not None
+        return of.joules(self.devices.power[of.clients], self.options.radio)
+
+    def _after(self, state: ClockState, done: Plan, joules: np.ndarray) -> ClockState:
+        """Return the state at the end of an attempt, in which clients have spent this energy."""
+        past = state.past.with_clients(done.clients)
+        past.joules[np.searchsorted(past.client, done.clients)] += joules
+        state = self._charged(replace(state, past=past), state.seconds + done.seconds)
+        if len(state.battery):
+            left = state.battery.copy()
+            left[done.clients] = np.maximum(left[done.clients] - joules, 0)
+            state = replace(state, battery=left)
+        return state
+
+    def _charged(self, state: ClockState, now: float) -> ClockState:
+        """Return the state at a later time, with batteries charged while their clients could be."""
+        if self.options.battery is not None and now > state.seconds:
+            windows = self.source.between(state.seconds, now)
+            gained = self.options.charging * windows.seconds(state.seconds, now, self.clients)
+            battery = np.minimum(state.battery + gained, self.options.battery)
+            state = replace(state, battery=battery)
+        return replace(state, seconds=now)
+
+    def _numbers(self, asked: Asked, state: ClockState, joules: float) -> dict[str, float]:
+        fates = [fate for each in asked.plans for fate in each.fates]
+        past = state.past
+        numbers = {
+            "simulated_seconds": state.seconds,
+            "joules": joules,
+            "asked": len(fates),
+            "came": len(asked.clients) + asked.plans[-1].fates.count("surplus"),
+            "late": fates.count("late"),
+            "lost": fates.count("lost"),
+            "abandoned": len(asked.plans) - 1,
+            "jain_joules": jain(past.of_all(past.joules, self.clients, 0.0)),
+        }
+        if self.cohort.late == "partial":
+            full = self.federation.local_steps
+            numbers["partial"] = sum(steps < full for steps in asked.steps)
+        if len(state.battery):
+            numbers["battery"] = float(state.battery.mean()) / (self.options.battery or 1.0)
+        shares = state.kept / max(int(state.kept.sum()), 1)
+        return numbers | {f"kept_decile_{d}": share for d, share in enumerate(shares.tolist(), 1)}
+
+
+def asked_clients(cohort: CohortConfig, federation: FederationConfig) -> int:
+    """Return how many clients a round asks, ``ceil(extra m)``."""
+    return math.ceil(exact_share(federation.clients_per_round, cohort.extra))
+
+
+def check_fleet(devices: DevicesConfig, cohort: CohortConfig, federation: FederationConfig) -> None:
+    """Check that the sections go together.
+
+    Raises:
+        ValueError: They do not; one line.
+    """
+    needs = strategy_class(cohort.select).needs
+    on_clock = cohort.policies + [f"cohort.select={cohort.select}"] * (needs != "nothing")
+    if on_clock and not devices.on:
+        raise ValueError(f"{on_clock[0]} needs a clock: set devices.kind=lognormal or file")
+    if needs == "batteries" and devices.battery is None:
+        raise ValueError(f"cohort.select={cohort.select} needs devices.battery, in joules")
+    if (asks := asked_clients(cohort, federation)) > federation.clients:
+        raise ValueError(
+            f"cohort.extra={cohort.extra:g} asks {asks} of federation.clients={federation.clients} "
+            "clients; it must ask at most all"
+        )
+
+
+def clock_line(devices: DevicesConfig) -> str | None:
+    """Return a remark on defaults of our own that a run's seconds and joules rest on, or None."""
+    if not devices.on:
+        return None
+    names = ["latency", "power", "radio"]
+    if devices.kind == "lognormal":
+        names = ["speed", "speed_spread", "down", "up", "network_spread", *names]
+    fields = DevicesConfig.model_fields
+    ours = [f"{n}={fields[n].default:g}" for n in names if getattr(devices, n) == fields[n].default]
+    if devices.availability == "diurnal":
+        ours.append("availability=diurnal")
+    if not ours:
+        return None
+    return (
+        "simulated seconds and joules rest on defaults of this program, not on measured devices: "
+        f"devices.{{{', '.join(ours)}}}"
+    )
