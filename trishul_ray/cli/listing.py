@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
+from trishul_ray.edge.codecs.base import NONE, codec_names
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
@@ -115,7 +116,13 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
 
     Fields of the method are those of the experiment's method.
     """
-    registered = {"method.name": method_names(), "task.kind": task_kinds()}
+    codecs = [NONE, *codec_names()]
+    registered = {
+        "method.name": method_names(),
+        "task.kind": task_kinds(),
+        "uploads.codec": codecs,
+        "downloads.codec": codecs,
+    }
     blocks = []
     for name, field, value in _fields(experiment):
         notes = [" | ".join(registered[name]) if name in registered else allowed(field)]

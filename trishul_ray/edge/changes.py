@@ -43,6 +43,7 @@ class Sender:
         active: [U] bool, the units that it trained; None means all.
         kept: What filters left with it in its last round; empty before its first.
         clip_norm: The norm to clip to, if the server sets one for the round.
+        broadcast: [W] float32, the shared part that it was sent, which its change is relative to.
     """
 
     seed: int
@@ -53,6 +54,7 @@ class Sender:
     active: np.ndarray | None = None
     kept: dict[str, np.ndarray] = field(default_factory=dict)
     clip_norm: float | None = None
+    broadcast: np.ndarray | None = None
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Return the random stream of this client and round for a purpose."""

@@ -38,7 +38,9 @@ from trishul_ray.config import (
     in_id_if_set,
     not_in_id,
 )
+from trishul_ray.edge.codecs.base import NONE
 from trishul_ray.edge.server_optimizer import ServerConfig
+from trishul_ray.edge.traffic import DownloadsConfig, UploadsConfig
 from trishul_ray.errors import did_you_mean
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
@@ -52,7 +54,7 @@ BUDGET_RANKS = {"lower": 32, "higher": 64}
 ID_LENGTH = 12
 
 #: Sections that are off by default, and then left out of files.
-EDGE_SECTIONS = ("server",)
+EDGE_SECTIONS = ("uploads", "downloads", "server")
 
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
 MOST_COMPARED = 100
@@ -99,6 +101,10 @@ class Experiment(Section):
     ] = Field(default_factory=lambda: _validated_method("trishul"), validate_default=True)
     optimizer: OptimizerConfig = OptimizerConfig()
     federation: FederationConfig = FederationConfig()
+    uploads: UploadsConfig = in_id_if_set(UploadsConfig(), "how what clients send is encoded")
+    downloads: DownloadsConfig = in_id_if_set(
+        DownloadsConfig(), "how what the server sends is encoded"
+    )
     server: ServerConfig = in_id_if_set(ServerConfig(), "what the server does with a round's mean")
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourcesConfig = ResourcesConfig()
@@ -152,6 +158,11 @@ class Experiment(Section):
         Raises:
             ValueError: A section of the edge is on and breaks a promise of its own or the method's.
         """
+        if self.uploads.codec != NONE and self.server.sum == "ring":
+            raise ValueError(
+                f"uploads.codec={self.uploads.codec!r} saves nothing with server.sum='ring', which "
+                "adds what clients send as it is, eight bytes a number; set only one"
+            )
         method = method_class(self.method.name)
         if method.mean_is_enough:
             return

@@ -53,6 +53,8 @@ def _registered(experiment: "Experiment") -> list[str]:
         f"method={experiment.method.name}",
         f"task.kind={experiment.task.kind}",
         f"data.name={experiment.data.name}",
+        f"codec={experiment.uploads.codec}",
+        f"codec={experiment.downloads.codec}",
     ]
 
 

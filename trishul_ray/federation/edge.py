@@ -3,19 +3,22 @@
 Legend: W entries of the shared part, U units of aggregation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender, UploadFilter
+from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState
+from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import ArrayState, TrainJob, TrainReport, Upload
 from trishul_ray.methods.base import method_class
+from trishul_ray.rng import numpy_rng
 
 
 class Edge:
@@ -24,7 +27,8 @@ class Edge:
     Attributes:
         filters: What a change passes on the worker. Codecs come first and clipping after them, so
             that what is added never exceeds the norm; fixed point is last.
-        moves_beyond_mean: Whether the next state is another one than the mean.
+        downloads: The codec of broadcasts, if there is one.
+        moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
         ring: Fixed point, if sums are in it.
         sends_changes: Whether clients send the change since the broadcast instead of the value.
     """
@@ -33,12 +37,24 @@ class Edge:
         self.experiment = experiment
         fed, server = experiment.federation, experiment.server
         plain = method_class(experiment.method.name).plain_mean
+        codec = UploadCodec.of(experiment.uploads)
+        self.downloads = build_codec(experiment.downloads)
         self.ring: Ring | None = None
         if server.sum == "ring":
             self.ring = Ring(server.fraction_bits, fed.clients_per_round, plain)
-        self.filters: tuple[UploadFilter, ...] = (self.ring,) if self.ring else ()
-        self.moves_beyond_mean = experiment.server.optimizer != "none"
+        chain: tuple[UploadFilter | None, ...] = (codec, self.ring)
+        self.filters = tuple(each for each in chain if each is not None)
+        self.moves_beyond_mean = server.optimizer != "none" or self.downloads is not None
         self.sends_changes = bool(self.filters) or self.moves_beyond_mean
+
+    def coded_broadcast(
+        self, whole: ArrayState, round_number: int, units: Iterable[Unit]
+    ) -> CodedState | None:
+        """Return what clients read of a round's broadcast; None if they read it as it is."""
+        if self.downloads is None:
+            return None
+        rng = numpy_rng(self.experiment.seed, "codec-down", round_number)
+        return coded_state(self.downloads, whole, Units.of(units), rng)
 
     def send(
         self,
@@ -54,7 +70,7 @@ class Edge:
         weight = self._weight(upload)
         sender = Sender(
             self.experiment.seed, job.round, job.client, weight, units, upload.active, job.kept,
-            job.clip_norm,
+            job.clip_norm, broadcast.shared,
         )  # fmt: skip
         moved = upload.arrays.shared - broadcast.shared
         if upload.active is not None:

@@ -122,6 +122,7 @@ class Outcome:
     reports: list[TrainReport]
     evaluations: list[EvalReport]
     events: list[str] = field(default_factory=list)  # one line for each restart or loss
+    broadcast_bytes: int | None = None  # of its encoding; None: four for each number
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,8 @@ class Server:
         complete, number = now.records[-1], now.round + 1
         cohort = self.cohort(number) if number <= fed.rounds else []
         with deterministic(self.experiment):
-            broadcast = self.broadcast()
             train = [self._job(number, client) for client in cohort]
-            outcome = self.executor.run(broadcast, [*train, *self._evaluation_jobs()])
+            outcome, broadcast = self._run(number, self.broadcast(), train)
             self.events += outcome.events
             for rows in self.blueprint.scored if outcome.evaluations else ():
                 found = [each for each in outcome.evaluations if each.rows == rows]
@@ -207,6 +206,32 @@ class Server:
                 now.records.append(record)
             self.checkpoints.save(now)
         return self._report([complete])
+
+    def _run(
+        self, number: int, whole: ArrayState, train: list[TrainJob]
+    ) -> tuple[Outcome, ArrayState]:
+        """Train and evaluate; return the results and the broadcast as the clients have read it.
+
+        What is evaluated is the state as it is, which is the one that a run ends with. If clients
+        read another one, both cannot run together: evaluation waits for training.
+        """
+        evaluation, coded = self._evaluation_jobs(), None
+        if train:
+            units = self.blueprint.layout.units(self.blueprint.wire)
+            coded = self.edge.coded_broadcast(whole, number, units)
+        if coded is None:
+            return self.executor.run(whole, [*train, *evaluation]), whole
+        outcome = self.executor.run(coded.state, train)
+        scored = self.executor.run(whole, evaluation) if evaluation else Outcome([], [], [])
+        return (
+            replace(
+                outcome,
+                evaluations=scored.evaluations,
+                events=outcome.events + scored.events,
+                broadcast_bytes=coded.size,
+            ),
+            coded.state,
+        )
 
     def _job(self, number: int, client: int) -> TrainJob:
         """Return the job of a client in a round, with what it has kept."""
@@ -399,8 +424,9 @@ class Server:
             self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
         )
-        down += len(sent.keys() - self._known) * self.method.setup_parameters(tensors)
+        setup = len(sent.keys() - self._known) * self.method.setup_parameters(tensors)
         self._known |= sent.keys()
+        size = outcome.broadcast_bytes
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(
             round=number,
@@ -410,7 +436,8 @@ class Server:
             train_loss=float(np.mean([r.loss for r in reports])),
             uploaded_parameters=sum(sent.values()),
             uploaded_bytes=sum(coded) if coded else None,
-            downloaded_parameters=down,
+            downloaded_parameters=down + setup,
+            downloaded_bytes=None if size is None else size * len(reports) + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])),
             edge={
                 name: float(np.mean([r.edge[name] for r in reports if name in r.edge]))
@@ -431,7 +458,8 @@ class Server:
     def result(self) -> RunResult:
         """Return the result of a finished run."""
         # What the clients keep may be large, and the result is sent to the driver.
-        kept = replace(self.checkpoint, client_states={})
+        edge = replace(self.checkpoint.edge, kept={})
+        kept = replace(self.checkpoint, client_states={}, edge=edge)
         return RunResult(kept, self.blueprint, self.broadcast())
 
 

@@ -1,0 +1,281 @@
+"""What is sent in runs: bytes that are real, error feedback, coded broadcasts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from method_runs import BY_MEAN
+from newcomers import unloaded_after
+from tolerances import rounding
+
+from trishul_ray.adapters.layout import Unit
+from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.codecs.base import Units, codec_class, codec_names
+from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.methods.base import State
+
+HALF = Path(__file__).parent / "newcomers" / "half.py"
+#: A core head, another one, and a tensor.
+UNITS = tuple(
+    Unit("name", kind, slice(first, last), slice(first, last), rank)
+    for kind, first, last, rank in (
+        ("core", 0, 16, 4), ("core", 16, 32, 4), ("classifier", 32, 50, None),
+    )
+)  # fmt: skip
+SIZES = np.array([unit.size for unit in UNITS])
+
+
+def sender(round_number=1, active=None, kept=None):
+    zeros = np.zeros(50, dtype=np.float32)
+    return Sender(0, round_number, 7, 1.0, UNITS, active, kept or {}, None, zeros)
+
+
+def change_of(rng, active=None, scale=1.0):
+    values = (scale * rng.standard_normal(50)).astype(np.float32)
+    if active is not None:
+        values[np.repeat(~active, SIZES)] = 0
+    return Change(values, {})
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
+    active = np.array([True, False, True])
+    fields = UploadsConfig(codec=name)
+    each, change = UploadCodec.of(fields), change_of(np.random.default_rng(0), active)
+    sent = each(change, sender(active=active))
+    entries = np.repeat(active, SIZES)
+    assert not sent.shared[~entries].any() and sent.shared[entries].any()
+    codec, units = each.codec, Units.of(UNITS)
+    payload = codec.encode(change.shared, units, sender().rng("codec"), np.zeros(50, np.float32))
+    assert sent.uploaded_bytes == len(payload) + 1  # and which units were trained
+    np.testing.assert_array_equal(sent.shared, codec.decode(payload, units))
+    error = np.linalg.norm(sent.shared - change.shared) / np.linalg.norm(change.shared)
+    assert sent.metrics["codec_error"] == pytest.approx(error)
+    assert not sent.kept
+    # The first filter is no exception to the rule that given arrays are not written to.
+    np.testing.assert_array_equal(change.shared, change_of(np.random.default_rng(0), active).shared)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_what_the_method_adds_is_sent_as_well(name):
+    rng = np.random.default_rng(0)
+    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    alone = each(change_of(rng), sender())
+    change = replace(
+        change_of(rng), extra={"control": change_of(rng).shared, "few": np.ones(3, "f4")}
+    )
+    both = each(change, sender())
+    assert both.uploaded_bytes > alone.uploaded_bytes
+    assert both.extra.keys() == {"control", "few"} and both.extra["few"].shape == (3,)
+    if name == "skeleton":  # cores of rank r are sent as they are, and so is everything else
+        for key, value in change.extra.items():
+            np.testing.assert_array_equal(both.extra[key], value)
+    for key in ("shared", "control", "few"):
+        given = change.shared if key == "shared" else change.extra[key]
+        got = both.shared if key == "shared" else both.extra[key]
+        np.testing.assert_array_equal(both.kept[f"left/{key}"], given - got)
+
+
+def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
+    change = change_of(np.random.default_rng(0))
+    change.shared[3] = np.nan
+    sent = UploadCodec.of(UploadsConfig(codec="int4", error_feedback=True))(change, sender())
+    assert np.isnan(sent.shared[3]) and not sent.kept and sent.uploaded_bytes == 200
+
+
+@pytest.mark.parametrize("name", codec_names())
+@given(seed=st.integers(0, 10**6), rounds=st.integers(1, 6), partly=st.booleans())
+def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, rounds, partly):
+    rng = np.random.default_rng(seed)
+    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    total, sent, kept, size = np.zeros(50), np.zeros(50), {}, 0.0
+    for number in range(1, rounds + 1):
+        active = rng.random(3) < 0.5 if partly else None
+        change = change_of(rng, active, scale=10.0 ** rng.integers(-3, 3))
+        result = each(change, sender(number, active, kept))
+        if active is not None:
+            idle = np.repeat(~active, SIZES)
+            assert not result.shared[idle].any()
+            before = kept.get("left/shared", np.zeros(50))
+            np.testing.assert_array_equal(result.kept["left/shared"][idle], before[idle])
+        kept = result.kept
+        total += change.shared
+        sent += result.shared
+        size += np.abs(change.shared).max() + np.abs(kept["left/shared"]).max()
+    # Two roundings a round: of the sum, and of what is left of it.
+    allowed = rounding(2, 2 * size + np.abs(sent).max())
+    np.testing.assert_allclose(sent, total - kept["left/shared"], atol=allowed, rtol=0)
+
+
+def test_what_was_left_out_long_ago_is_forgotten_unit_by_unit():
+    rng, only_first = np.random.default_rng(0), np.array([True, False, False])
+    each = UploadCodec.of(UploadsConfig(codec="int4", error_feedback=True, residual_rounds=3))
+    first = each(change_of(rng), sender(1))
+    again = each(change_of(rng, only_first), sender(3, only_first, first.kept))
+    assert again.kept["since/shared"].tolist() == [3, 1, 1]
+    none = np.zeros(3, dtype=bool)
+    nothing = Change(np.zeros(50, dtype=np.float32), {})
+    kept = each(nothing, sender(4, none, again.kept)).kept["left/shared"]
+    np.testing.assert_array_equal(kept, again.kept["left/shared"])
+    kept = each(nothing, sender(5, none, again.kept)).kept["left/shared"]
+    assert kept[:16].any() and not kept[16:].any()
+    # In the next upload, only the first head has something to add.
+    moved = each(change_of(np.random.default_rng(5)), sender(5, None, again.kept))
+    fresh = each(change_of(np.random.default_rng(5)), sender(5))
+    assert (moved.shared[:16] != fresh.shared[:16]).any()
+    np.testing.assert_array_equal(moved.shared[16:], fresh.shared[16:])
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_broadcast_is_coded_from_the_state_alone(name):
+    rng = np.random.default_rng(0)
+    state = State(change_of(rng).shared, {"control": change_of(rng).shared})
+    codec = codec_class(name)(DownloadsConfig(codec=name))
+    one, other = (
+        coded_state(codec, state, Units.of(UNITS), np.random.default_rng(1)) for _ in range(2)
+    )
+    np.testing.assert_array_equal(one.state.shared, other.state.shared)
+    assert one.size == other.size and one.state.extra.keys() == {"control"}
+    assert (one.state.shared != state.shared).any() or name == "skeleton"
+
+
+def records_of(result):
+    return result.checkpoint.records[1:]
+
+
+@pytest.mark.parametrize("codec", [*codec_names(), "half"])
+@pytest.mark.parametrize("method", BY_MEAN)
+def test_every_method_that_needs_the_mean_alone_runs_with_every_codec(method, codec, edge_run):
+    with unloaded_after():
+        result = edge_run(
+            f"method={method}", "rounds=2", f"plugins={HALF}", f"uploads.codec={codec}",
+            f"downloads.codec={codec}",
+        )  # fmt: skip
+    for record in records_of(result):
+        assert not record.refused and record.train_loss < 10
+        up, down = 4 * record.uploaded_parameters, 4 * record.downloaded_parameters
+        metrics = record.metrics()
+        assert metrics["uploaded_bytes"] == record.uploaded_bytes
+        assert metrics["downloaded_bytes"] == record.downloaded_bytes
+        if codec == "skeleton":  # nothing was cut; one bit a unit, two bytes a core
+            assert record.uploaded_bytes <= 1.02 * up
+        else:
+            assert record.uploaded_bytes < 0.55 * up
+            assert record.downloaded_bytes < 0.55 * down or method == "fedsb"
+        assert record.edge["codec_error"] < 1
+    assert np.isfinite(result.checkpoint.state.shared).all()
+
+
+@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("method", ["trishul", "scaffold"])
+def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
+    method, codec, edge_run, small, assert_same, tmp_path
+):
+    options = [f"method={method}", f"uploads.codec={codec}", "uploads.error_feedback=true"]
+    options += [f"downloads.codec={codec}", "method.head_fraction=0.5"][: 1 + (method == "trishul")]
+    again = edge_run(*options, stop=2)
+    place = f"storage.runs={tmp_path / 'whole'}"
+    whole = edge_run(*options, place)
+    assert_same(again, whole)
+    stored = [
+        open_checkpoints(small("resources.backend=inline", *options, *more)).newest().edge.kept
+        for more in ([], [place])
+    ]
+    assert len(stored[0]) == 4 and stored[0].keys() == stored[1].keys()
+    for client, kept in stored[0].items():
+        assert kept.keys() == stored[1][client].keys() >= {"left/shared", "since/shared"}
+        for name, values in kept.items():
+            np.testing.assert_array_equal(values, stored[1][client][name])
+    assert not again.checkpoint.edge.kept  # a result is small
+
+
+def test_bytes_of_a_run_are_those_of_the_format(edge_run):
+    result = edge_run("method=fedit", "uploads.codec=int8", "rounds=2", "downloads.codec=int8")
+    units = list(result.blueprint.layout.units(result.blueprint.wire))
+    each = sum(unit.size for unit in units) + 4 * len(units) + -(-len(units) // 8)
+    assert records_of(result)[1].uploaded_bytes == 3 * each
+    assert records_of(result)[1].downloaded_bytes == 3 * each
+
+
+def test_a_lossless_codec_changes_nothing_but_the_bytes(edge_run):
+    """Cores of full rank are sent as they are: up to rounding, the state is that of no codec."""
+    plain = edge_run("method=trishul", "rounds=1")
+    coded = edge_run("method=trishul", "rounds=1", "uploads.codec=skeleton")
+    np.testing.assert_allclose(
+        coded.checkpoint.state.shared, plain.checkpoint.state.shared, rtol=1e-6, atol=1e-7
+    )
+
+
+def test_a_prox_that_cuts_makes_skeletons_smaller(edge_run):
+    options = ["method=trishul", "uploads.codec=skeleton", "rounds=2"]
+    weak, strong = (edge_run(*options, f"method.lam={lam}") for lam in (0, 5))
+    for one, other in zip(records_of(weak), records_of(strong), strict=True):
+        assert other.edge["codec_rank"] < one.edge["codec_rank"]
+        assert other.uploaded_bytes < one.uploaded_bytes
+        assert other.edge["codec_error"] < 1e-4
+
+
+def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(edge_run):
+    """With one entry in ten sent, the untouched nine tenths are not lost on the server."""
+    options = ["method=fedit", "rounds=1"]
+    plain = edge_run(*options)
+    coded = edge_run(*options, "downloads.codec=topk", "downloads.density=0.1")
+    before, after = plain.checkpoint.state.shared, coded.checkpoint.state.shared
+    assert (before != after).any()
+    assert (after != 0).mean() > 0.5
+    # What is scored is the server's state: before the first round, the untouched backbone.
+    assert plain.checkpoint.records[0].scores == coded.checkpoint.records[0].scores
+
+
+def test_off_they_are_neither_in_the_id_nor_in_the_file():
+    plain = load_experiment(None, [])
+    off = load_experiment(None, ["uploads.codec=none", "downloads.codec=none"])
+    assert plain.id == off.id and not {"uploads", "downloads"} & plain.to_dict().keys()
+    ids = {
+        load_experiment(None, fields).id
+        for fields in (
+            [], ["uploads.codec=int8"], ["downloads.codec=int8"], ["uploads.codec=int4"],
+            ["uploads.codec=topk"], ["uploads.codec=topk", "uploads.density=0.1"],
+            ["uploads.codec=topk", "uploads.error_feedback=true"],
+        )
+    }  # fmt: skip
+    assert len(ids) == 7
+    same = load_experiment(None, ["uploads.codec=topk", "uploads.density=0.25"])
+    assert same.id in ids
+    assert json.dumps(same.to_dict()["uploads"])
+
+
+def test_a_codec_of_a_file_is_noted_where_it_is_used():
+    with unloaded_after():
+        used = load_experiment(None, [f"plugins={HALF}", "downloads.codec=half"])
+        assert [plugin.name for plugin in used.plugins] == ["half"]
+        assert used.identity()["plugins"] == [used.plugins[0].content]
+        assert not load_experiment(None, [f"plugins={HALF}", "uploads.codec=int8"]).plugins
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["uploads.codec=int9"], r"uploads: unknown codec 'int9'; known: none, .*'int8'"),
+        (["uploads.density=0.1"], r"uploads: density=0\.1 has no effect with codec='none'"),
+        (["uploads.error_feedback=true"], r"uploads: error_feedback=true needs a codec"),
+        (
+            ["uploads.codec=topk", "uploads.residual_rounds=3"],
+            r"uploads: residual_rounds=3 has no effect without error_feedback=true",
+        ),
+        (["downloads.codec=topk", "downloads.density=2"], r"downloads\.density=2"),
+        (["downloads.error_feedback=true"], "unknown field 'downloads.error_feedback'"),
+        (["uploads.codec=int8", "server.sum=ring"], r"uploads\.codec='int8'.*server\.sum='ring'"),
+        (["method=flora", "downloads.codec=int8"], r"downloads: needs a method .*'flora'"),
+    ],
+)
+def test_wrong_fields_are_named(fields, message):
+    with pytest.raises(InputError, match=message):
+        load_experiment(None, fields)

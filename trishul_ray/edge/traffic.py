@@ -1,0 +1,172 @@
+"""What is sent: the codec of uploads, with error feedback, and that of broadcasts.
+
+With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
+1901.09847) a client adds to its change what its earlier ones have lost: it sends ``C(delta + e)``
+and keeps ``e <- delta + e - C(delta + e)``. So the sum of what it has sent is that of its changes
+minus the last e.
+
+A broadcast is coded afresh from the server's whole state in every round, so that its error does not
+accumulate. Clients train from the decoded broadcast, and their changes are relative to it.
+
+Legend: W entries of the shared part, U units of aggregation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from pydantic import model_validator
+
+from trishul_ray.config import in_id_if_set
+from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.codecs.base import NONE, Codec, CodecFields, Units, build_codec
+from trishul_ray.methods.base import State
+
+
+class UploadsConfig(CodecFields):
+    """What clients send: a codec of their changes; the bytes counted are those of its encoding."""
+
+    error_feedback: bool = in_id_if_set(
+        False, "clients add what the codec has left out to their next change"
+    )
+    residual_rounds: int | None = in_id_if_set(
+        None, "error feedback: rounds after which what was left out is forgotten; null: never", ge=1
+    )
+
+    @model_validator(mode="after")
+    def _check_feedback(self) -> UploadsConfig:
+        if self.error_feedback and self.codec == NONE:
+            raise ValueError("error_feedback=true needs a codec, such as codec='topk'")
+        if self.residual_rounds is not None and not self.error_feedback:
+            raise ValueError(
+                f"residual_rounds={self.residual_rounds} has no effect without error_feedback=true"
+            )
+        return self
+
+
+class DownloadsConfig(CodecFields):
+    """What the server sends: a codec of its state; scores are those of the state as it is."""
+
+
+#: A state as it is sent.
+ArrayState: TypeAlias = State[np.ndarray]
+
+
+@dataclass(frozen=True)
+class UploadCodec:
+    """The upload filter that encodes and decodes a change, and counts its bytes."""
+
+    codec: Codec
+    fields: UploadsConfig
+
+    @classmethod
+    def of(cls, fields: UploadsConfig) -> UploadCodec | None:
+        """Return the filter of a section; None without a codec."""
+        codec = build_codec(fields)
+        return None if codec is None else cls(codec, fields)
+
+    def __call__(self, change: Change, sender: Sender) -> Change:
+        """Return what the server decodes; a change that is not finite stays, to be refused."""
+        vectors = {"shared": change.shared, **dict(sorted(change.extra.items()))}
+        if not all(np.isfinite(vector).all() for vector in vectors.values()):
+            return replace(change, uploaded_bytes=4 * sum(map(len, vectors.values())))
+        rng, units = sender.rng("codec"), Units.of(sender.units)
+        kept, read, metrics = dict(change.kept), {}, dict(change.metrics)
+        # The server must also know which units were trained: one bit each.
+        size = 0 if sender.active is None else -(-len(units.sizes) // 8)
+        for name, vector in vectors.items():
+            shared = name == "shared"
+            parts = units if len(vector) == units.length else Units.whole(len(vector))
+            feedback = Feedback.of(self.fields, sender, name, parts, shared)
+            target = feedback.target(vector)
+            known = sender.broadcast if shared else None
+            payload = self.codec.encode(target, parts, rng, known)
+            read[name] = self.codec.decode(payload, parts, known)
+            size += len(payload)
+            kept |= feedback.kept(target - read[name])
+            if shared:
+                norm = float(np.linalg.norm(target))
+                metrics |= self.codec.metrics(payload, parts)
+                metrics["codec_error"] = float(np.linalg.norm(target - read[name])) / (norm or 1.0)
+        shared_read = read.pop("shared")
+        return replace(
+            change, shared=shared_read, extra=read, uploaded_bytes=size, kept=kept, metrics=metrics
+        )
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a codec has left out of one vector of a client so far.
+
+    Attributes:
+        name: Of the vector.
+        units: Its units.
+        active: bool [U], those that the client trains in this round; None means all.
+        left: float32 [W], what was left out; None without error feedback.
+        since: int64 [U], the round in which that of each unit was left out.
+        round: This round.
+    """
+
+    name: str
+    units: Units
+    active: np.ndarray | None
+    left: np.ndarray | None
+    since: np.ndarray
+    round: int
+
+    @classmethod
+    def of(
+        cls, fields: UploadsConfig, sender: Sender, name: str, units: Units, shared: bool
+    ) -> Feedback:
+        """Return what the sender has kept of a vector, without what is too old."""
+        active = sender.active if shared else None
+        since = np.full(len(units.sizes), sender.round)
+        if not fields.error_feedback:
+            return cls(name, units, active, None, since, sender.round)
+        left = sender.kept.get(f"left/{name}", np.zeros(units.length, dtype=np.float32))
+        since = sender.kept.get(f"since/{name}", since)
+        if fields.residual_rounds is not None:
+            old = sender.round - since > fields.residual_rounds
+            left = np.where(units.entries(old), np.float32(0), left)
+        return cls(name, units, active, left, since, sender.round)
+
+    def target(self, change: np.ndarray) -> np.ndarray:
+        """Return what is to be sent, float32 [W]: zero in units that are not trained."""
+        total = change if self.left is None else change + self.left
+        return total if self.active is None else total * self.units.entries(self.active)
+
+    def kept(self, error: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what the client keeps, given what was left out of the target."""
+        if self.left is None:
+            return {}
+        since = np.full_like(self.since, self.round)
+        if self.active is not None:
+            error = np.where(self.units.entries(self.active), error, self.left)
+            since = np.where(self.active, since, self.since)
+        return {f"left/{self.name}": error, f"since/{self.name}": since}
+
+
+class CodedState(NamedTuple):
+    """What clients read of a broadcast, and the bytes of its encoding."""
+
+    state: ArrayState
+    size: int
+
+
+def coded_state(
+    codec: Codec, state: ArrayState, units: Units, rng: np.random.Generator
+) -> CodedState:
+    """Encode and decode a broadcast.
+
+    The shared part and what the method adds to it are coded; frozen tensors, which a deployment
+    sends once, are not.
+    """
+    read, size = {}, 0
+    for name, vector in {"shared": state.shared, **dict(sorted(state.extra.items()))}.items():
+        parts = units if len(vector) == units.length else Units.whole(len(vector))
+        payload = codec.encode(vector, parts, rng)
+        read[name] = codec.decode(payload, parts)
+        size += len(payload)
+    return CodedState(replace(state, shared=read.pop("shared"), extra=read), size)
