@@ -24,6 +24,7 @@ WITH_CORES = ("RAVAN", "TRISHUL (λ=0)", "TRISHUL")
 ALPHAS = {"dirichlet(0.3)": 0.3, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.05}
 LAMBDAS = {"0 (no penalty)": 0.0, "0.001": 0.001, "0.01 (ours)": 0.01, "1": 1.0}
 SEEDS = ("0", "1", "2")
+EPSILONS = {"2": 2.0, "8": 8.0, "none": None}
 ROUNDS, CLIENTS, COHORT, RANK, BLOCKS = 5, 6, 4, 6, 4
 
 
@@ -87,6 +88,8 @@ def round_of(labels, number, with_cores):
     pace = 1.1 if labels.get("method") == "TRISHUL" else 1.0
     row["client_seconds"] = 9.0 if number == 1 else pace * (0.8 + 0.1 * number)
     row["seconds"] = row["client_seconds"] + 5.0  # with evaluation
+    row |= {"uploaded_bytes": 1e6 * (1 + int(labels["seed"])), "downloaded_bytes": 2e6}
+    row |= {"simulated_seconds": 1800.0 * number, "joules": 500.0}
     if not with_cores:
         return row
     near, seed = similarity(labels, number), int(labels["seed"])
@@ -180,6 +183,19 @@ def by_lambda(folder, unfinished=lambda labels: None):
     return sweep_of(axes, cell)
 
 
+def by_epsilon(folder, unfinished=lambda labels: None):
+    """Methods with cores x ε x seeds."""
+
+    def cell(labels):
+        epsilon = EPSILONS[labels["epsilon"]]
+        config = {"method": METHODS[labels["method"]], "privacy": {"epsilon": epsilon}}
+        if epsilon is None:
+            del config["privacy"]
+        return cell_of(folder, labels, config, unfinished)
+
+    return sweep_of({"method": WITH_CORES, "epsilon": EPSILONS, "seed": SEEDS}, cell)
+
+
 def by_allocation(folder, unfinished=lambda labels: None):
     """Uniform and water-filled heads x seeds."""
 
@@ -207,6 +223,9 @@ CASES = {
     "alpha_diagnostics": (by_alpha, {}),
     "waterfilling": (by_allocation, {}),
     "waterfilling_layerwise": (by_allocation, {}),
+    "cost": (by_method, {}),
+    "cost_to_target": (by_method, {}),
+    "privacy": (by_epsilon, {}),
     "covariance": (by_method, {"method": ("RAVAN", "TRISHUL")} | _ONE_DATASET),
 }
 

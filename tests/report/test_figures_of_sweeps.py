@@ -18,6 +18,7 @@ from fake_cells import (
     accuracy,
     by_allocation,
     by_alpha,
+    by_epsilon,
     by_lambda,
     by_method,
     figure_of,
@@ -122,6 +123,50 @@ def test_what_is_drawn_is_read_from_the_csv(kind, tmp_path):
     rows = data_of(figure_of(kind, where), sweep).rows()
     assert len(table) == len(rows)
     np.testing.assert_allclose(table.value, [row["value"] for row in rows])
+
+
+def test_what_was_sent_is_summed_over_rounds_and_averaged_over_seeds(tmp_path):
+    data = data_of(figure_of("cost"), by_method(tmp_path))
+    line = data.panels[0].lines[-1]
+    # 1, 2 and 3 MB up by seed, 2 MB down.
+    np.testing.assert_allclose(line.x, [4.0 * number for number in range(ROUNDS + 1)])
+    labels = {"dataset": "cifar100", "method": "TRISHUL"}
+    assert line.y[-1] == of_seeds(accuracy, **labels)
+    hours = data_of(figure_of("cost", cost="hours"), by_method(tmp_path)).panels[0].lines[0].x
+    np.testing.assert_allclose(hours, [0.5 * number for number in range(ROUNDS + 1)])
+    joules = data_of(figure_of("cost", cost="kilojoules"), by_method(tmp_path))
+    np.testing.assert_allclose(joules.panels[0].lines[0].x, np.arange(ROUNDS + 1) / 2)
+    assert any("devices and links are simulated" in remark for remark in joules.remarks)
+    assert data_of(figure_of("cost", cost="epsilon"), by_method(tmp_path)) is None
+
+
+def test_the_cost_of_a_target_is_that_of_the_first_round_that_reaches_it(tmp_path):
+    where = {"dataset": ("cifar100",), "method": ("RAVAN", "TRISHUL", "FedIT")}
+    options = {"reference": "RAVAN", "shares": [0.9, 1]}
+    data = data_of(figure_of("cost_to_target", where, **options), by_method(tmp_path))
+    found = {(cell.series, cell.share): cell for cell in data.cells}
+    for (series, share), cell in found.items():
+        spent = []
+        for seed in SEEDS:
+            labels = {"dataset": "cifar100", "method": series, "seed": seed}
+            target = share * accuracy(labels | {"method": "RAVAN"})
+            rounds = range(ROUNDS + 1)
+            first = next((n for n in rounds if accuracy(labels, n) >= target), None)
+            spent += [] if first is None else [first * (3.0 + int(seed))]
+        assert cell.runs == len(SEEDS)
+        if not spent:
+            assert cell.cost is None and data.text(cell) == "not reached"
+        else:
+            assert cell.cost.count == len(spent)
+            assert cell.cost.centre == pytest.approx(np.mean(spent))
+    assert found["FedIT", 1].cost is None and found["TRISHUL", 1].cost is not None
+
+
+def test_runs_without_privacy_lie_beyond_every_epsilon(tmp_path):
+    data = data_of(figure_of("privacy"), by_epsilon(tmp_path))
+    assert data.panels[0].lines[0].x == (2.0, 8.0, math.inf)
+    drawn = ET.fromstring(draw(figure_of("privacy"), by_epsilon(tmp_path)).svg)
+    assert "∞" in {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
 
 
 def test_convergence_shows_means_and_deviations_over_seeds(tmp_path):
@@ -429,6 +474,9 @@ def test_without_a_comparison_of_all_clients_rounds_are_averaged_by_pair(tmp_pat
         ("alpha_diagnostics", {"of": ["update"]}, "must be a list of updates and uploads"),
         ("covariance", {"matrix": "corelation"}, "must be one of cosine, inner_products"),
         ("lambda_accuracy", {"x": 3}, "x=3 must be text"),
+        ("cost", {"cost": "gigabytes"}, "must be one of megabytes, hours, kilojoules, epsilon"),
+        ("cost_to_target", {"shares": [0.9, 1.2]}, "must be a list of shares, above 0"),
+        ("cost_to_target", {"reference": 3}, "must be a label of the series"),
     ],
 )
 def test_wrong_kinds_and_options_are_refused(kind, options, message):

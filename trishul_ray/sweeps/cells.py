@@ -48,6 +48,8 @@ from trishul_ray.sweeps.sweep_file import (
 
 #: The sweep of a profile that chooses learning rates, and the axis that it chooses from.
 RATES, RATE = "rates", "optimizer.lr"
+#: Sweeps that come with the package and reproduce nothing of the paper.
+BEYOND = {RATES, "clock", "privacy", "uploads"}
 #: The axis whose labels are the values that a search has sampled.
 SAMPLE = "sample"
 #: How a table says that its runs were chosen by the scores that it shows.
@@ -193,8 +195,8 @@ def find_sweeps(
 ) -> tuple[Sweep, ...]:
     """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
 
-    The name ``all`` stands for every sweep of the profile, in the paper's order, but ``rates``,
-    which has no table of the paper.
+    The name ``all`` stands for every sweep of the profile, in the paper's order, but those beyond
+    the paper: ``rates``, ``uploads``, ``clock`` and ``privacy``.
 
     Raises:
         InputError: There is no such sweep, or as :func:`load_sweep`.
@@ -213,8 +215,7 @@ def find_sweeps(
         if name != "all" and name not in files:
             near = hint(name, sorted(files))
             raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
-        every = sorted(files.keys() - {RATES})
-        wanted |= dict.fromkeys(every if name == "all" else [name])
+        wanted |= dict.fromkeys(sorted(files.keys() - BEYOND) if name == "all" else [name])
     sweeps = [load_sweep(files[name], overrides) for name in wanted]
     return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
 

@@ -9,7 +9,7 @@ This module knows the kinds without matplotlib; :mod:`.drawing` draws them.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import FigureLayout
@@ -25,6 +25,33 @@ MATRICES = {
     "inner_products": "inner products of updates",
     "principal_angle_similarity": "principal-angle similarity of updates",
 }
+
+
+class Cost(NamedTuple):
+    """What training costs: columns of metrics.parquet, and how their amount is displayed.
+
+    ``adds``: whether the columns are of each round, not of all rounds so far.
+    """
+
+    columns: tuple[str, ...]
+    unit: float
+    adds: bool
+    label: str
+    short: str
+    remark: str = ""
+
+
+_OURS = "devices and links are simulated: see the run's section devices for what was assumed"
+#: Costs (option ``cost``).
+COSTS = {
+    "megabytes": Cost(
+        ("uploaded_bytes", "downloaded_bytes"), 1e6, True, "megabytes up and down, all clients",
+        "MB",
+    ),
+    "hours": Cost(("simulated_seconds",), 3600.0, False, "simulated hours", "h", _OURS),
+    "kilojoules": Cost(("joules",), 1e3, True, "simulated kilojoules, all clients", "kJ", _OURS),
+    "epsilon": Cost(("epsilon",), 1.0, False, "ε spent for each client", "ε"),
+}  # fmt: skip
 #: Options whose values are axes: one, several or none. The default is the first of those in
 #: :data:`KINDS` that the sweep has.
 AXES = frozenset({"series", "panels", "groups"})
@@ -33,6 +60,7 @@ _BOTH = tuple(SUBJECTS)
 _LAMBDA, _ALPHA = {"x": "method.lam"}, {"x": "partition.alpha"}
 _LATE = {"of": _BOTH, "last": 10}
 _BY_METHOD, _BY_DATASET = {"series": ("method",)}, {"panels": ("dataset",)}
+_COST = _BY_METHOD | _BY_DATASET | {"cost": "megabytes"}
 _ONE_SERIES: dict[str, Any] = {"series": ()}
 _BY_ALLOCATION = {"series": ("allocation", "method")}
 
@@ -50,6 +78,9 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "alpha_diagnostics": _BY_METHOD | _ALPHA | _LATE,
     "waterfilling": _BY_ALLOCATION,
     "waterfilling_layerwise": _BY_ALLOCATION,
+    "cost": _COST,
+    "cost_to_target": _COST | {"reference": None, "shares": (0.9, 0.95, 0.99)},
+    "privacy": _BY_METHOD | _BY_DATASET | {"x": "privacy.epsilon"},
     "covariance": _BY_METHOD | {"matrix": "cosine"},
 }
 
@@ -85,6 +116,14 @@ def _problem(name: str, value: Any, axes: tuple[str, ...]) -> str | None:
     if name == "last":
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return None if fits else "must be a number of rounds, at least 1"
+    if name == "cost":
+        return None if value in COSTS else f"must be one of {', '.join(COSTS)}"
+    if name == "reference":
+        return None if value is None or isinstance(value, str) else "must be a label of the series"
+    if name == "shares":
+        fits = isinstance(value, list | tuple) and len(value) > 0
+        fits = fits and all(isinstance(v, int | float) and 0 < v <= 1 for v in value)
+        return None if fits else "must be a list of shares, above 0 and at most 1"
     if name == "matrix":
         return None if value in MATRICES else f"must be one of {', '.join(MATRICES)}"
     return None if isinstance(value, str) else "must be text"

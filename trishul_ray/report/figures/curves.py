@@ -33,11 +33,17 @@ _DIAGNOSTICS = {
     "effective_rank": "effective rank",
     "aggregation_variance": "aggregation variance (equal for both)",
 }
-#: Kinds of x axes, with their titles: rounds, a strength on a log axis, a skew on a reversed one.
-Scale = Literal["rounds", "strength", "skew"]
+#: Kinds of x axes: rounds, an amount, a strength on a log axis, a skew on a reversed one.
+Scale = Literal["rounds", "amount", "strength", "skew"]
 _ROUNDS = "communication round"
-_X_LABELS = {"method.lam": "λ", "partition.alpha": "Dirichlet α (to the right: more skewed)"}
-_BAND = "line and band: mean ± standard deviation over seeds"
+_X_LABELS = {
+    "method.lam": "λ",
+    "partition.alpha": "Dirichlet α (to the right: more skewed)",
+    "privacy.epsilon": "ε for each client (∞: no privacy)",
+}
+_INFINITE = {"partition.alpha": "IID"}
+#: What a line with a band shows.
+BAND = "line and band: mean ± standard deviation over seeds"
 _BARS = "point and bar: mean ± standard deviation over seeds"
 _ONE_SEED = "with one seed there is no deviation, and the axis starts at 0"
 _PAPER = "hollow: the paper's numbers"
@@ -79,13 +85,22 @@ class Panel:
 
 @dataclass(frozen=True)
 class CurveData:
-    """The content of a figure of lines; ``names`` also has the series that are missing."""
+    """The content of a figure of lines; ``names`` also has the series that are missing.
+
+    ``infinite`` is how an infinite x is displayed.
+    """
 
     panels: tuple[Panel, ...]
     x_label: str
     scale: Scale
     names: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    infinite: str = "∞"
+
+    @property
+    def over_rounds(self) -> bool:
+        """Whether lines run over the rounds of a run, or what they cost."""
+        return self.scale in ("rounds", "amount")
 
     def describe(self) -> str:
         """Return the means over seeds in words: of each x, or of the last round."""
@@ -98,7 +113,7 @@ class CurveData:
                 values = [
                     f"{y.centre:{unit}} at {x:g}"
                     + f" (paper {paper:{unit}})" * math.isfinite(paper)
-                    for x, y, paper in (points[-1:] if self.scale == "rounds" else points)
+                    for x, y, paper in (points[-1:] if self.over_rounds else points)
                 ]
                 lines.append(f"{line.label or panel.y_label} {', '.join(values)}")
             panels.append(f"{panel.title} ({panel.y_label}): {'; '.join(lines)}")
@@ -230,14 +245,17 @@ class _Collector:
         lines = [line for panel in self.panels for line in panel.lines]
         seeds = [band.count for line in lines for band in line.y]
         printed = any(math.isfinite(value) for line in lines for value in line.paper)
-        notes = [_BAND if self.scale == "rounds" else _BARS] * (max(seeds) > 1)
+        notes = [BAND if self.scale == "rounds" else _BARS] * (max(seeds) > 1)
         notes += [_ONE_SEED] * (min(seeds) == 1) + [_PAPER] * printed
         notes += [*remarks, *self.selection.pooled(self.points)]
         if self.empty:
             missing = self.selection.names(list(self.empty.values()))
             notes.append(f"without these metrics: {'; '.join(missing)}")
         names = tuple(group.name for group in self.selection.groups(self.series))
-        return CurveData(tuple(self.panels), self.x_label, self.scale, names, tuple(notes))
+        infinite = _INFINITE.get(self.selection.options.get("x", ""), "∞")
+        return CurveData(
+            tuple(self.panels), self.x_label, self.scale, names, tuple(notes), infinite
+        )
 
 
 def convergence(selection: Selection) -> CurveData | None:
@@ -420,7 +438,7 @@ def draw_curves(data: CurveData, note: Sequence[str]) -> Figure:
         place, last = _x_axis(axes, data, panel), 0 if data.scale == "skew" else -1
         for line in panel.lines:
             x = [place(each) for each in line.x]
-            _draw_line(axes, x, line, styles[line.label], banded=data.scale == "rounds")
+            _draw_line(axes, x, line, styles[line.label], banded=data.over_rounds)
         for level in panel.levels.values():
             axes.axhline(level, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
         _y_axis(axes, panel)
@@ -476,11 +494,12 @@ def _y_axis(axes: Axes, panel: Panel) -> None:
 def _x_axis(axes: Axes, data: CurveData, panel: Panel) -> Callable[[float], float]:
     """Prepare the x axis of a panel and return where a value is placed on it."""
     values = sorted({x for line in panel.lines for x in line.x})
-    if data.scale == "rounds":
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    if data.over_rounds:
+        whole = data.scale == "rounds"
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole, min_n_ticks=1))
         return lambda value: value
     positions = log_positions(values)
-    ticks = ["IID" if math.isinf(value) else f"{value:g}" for value in values]
+    ticks = [data.infinite if math.isinf(value) else f"{value:g}" for value in values]
     axes.set_xticks([positions[value] for value in values], ticks)
     margin = 0.06 * (max(positions.values()) - min(positions.values())) or 0.5
     limits = (min(positions.values()) - margin, max(positions.values()) + margin)

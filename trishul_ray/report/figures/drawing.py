@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from matplotlib.figure import Figure
 
 from trishul_ray.report.figures import AXES, KINDS, check_figure
+from trishul_ray.report.figures.costs import cost_to_target, draw_targets, metric_over_cost
 from trishul_ray.report.figures.curves import (
     accuracy_and_entropy,
     accuracy_over_field,
@@ -69,6 +70,9 @@ ARTISTS = {
     "alpha_diagnostics": Artist(alignment_and_entropy, draw_curves),
     "waterfilling": Artist(heads_by_series, draw_bars),
     "waterfilling_layerwise": Artist(heads_by_series, draw_layerwise),
+    "cost": Artist(metric_over_cost, draw_curves),
+    "cost_to_target": Artist(cost_to_target, draw_targets),
+    "privacy": Artist(accuracy_over_field, draw_curves),
     "covariance": Artist(matrices_by_series, draw_matrices),
 }
 #: Kinds that show measured seconds, so that a repetition differs.

@@ -216,7 +216,8 @@ def records_of(cell: CellOutcome) -> list[dict[str, Any]]:
 def number_of(cell: CellOutcome, field: str) -> float | None:
     """Return a numeric field of a cell's experiment, such as ``method.lam``; None without it.
 
-    ``partition.alpha`` is infinite for an IID partition, and None for natural clients.
+    ``partition.alpha`` is infinite for an IID partition, and None for natural clients;
+    ``privacy.epsilon`` is infinite without privacy.
     """
     value: Any = cell.result.config
     for part in field.split("."):
@@ -224,4 +225,7 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
     if field == "partition.alpha":
         kind = cell.result.config["partition"]["kind"]
         value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
+    if field == "privacy.epsilon" and value is None:
+        noise = cell.result.config.get("privacy", {}).get("noise")
+        value = math.inf if noise is None else None
     return None if value is None or isinstance(value, str | bool) else float(value)
