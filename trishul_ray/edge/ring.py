@@ -43,6 +43,11 @@ class Ring:
         limit = math.nextafter((2**63 - 1) // self.clients, 0)
         return math.ldexp(limit, -self.fraction_bits)
 
+    @property
+    def step(self) -> float:
+        """The distance of neighbouring values."""
+        return math.ldexp(1.0, -self.fraction_bits)
+
     def encode(self, values: np.ndarray) -> tuple[np.ndarray, int]:
         """Return values as int64 in fixed point, and how many of them were clipped."""
         largest, exact = self.largest, values.astype(np.float64)

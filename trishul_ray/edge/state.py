@@ -7,16 +7,35 @@ import numpy as np
 
 
 @dataclass
+class PrivacyState:
+    """What a private run keeps between rounds.
+
+    Attributes:
+        clip_norm: S of the next round.
+        squared_norms: The sum of S^2 over the rounds so far.
+        arrays: ``start``, the shared part before round 1, float32 [W], where canaries or the scope
+            "core" need it; ``released``, the sum of all noisy mean changes, float64 [W], for the
+            scope "core".
+    """
+
+    clip_norm: float
+    squared_norms: float = 0.0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
 class EdgeState:
     """State of filters, stages, cohorts and the clock; each field is empty while its part is off.
 
     Attributes:
         kept: What filters left with each client, by name.
         moments: First and second moments [W] float64 of the server optimizer.
+        privacy: Of a private run; None for others.
     """
 
     kept: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
     moments: dict[str, np.ndarray] = field(default_factory=dict)
+    privacy: PrivacyState | None = None
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -25,4 +44,6 @@ class EdgeState:
     def from_json(cls, fields: dict[str, Any]) -> "EdgeState":
         """Return the state that JSON holds, whose keys are texts."""
         kept = {int(client): arrays for client, arrays in fields.pop("kept").items()}
+        if (privacy := fields.pop("privacy", None)) is not None:
+            fields["privacy"] = PrivacyState(**privacy)
         return cls(kept=kept, **fields)

@@ -39,6 +39,7 @@ from trishul_ray.config import (
     not_in_id,
 )
 from trishul_ray.edge.codecs.base import NONE
+from trishul_ray.edge.privacy.config import PrivacyConfig, refusal
 from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.edge.traffic import DownloadsConfig, UploadsConfig
 from trishul_ray.errors import did_you_mean
@@ -54,7 +55,7 @@ BUDGET_RANKS = {"lower": 32, "higher": 64}
 ID_LENGTH = 12
 
 #: Sections that are off by default, and then left out of files.
-EDGE_SECTIONS = ("uploads", "downloads", "server")
+EDGE_SECTIONS = ("uploads", "downloads", "privacy", "server")
 
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
 MOST_COMPARED = 100
@@ -104,6 +105,9 @@ class Experiment(Section):
     uploads: UploadsConfig = in_id_if_set(UploadsConfig(), "how what clients send is encoded")
     downloads: DownloadsConfig = in_id_if_set(
         DownloadsConfig(), "how what the server sends is encoded"
+    )
+    privacy: PrivacyConfig = in_id_if_set(
+        PrivacyConfig(), "client-level differential privacy of what clients send"
     )
     server: ServerConfig = in_id_if_set(ServerConfig(), "what the server does with a round's mean")
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -163,7 +167,18 @@ class Experiment(Section):
                 f"uploads.codec={self.uploads.codec!r} saves nothing with server.sum='ring', which "
                 "adds what clients send as it is, eight bytes a number; set only one"
             )
-        method = method_class(self.method.name)
+        method, fed = method_class(self.method.name), self.federation
+        if self.privacy.on:
+            refused = refusal(
+                self.privacy,
+                clients=fed.clients,
+                cohort=fed.clients_per_round,
+                weighting=fed.weighting,
+                selection=getattr(self.method, "selection", "random"),
+                server=self.server.optimizer,
+            )
+            if refused is not None:
+                raise ValueError(refused)
         if method.mean_is_enough:
             return
         fitting = [name for name in method_names() if method_class(name).mean_is_enough]

@@ -162,7 +162,20 @@ def resolve_experiment(user: dict[str, Any]) -> Experiment:
             budget="budget" not in user,
             weights="init" not in (user.get("model") or {}),
         )
-    return with_learning_rate(experiment)
+    return _within_budget(with_learning_rate(experiment))
+
+
+def _within_budget(experiment: Experiment) -> Experiment:
+    """Return the experiment with as many rounds as ``privacy.budget`` pays."""
+    if experiment.privacy.budget is None:
+        return experiment
+    from trishul_ray.edge.privacy.accounting import affordable  # the library takes a second
+
+    fed = experiment.federation
+    paid = affordable(
+        experiment.privacy, experiment.seed, fed.clients, fed.clients_per_round, fed.rounds
+    )
+    return experiment.model_copy(update={"federation": fed.model_copy(update={"rounds": paid})})
 
 
 def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment:

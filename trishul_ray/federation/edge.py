@@ -3,6 +3,7 @@
 Legend: W entries of the shared part, U units of aggregation.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -11,13 +12,18 @@ import numpy as np
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender, UploadFilter
 from trishul_ray.edge.codecs.base import Units, build_codec
+from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
+from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm
+from trishul_ray.edge.privacy.mechanism import Mechanism
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
-from trishul_ray.edge.state import EdgeState
+from trishul_ray.edge.state import EdgeState, PrivacyState
 from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import ArrayState, TrainJob, TrainReport, Upload
-from trishul_ray.methods.base import method_class
+from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
+from trishul_ray.federation.reduce import Partial, Reducer, round_units
+from trishul_ray.federation.workbench import capacities
+from trishul_ray.methods.base import Method, State, method_class
 from trishul_ray.rng import numpy_rng
 
 
@@ -35,16 +41,20 @@ class Edge:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        fed, server = experiment.federation, experiment.server
+        fed, server, privacy = experiment.federation, experiment.server, experiment.privacy
         plain = method_class(experiment.method.name).plain_mean
         codec = UploadCodec.of(experiment.uploads)
         self.downloads = build_codec(experiment.downloads)
         self.ring: Ring | None = None
         if server.sum == "ring":
-            self.ring = Ring(server.fraction_bits, fed.clients_per_round, plain)
-        chain: tuple[UploadFilter | None, ...] = (codec, self.ring)
+            poisson = privacy.on and privacy.sampling == "poisson"
+            most = fed.clients if poisson else fed.clients_per_round
+            self.ring = Ring(server.fraction_bits, most, plain)
+        clip = Clip(self.ring.step / 2 if self.ring else 0.0) if privacy.on else None
+        chain: tuple[UploadFilter | None, ...] = (codec, clip, self.ring)
         self.filters = tuple(each for each in chain if each is not None)
-        self.moves_beyond_mean = server.optimizer != "none" or self.downloads is not None
+        changed = server.optimizer != "none" or self.downloads is not None
+        self.moves_beyond_mean = changed or privacy.on
         self.sends_changes = bool(self.filters) or self.moves_beyond_mean
 
     def coded_broadcast(
@@ -126,3 +136,97 @@ class Edge:
         if self.experiment.server.optimizer != "none":
             step, state.moments = server_step(step, state.moments, self.experiment.server, trained)
         return replace(mean, shared=(before.shared + step).astype(np.float32))
+
+
+def promised(experiment: Experiment) -> Guarantee:
+    """Return what a private experiment promises each client.
+
+    Raises:
+        InputError: No noise that is tried keeps the promise, or dp-accounting is missing.
+    """
+    fed, options = experiment.federation, experiment.privacy
+    found = guarantee(options, experiment.seed, fed.clients, fed.clients_per_round, fed.rounds)
+    change_noise(options, found.release)  # the private count must leave some of it
+    return found
+
+
+def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -> Mechanism | None:
+    """Return what a private experiment releases in a round; None for others.
+
+    Raises:
+        InputError: As :func:`promised`; or the method has nothing to denoise.
+    """
+    fed, options, layout = experiment.federation, experiment.privacy, blueprint.layout
+    if not options.on:
+        return None
+    lengths = dict(blueprint.expected.lengths)
+    numbers = sum(lengths.values())
+    del lengths["shared"]
+    shares = capacities(fed.compute, experiment.seed, fed.clients, fed.compute_shares)
+    automatic = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
+    return Mechanism(
+        options=options,
+        seed=experiment.seed,
+        promised=promised(experiment),
+        clients=fed.clients,
+        cohort=fed.clients_per_round,
+        units=tuple(layout.units(blueprint.wire)),
+        shares=method.unit_shares(layout, shares),
+        extra=lengths,
+        first_norm=automatic if options.clip == "auto" else options.clip,
+    )
+
+
+def release(
+    mechanism: Mechanism,
+    number: int,
+    total: Partial,
+    reducer: Reducer,
+    before: ArrayState,
+    reports: Sequence[TrainReport],
+    state: EdgeState,
+) -> tuple[ArrayState, np.ndarray, dict[str, float]]:
+    """Return what a private round releases.
+
+    Args:
+        mechanism: What is released.
+        number: The round, from 1.
+        total: The sum of the accepted uploads, if any.
+        reducer: How they were summed.
+        before: The server's state before the round.
+        reports: Those of the cohort.
+        state: What the edge keeps between rounds; updated.
+
+    Returns:
+        The noisy mean change; [U] bool, the units that it moves; and what the record says of it.
+    """
+    kept = state.privacy = state.privacy or PrivacyState(mechanism.first_norm)
+    norm = kept.clip_norm
+    sums = total.sums or State(
+        np.zeros(before.shared.shape), {k: np.zeros(n) for k, n in mechanism.extra.items()}
+    )
+    if reducer.ring is not None:
+        sums = sums.map(reducer.ring.decode)
+    shared = sums.shared
+    if mechanism.options.canaries:
+        shared = shared + mechanism.canaries(number, norm)
+    sent = round_units(reducer.method, reducer.layout, number)
+    change, extra = mechanism.mean(number, shared, sums.extra, norm, sent)
+    change = mechanism.denoised(change, before.shared, norm, kept)
+    accepted = set(total.clients)
+    unclipped = sum(r.client in accepted and not r.edge[CLIPPED] for r in reports)
+    kept.clip_norm = mechanism.next_norm(number, norm, unclipped)
+    found = {"privacy_clip_norm": norm}
+    if (epsilon := mechanism.promised.epsilon(number)) < math.inf:
+        found["privacy_epsilon"] = epsilon
+    extra = {name: array.astype(np.float32) for name, array in extra.items()}
+    moves = np.ones(len(mechanism.units), dtype=bool) if sent is None else sent
+    return State(change, extra), moves, found
+
+
+def audited(mechanism: Mechanism | None, now: ArrayState, state: EdgeState) -> dict[str, float]:
+    """Return what the record of a round says of an audit; empty if there is none."""
+    if mechanism is None or state.privacy is None:
+        return {}
+    found = mechanism.audited(now.shared, state.privacy)
+    return {} if found is None else {"privacy_audited_epsilon": found}

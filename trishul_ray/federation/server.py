@@ -17,6 +17,7 @@ import torch
 
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
+from trishul_ray.edge.privacy.draws import poisson_cohort, uniform_cohort
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -28,7 +29,7 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     upload_diagnostics,
 )
-from trishul_ray.federation.edge import Edge
+from trishul_ray.federation.edge import Edge, audited, mechanism_of, release
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -138,6 +139,9 @@ class Server:
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
+        self.private = mechanism_of(experiment, self.method, self.blueprint)
+        if self.private is not None:
+            self.events += self.private.lines()
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
 
@@ -196,7 +200,7 @@ class Server:
                 self._score(complete, rows, found)
                 if each := [report.each for report in found if report.each]:
                     now.test_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
-            if cohort:
+            if number <= fed.rounds:  # under privacy, even a cohort of nobody is a round
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, broadcast, outcome)
                 began += time.perf_counter() - paused
@@ -237,7 +241,10 @@ class Server:
         """Return the job of a client in a round, with what it has kept."""
         now = self.checkpoint
         state, kept = now.client_states.get(client, {}), now.edge.kept.get(client, {})
-        return TrainJob(number, client, state, kept)
+        norm = None
+        if self.private is not None:
+            norm = now.edge.privacy.clip_norm if now.edge.privacy else self.private.first_norm
+        return TrainJob(number, client, state, kept, norm)
 
     def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
         """Bring uploads into this process, as values even where clients send changes."""
@@ -293,10 +300,11 @@ class Server:
         }
 
     def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round, ascending, drawn uniformly without replacement."""
-        fed = self.experiment.federation
-        rng = numpy_rng(self.experiment.seed, "cohort", round_number)
-        return sorted(rng.choice(fed.clients, fed.clients_per_round, replace=False).tolist())
+        """Return the clients of a round, ascending; with Poisson sampling, their number varies."""
+        fed, options = self.experiment.federation, self.experiment.privacy
+        poisson = options.on and options.sampling == "poisson"
+        draw = poisson_cohort if poisson else uniform_cohort
+        return draw(self.experiment.seed, round_number, fed.clients, fed.clients_per_round)
 
     def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""
@@ -353,8 +361,15 @@ class Server:
             self.method, layout, fed.weighting, self.blueprint.expected, self.edge.ring
         )
         total = self._sum(number, outcome, reducer)
-        mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
-        accepted = set(total.clients)
+        accepted, count = set(total.clients), len(total.clients)
+        reported: dict[str, float] = {}
+        if self.private is None:
+            mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
+        else:
+            mean, trained, reported = release(
+                self.private, number, total, reducer, now.state, outcome.reports, now.edge
+            )
+            count = fed.clients_per_round  # how many came is private
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
         fetched = self._values(outcome.uploads[:needed], broadcast)
@@ -362,7 +377,7 @@ class Server:
         singles: tuple[ClientUpload, ...] = ()
         if self.method.needs_uploads:
             singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
-        round_ = Round(number, len(accepted), fed.clients, torch.from_numpy(trained), singles)
+        round_ = Round(number, count, fed.clients, torch.from_numpy(trained), singles)
         if self.edge.sends_changes:
             entries = np.repeat(trained, self.blueprint.expected.unit_sizes)
             mean = self.edge.move(now.state, mean, entries, now.edge)
@@ -376,6 +391,7 @@ class Server:
         }
         now.round = number
         record = self._record(number, broadcast, outcome, total)
+        record.edge |= reported | audited(self.private, now.state, now.edge)
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(
@@ -401,11 +417,14 @@ class Server:
         Raises:
             FailsAgainError: Too few are valid.
         """
+        if not outcome.uploads:
+            return Partial(None, 0.0, np.zeros(0))
         total = self.executor.reduce(outcome.uploads, reducer)
         quorum, sent = self.experiment.federation.quorum, len(outcome.uploads)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        if len(total.clients) < max(quorum * sent, 1):
+        private = number > 0 and self.experiment.privacy.on  # what is refused counts as zeros
+        if len(total.clients) < max(quorum * sent, 1) and not private:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
             raise FailsAgainError(
                 f"round {number}: only {len(total.clients)} of {sent} uploads are valid, "
@@ -433,12 +452,12 @@ class Server:
             clients=list(sent),
             refused={str(client): why for client, why in total.refused.items()},
             accepted_uploads=[sent[client] for client in total.clients],
-            train_loss=float(np.mean([r.loss for r in reports])),
+            train_loss=float(np.mean([r.loss for r in reports])) if reports else None,
             uploaded_parameters=sum(sent.values()),
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down + setup,
             downloaded_bytes=None if size is None else size * len(reports) + 4 * setup,
-            client_seconds=float(np.mean([r.seconds for r in reports])),
+            client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
             edge={
                 name: float(np.mean([r.edge[name] for r in reports if name in r.edge]))
                 for name in dict.fromkeys(name for r in reports for name in r.edge)

@@ -340,6 +340,19 @@ class Method:
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """End local step ``step`` of 1..``steps``, e.g. by a prox or a clip (default: nothing)."""
 
+    def unit_shares(self, layout: Layout, capacities: Sequence[float]) -> np.ndarray:
+        """Return [U] float64, the share of clients that train a unit, on average (default: all).
+
+        It must follow from the configuration, not from data: under privacy the mean of a unit is
+        its sum over the expected number of clients. Units that :meth:`round_wire` leaves out of a
+        round do not count.
+
+        Args:
+            layout: Names of the trainables; the units are those of :meth:`wire`.
+            capacities: :attr:`LocalRun.capacity` of every client.
+        """
+        return np.ones(sum(1 for _ in layout.units(self.wire(layout))))
+
     # 3. What it uploads.
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Return the names of the trainables in ``shared``, in order (default: all)."""

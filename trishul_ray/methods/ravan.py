@@ -14,9 +14,12 @@ scale is not published; the default here is ``random_normal`` (one QR per core h
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter
@@ -150,11 +153,24 @@ class Ravan(Method):
                 score = scores[name]
                 shuffled = torch.randperm(heads, generator=run.generator)
                 order = shuffled[score[shuffled].argsort(descending=True, stable=True)]
-            count = math.ceil(exact_share(heads, self.config.head_fraction, run.capacity))
+            count = self._trained_heads(heads, run.capacity)
             chosen = torch.zeros(heads, dtype=torch.bool)
             chosen[order[:count]] = True
             flags.append(chosen)
         return torch.cat(flags)
+
+    def _trained_heads(self, heads: int, capacity: float) -> int:
+        """Return how many of a layer's core heads a client trains in a round."""
+        return math.ceil(exact_share(heads, self.config.head_fraction, capacity))
+
+    def unit_shares(self, layout: Layout, capacities: Sequence[float]) -> np.ndarray:
+        """Return the mean share of heads that clients choose at random on each layer."""
+        counts, shares = Counter(capacities), []
+        for unit in layout.units(self.wire(layout)):
+            heads = layout.entry(unit.tensor).shape[0] if unit.kind == "core" else 1
+            trained = sum(n * self._trained_heads(heads, c) for c, n in sorted(counts.items()))
+            shares.append(trained / (heads * len(capacities)))
+        return np.array(shares)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the products s_i H_i (eq. uploaded_core) and the classification head."""

@@ -31,6 +31,7 @@ from trishul_ray.experiment.fit import (
     smaller_images,
 )
 from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.edge import promised
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -160,6 +161,8 @@ def run_steps(
             progress.note(warning)
         # Checked before anything is removed or written: wrong input changes no files.
         check_fits(experiment)
+        if experiment.privacy.on:
+            promised(experiment)
         mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))

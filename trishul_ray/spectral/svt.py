@@ -174,7 +174,7 @@ def _svt_by_gram(cores: Tensor, threshold: float) -> Tensor:
 
 
 def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
-    squares, vectors = _eigh(gram)  # ascending [n, r], [n, r, r]
+    squares, vectors = eigen_of_grams(gram)  # ascending [n, r], [n, r, r]
     values = squares.clamp(min=0.0).sqrt()
     kept = int((values > threshold).sum(dim=-1).max())
     first = values.shape[-1] - kept
@@ -183,7 +183,7 @@ def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
     return ((x @ vectors) * gains.unsqueeze(-2)) @ vectors.mT  # [n, r, k] x [n, k, r]
 
 
-def _eigh(grams: Tensor) -> tuple[Tensor, Tensor]:
+def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``torch.linalg.eigh`` of [n, r, r], the same bits for any number of threads."""
     threads = min(torch.get_num_threads(), len(grams))
     if threads == 1:

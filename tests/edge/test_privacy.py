@@ -1,0 +1,274 @@
+"""Clipping, noise, denoising and the audit: the identities that make a run private."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.stats import chi2
+
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.privacy.accounting import Guarantee, Release
+from trishul_ray.edge.privacy.audit import canaries, canary, cosines, estimate
+from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm, norm_of
+from trishul_ray.edge.privacy.config import PrivacyConfig
+from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
+from trishul_ray.edge.privacy.mechanism import Mechanism
+from trishul_ray.edge.state import PrivacyState
+from trishul_ray.errors import InputError
+
+floats = st.floats(-1e6, 1e6, width=32)
+vectors = arrays(np.float32, st.integers(1, 40), elements=floats)
+LAYOUT = Layout.of([("a.core", (3, 4, 4)), ("b.core", (2, 6, 6)), ("head:w", (5, 2))])
+UNITS = tuple(LAYOUT.units(["a.core", "b.core", "head:w"]))
+
+
+def mechanism(z=1.0, *, shares=None, cohort=4, extra=None, deployed=None, **options):
+    release = Release("poisson", z, deployed or 20, deployed or cohort)
+    return Mechanism(
+        options=PrivacyConfig(noise=z, **options),
+        seed=5,
+        promised=Guarantee(release, 1e-5, 10),
+        clients=20,
+        cohort=cohort,
+        units=UNITS,
+        shares=np.ones(len(UNITS)) if shares is None else shares,
+        extra=extra or {},
+        first_norm=1.0,
+    )
+
+
+@given(shared=vectors, extra=vectors, bound=st.floats(1e-3, 1e3))
+def test_a_clipped_change_has_at_most_the_norm_and_the_same_direction(shared, extra, bound):
+    first, rest, before = clip(shared, {"x": extra}, bound)
+    assert norm_of([first, rest["x"]]) <= bound or before <= bound
+    if before <= bound:
+        assert first is shared and rest["x"] is extra
+        return
+    factor = bound / before
+    for found, given_ in ((first, shared), (rest["x"], extra)):
+        expected = given_.astype(np.float64) * factor
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-40)
+
+
+def test_a_change_of_zero_or_without_finite_norm_stays():
+    zero = np.zeros(3, dtype=np.float32)
+    assert clip(zero, {}, 0.1)[0] is zero
+    broken = np.array([np.inf, 1], dtype=np.float32)  # it is refused later
+    assert clip(broken, {}, 0.1)[0] is broken
+
+
+@given(uploads=arrays(np.float32, (5, 7), elements=floats), bound=st.floats(0.1, 10))
+def test_the_sums_of_neighbouring_cohorts_differ_by_at_most_the_norm(uploads, bound):
+    """Units that a client leaves out are zeros, which only shrink its norm."""
+    clipped = [clip(upload, {}, bound)[0].astype(np.float64) for upload in uploads]
+    for left_out in range(5):
+        rest = [c for i, c in enumerate(clipped) if i != left_out]
+        assert np.linalg.norm(np.sum(clipped, 0) - np.sum(rest, 0)) <= bound * (1 + 1e-9)
+
+
+def test_the_filter_reports_who_was_clipped():
+    def sent(norm, of):
+        sender = Sender(0, 1, 2, 1.0, UNITS, clip_norm=norm)
+        return Clip()(Change(np.full(4, of, dtype=np.float32), {}), sender)
+
+    assert sent(1.0, 1.0).metrics[CLIPPED] == 1.0 and sent(2.0, 1.0).metrics[CLIPPED] == 0.0
+    assert norm_of([sent(1.0, 1.0).shared]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("quantile", [0.3, 0.5, 0.9])
+def test_the_clip_norm_finds_the_quantile_of_fixed_norms(quantile):
+    norms, bound = np.exp(np.random.default_rng(0).normal(1.0, 1.0, 1001)), 0.1
+    for _ in range(600):
+        bound = next_norm(bound, float((norms <= bound).mean()), quantile, 0.2)
+    assert bound == pytest.approx(np.quantile(norms, quantile), rel=0.05)
+
+
+def test_the_norm_moves_by_the_noisy_share_of_all_expected_clients():
+    still = mechanism(z=0.0, adaptive=True, cohort=4)
+    assert still.next_norm(1, 2.0, unclipped=4) == pytest.approx(2.0 * math.exp(-0.2 * 0.5))
+    assert still.next_norm(1, 2.0, unclipped=0) == pytest.approx(2.0 * math.exp(0.2 * 0.5))
+    assert mechanism(z=0.0).next_norm(1, 2.0, unclipped=0) == 2.0
+    noisy = mechanism(z=1.0, adaptive=True, bit_noise=3.0)
+    logs = [math.log(noisy.next_norm(t, 1.0, 2)) / 0.2 for t in range(2000)]  # noise / cohort
+    assert np.std(logs) == pytest.approx(3.0 / 4, rel=0.1) and abs(np.mean(logs)) < 0.1
+
+
+def test_without_noise_the_mean_is_the_sum_over_the_expected_cohort():
+    sums = np.arange(LAYOUT.size, dtype=np.float64)
+    shares = np.array([0.5, 0.5, 0.5, 1.0, 1.0, 1.0])
+    change, extra = mechanism(0.0, shares=shares, extra={"c": 3}).mean(
+        1, sums, {"c": np.ones(3)}, 1.0
+    )
+    np.testing.assert_allclose(change[:48], sums[:48] / 2)
+    np.testing.assert_allclose(change[48:], sums[48:] / 4)
+    np.testing.assert_allclose(extra["c"], 0.25)
+
+
+def test_noise_has_its_variance_in_every_unit_and_in_what_the_method_adds():
+    """Sums of squares are chi-square; limits at 1e-6, for units trained by a half or by all."""
+    shares, norm, z, draws = np.array([0.5, 0.25, 1, 1, 0.5, 1.0]), 3.0, 1.7, 50
+    private = mechanism(z, shares=shares, extra={"c": 40}, deployed=10)
+    found = [
+        private.mean(t, np.zeros(LAYOUT.size), {"c": np.zeros(40)}, norm) for t in range(draws)
+    ]
+    for unit, share in zip(UNITS, shares, strict=True):
+        values = np.concatenate([change[unit.wire] for change, _ in found])
+        statistic = float(np.square(values * 10 * share / (z * norm)).sum())
+        assert chi2.ppf(1e-6, values.size) < statistic < chi2.isf(1e-6, values.size)
+    extra = np.concatenate([each["c"] for _, each in found]) * 10 / (z * norm)
+    assert chi2.ppf(1e-6, extra.size) < np.square(extra).sum() < chi2.isf(1e-6, extra.size)
+    again = private.mean(3, np.zeros(LAYOUT.size), {"c": np.zeros(40)}, norm)
+    np.testing.assert_array_equal(again[0], found[3][0])
+
+
+def test_units_outside_a_round_stay_and_those_that_nobody_trained_are_noised():
+    sent = np.array([True, False, True, True, True, False])
+    change, _ = mechanism().mean(1, np.zeros(LAYOUT.size), {}, 1.0, sent)
+    for unit, moves in zip(UNITS, sent, strict=True):
+        assert (change[unit.wire] != 0).all() == moves
+
+
+def test_the_ratio_printed_is_that_of_equal_changes_to_their_noise():
+    private = mechanism(2.0, cohort=8)
+    direction = np.ones(LAYOUT.size) / math.sqrt(LAYOUT.size)
+    noises = [private.mean(t, np.zeros(LAYOUT.size), {}, 1.0)[0] for t in range(200)]
+    measured = np.linalg.norm(8 * direction / 8) / np.mean([np.linalg.norm(n) for n in noises])
+    assert private.signal_to_noise == pytest.approx(measured, rel=0.02)
+
+
+def low_rank(rng, size, rank, smallest):
+    left, right = (np.linalg.qr(rng.standard_normal((size, rank)))[0] for _ in range(2))
+    return left * np.linspace(2 * smallest, smallest, rank) @ right.T
+
+
+@pytest.mark.parametrize("rank, share", [(5, 0.12), (20, 0.4)])
+def test_shrinkage_removes_most_of_the_noise_of_a_core_of_low_rank(rank, share):
+    rng, size = np.random.default_rng(0), 110
+    signal = low_rank(rng, size, rank, 3 * math.sqrt(size))  # the edge is at 2
+    noisy = signal + rng.standard_normal((size, size))
+    error = {}
+    for how in ("shrink", "hard"):
+        found = shrink_cores(torch.from_numpy(noisy[None]), torch.ones(1).double(), how)[0].numpy()
+        error[how] = float(np.square(found - signal).sum() / np.square(noisy - signal).sum())
+    assert error["shrink"] < share and error["shrink"] < error["hard"] < 1
+
+
+def test_shrinkage_is_the_published_map_of_singular_values():
+    rng, sigma = np.random.default_rng(1), 0.3
+    core = rng.standard_normal((6, 6))
+    u, s, vt = np.linalg.svd(core)
+    y = s / (sigma * math.sqrt(6))
+    for how, kept in (
+        ("shrink", np.sqrt(np.maximum(y**2 - 4, 0))),
+        ("hard", np.where(y > 4 / math.sqrt(3), y, 0)),
+    ):
+        expected = u * (kept * sigma * math.sqrt(6)) @ vt
+        found = shrink_cores(torch.from_numpy(core[None]), torch.tensor([sigma]).double(), how)
+        np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), sigma=st.floats(0.05, 0.5))
+def test_shrinkage_commutes_with_changes_of_basis_and_scale(seed, sigma):
+    rng = np.random.default_rng(seed)
+    core = rng.standard_normal((5, 5))
+    q, p = (np.linalg.qr(rng.standard_normal((5, 5)))[0] for _ in range(2))
+
+    def shrunk(x, deviation):
+        stack, deviations = torch.from_numpy(x[None]), torch.tensor([deviation]).double()
+        return shrink_cores(stack, deviations, "shrink")[0].numpy()
+
+    # At the edge the map is a root: errors of squares, about 1e-15 s^2, become their roots.
+    near = {"atol": 1e-5, "rtol": 0}
+    np.testing.assert_allclose(shrunk(q @ core @ p, sigma), q @ shrunk(core, sigma) @ p, **near)
+    np.testing.assert_allclose(shrunk(3 * core, 3 * sigma), 3 * shrunk(core, sigma), **near)
+
+
+def test_denoising_touches_cores_alone_each_with_its_own_noise():
+    rng = np.random.default_rng(2)
+    noisy = rng.standard_normal(LAYOUT.size)
+    deviations = np.array([1e-9, 10.0, 0.0, 0.3, 0.3, 0.3])
+    found = denoise(noisy, UNITS, deviations, "shrink")
+    np.testing.assert_allclose(found[UNITS[0].wire], noisy[UNITS[0].wire], atol=1e-6)
+    assert not found[UNITS[1].wire].any()  # all noise
+    np.testing.assert_array_equal(found[UNITS[2].wire], noisy[UNITS[2].wire])
+    np.testing.assert_array_equal(found[UNITS[5].wire], noisy[UNITS[5].wire])
+    for unit, sigma in zip(UNITS[3:5], deviations[3:5], strict=True):
+        core = torch.from_numpy(noisy[unit.wire].reshape(1, 6, 6))
+        alone = shrink_cores(core, torch.tensor([sigma]).double(), "shrink")
+        np.testing.assert_allclose(found[unit.wire], alone.numpy().ravel(), atol=1e-12)
+
+
+def test_the_scope_core_keeps_what_lies_below_the_edge_until_it_rises_above():
+    """A steady change of y = 1.5 a round passes the edge of 2 sqrt t when 1.5 t > 2 sqrt t."""
+    private = mechanism(1.0, cohort=1, denoise="shrink", scope="core")
+    state, value = PrivacyState(1.0), np.zeros(LAYOUT.size)
+    step = np.zeros(LAYOUT.size)
+    step[0] = 1.5 * 2.0  # sigma sqrt r = 2 in a core of rank 4
+    seen = []
+    for _ in range(4):
+        value = value + private.denoised(step, value.astype(np.float32), 1.0, state)
+        seen.append(value[0])
+    edges = [2.0 * math.sqrt(t) for t in (1, 2, 3, 4)]
+    expected = [e * math.sqrt(max((3 * t / e) ** 2 - 4, 0)) for t, e in enumerate(edges, 1)]
+    assert expected[0] == 0 < expected[1]
+    np.testing.assert_allclose(seen, expected, atol=1e-5)
+
+
+def test_denoising_needs_cores():
+    with pytest.raises(InputError, match=r"^privacy.denoise='shrink' needs a method with cores"):
+        replace(mechanism(denoise="shrink"), units=UNITS[5:])
+
+
+def test_canaries_are_unit_directions_that_hardly_overlap():
+    directions = np.array(list(canaries(0, 20, 4000)))
+    np.testing.assert_allclose(np.linalg.norm(directions, axis=1), 1.0)
+    overlaps = directions @ directions.T - np.eye(20)
+    assert np.abs(overlaps).max() < 6 / math.sqrt(4000)
+    np.testing.assert_array_equal(canary(0, 7, 4000), directions[7])
+
+
+def audited(z, count, size, clients=0):
+    """The cosines of canaries that all take part in one round, with clients of norm 1 beside."""
+    rng = np.random.default_rng(0)
+    total = rng.standard_normal(size) * z + sum(canaries(0, count, size))
+    for _ in range(clients):
+        other = rng.standard_normal(size)
+        total += other / np.linalg.norm(other)
+    return cosines(0, count, total)
+
+
+@pytest.mark.parametrize("z", [2.0, 5.0])
+def test_the_mean_cosine_of_canaries_gives_the_noise_back(z):
+    """For one round of everyone mu^-2 / P = z^2 + (k + m) / P, up to the mean's sampling error."""
+    size, count, clients = 20_000, 400, 20
+    mean = audited(z, count, size, clients).mean()
+    # The relative error of the mean is z / sqrt k, and that of its square twice as large.
+    assert mean**-2 / size == pytest.approx(
+        z**2 + (count + clients) / size, rel=8 * z / math.sqrt(count)
+    )
+
+
+def test_the_estimate_follows_the_noise():
+    size, count = 20_000, 400
+    found = {z: estimate(audited(z, count, size), size, 1e-5) for z in (0.0, 1.0, 1000.0)}
+    assert found[1000.0] < 1.5 < found[1.0] < 20 < found[0.0]
+
+
+def test_the_estimate_of_known_normals_is_their_epsilon():
+    """Cosines of exact mean 1 / (z sqrt P) and deviation 1 / sqrt P are one Gaussian of z."""
+    size, z, delta = 10_000, 1.0, 1e-5
+    from scipy.stats import norm
+
+    spread = norm.ppf((np.arange(5000) + 0.5) / 5000)
+    spread /= spread.std(ddof=1)
+    found = estimate((spread + 1 / z) / math.sqrt(size), size, delta)
+    # Threshold tests on one Gaussian reach a little less than the ε of its privacy curve, 4.38.
+    accounted = Release("none", z, 1, 1, (1,)).epsilon(1, delta)
+    assert 0.9 * accounted < found <= accounted + 0.15

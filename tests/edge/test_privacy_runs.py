@@ -1,0 +1,231 @@
+"""Private runs: every method, resumed runs, cohorts of nobody, refusals, budgets."""
+
+import numpy as np
+import pytest
+from method_runs import BY_MEAN
+
+from trishul_ray.edge.privacy.clipping import automatic_norm
+from trishul_ray.edge.privacy.draws import poisson_cohort
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.methods.base import method_names
+
+#: A part of each that is kept between rounds.
+EVERYTHING = [
+    "privacy.epsilon=8", "privacy.population=10000", "privacy.cohort=1000",
+    "privacy.adaptive=true", "privacy.denoise=shrink", "privacy.scope=core",
+]  # fmt: skip
+
+
+def refused(*overrides):
+    with pytest.raises(InputError) as error:
+        load_experiment(None, list(overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("method", BY_MEAN)
+def test_every_method_that_needs_a_mean_runs_privately(edge_run, method):
+    result = edge_run(f"method={method}", "privacy.noise=1", "federation.rounds=2")
+    records = result.checkpoint.records
+    epsilons = [record.edge["privacy_epsilon"] for record in records[1:]]
+    assert 0 < epsilons[0] < epsilons[1]
+    for record in records[1:]:
+        clients = poisson_cohort(0, record.round, 4, 3)
+        assert record.clients == clients and 0 <= record.edge["privacy_clipped"] <= 1
+        assert record.edge["privacy_clip_norm"] > 0
+    assert np.isfinite(result.checkpoint.state.shared).all()
+
+
+def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
+    result = edge_run("method=scaffold", "privacy.noise=1", "federation.rounds=1")
+    numbers = sum(result.blueprint.expected.lengths.values())
+    norm = result.checkpoint.records[1].edge["privacy_clip_norm"]
+    assert norm == automatic_norm(0.01, 4, numbers)
+    assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
+
+
+def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(edge_run):
+    everyone = "federation.clients_per_round=4"
+    plain = edge_run("method=ravan", everyone)
+    private = edge_run("method=ravan", everyone, "privacy.noise=0", "privacy.clip=1000000")
+    first, second = (run.checkpoint.state.shared for run in (plain, private))
+    np.testing.assert_allclose(second, first, atol=1e-5)
+    assert "privacy_epsilon" not in private.checkpoint.records[-1].edge  # it has none
+
+
+@pytest.mark.parametrize("method", ["trishul", "scaffold"])
+def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_path, method):
+    options = EVERYTHING if method == "trishul" else EVERYTHING[:4]
+    whole = edge_run(f"method={method}", *options, f"storage.runs={tmp_path / 'one'}")
+    parts = edge_run(f"method={method}", *options, f"storage.runs={tmp_path / 'two'}", stop=2)
+    assert whole.digest == parts.digest
+    for one, two in zip(whole.checkpoint.records, parts.checkpoint.records, strict=True):
+        assert one.edge == two.edge
+    norms = [record.edge["privacy_clip_norm"] for record in whole.checkpoint.records[1:]]
+    assert len(set(norms)) == 3  # it moves
+    assert whole.checkpoint.records[-1].edge["privacy_epsilon"] == pytest.approx(8, rel=0.01)
+
+
+def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
+    """With 1 client of 4 on average, the seed's first rounds have some without any."""
+    result = edge_run(
+        "method=fedit", "federation.clients_per_round=1", "federation.rounds=6",
+        "privacy.noise=1", "privacy.clip=0.01",
+    )  # fmt: skip
+    empty = [record for record in result.checkpoint.records[1:] if not record.clients]
+    assert empty and all(record.train_loss is None for record in empty)
+    assert all("privacy_epsilon" in record.edge and record.scored for record in empty)
+
+
+def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):
+    """All heads of a layer are as likely, so noise of each has one deviation; heads have more."""
+    result = edge_run(
+        "method=ravan", "method.head_fraction=0.5", "federation.rounds=1",
+        "privacy.noise=1000", "privacy.clip=1", "federation.clients_per_round=4",
+    )  # fmt: skip
+    blueprint = result.blueprint
+    moved = result.checkpoint.state.shared.astype(np.float64) / (1000 / 4)  # z S / m
+    units = list(blueprint.layout.units(blueprint.wire))
+    cores = np.concatenate([moved[unit.wire] for unit in units if unit.rank is not None])
+    rest = np.concatenate([moved[unit.wire] for unit in units if unit.rank is None])
+    assert cores.std() == pytest.approx(2.0, rel=5 / np.sqrt(cores.size))
+    assert rest.std() == pytest.approx(1.0, rel=5 / np.sqrt(rest.size))
+
+
+def test_shares_of_heads_are_means_over_the_clients_capacities():
+    from trishul_ray.adapters.layout import Layout
+    from trishul_ray.methods.base import build_method
+
+    layout = Layout.of([("a.core", (4, 2, 2)), ("a.scale", (4,)), ("head:w", (3,))])
+    method = build_method(load_experiment(None, ["method=ravan"]).method)
+    shares = method.unit_shares(layout, [0.25, 0.5, 1.0, 1.0])
+    np.testing.assert_allclose(shares, [2.75 / 4] * 4 + [1.0])
+
+
+def test_an_audit_estimates_epsilon_beside_the_accountants(edge_run):
+    result = edge_run("method=fedit", "privacy.noise=1", "privacy.canaries=30")
+    edge = result.checkpoint.records[-1].edge
+    assert edge["privacy_audited_epsilon"] > 0 and edge["privacy_epsilon"] > 0
+
+
+def test_other_ways_to_draw_keep_the_cohorts_and_account_for_them(edge_run):
+    plain = edge_run("method=fedit", "federation.rounds=2")
+    found = {}
+    for sampling in ("fixed", "none"):
+        result = edge_run(
+            "method=fedit", "privacy.noise=2", f"privacy.sampling={sampling}", "federation.rounds=2"
+        )
+        for one, two in zip(result.checkpoint.records, plain.checkpoint.records, strict=True):
+            assert one.clients == two.clients
+        found[sampling] = result.checkpoint.records[-1].edge["privacy_epsilon"]
+    poisson = edge_run("method=fedit", "privacy.noise=2", "federation.rounds=2")
+    assert poisson.checkpoint.records[-1].edge["privacy_epsilon"] < found["none"] < found["fixed"]
+
+
+@pytest.mark.parametrize("method", sorted({*method_names()} - {*BY_MEAN}))
+def test_methods_that_need_more_than_a_mean_are_refused(method):
+    assert refused("privacy.noise=1", f"method={method}").startswith("privacy: needs a method")
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (["privacy.epsilon=2", "privacy.noise=1"], "privacy.epsilon=2 and privacy.noise=1"),
+        (["privacy.clip=1"], "privacy.clip=1 has no effect"),
+        (["privacy.epsilon=2", "privacy.budget=3"], "privacy.budget=3 needs privacy.noise"),
+        (["privacy.noise=1", "federation.weighting=size"], "federation.weighting='size'"),
+        (
+            ["privacy.noise=1", "method=ravan", "method.selection=weight"],
+            "method.selection='weight'",
+        ),
+        (["privacy.noise=1", "privacy.population=100"], "privacy.cohort=None"),
+        (
+            ["privacy.noise=1", "privacy.population=9", "privacy.cohort=5"],
+            "privacy.population=9 is below federation.clients=10",
+        ),
+        (
+            ["privacy.noise=1", "privacy.population=100", "privacy.cohort=2"],
+            "privacy.cohort=2 is below federation.clients_per_round=4",
+        ),
+        (
+            ["privacy.noise=1", "privacy.population=100", "privacy.cohort=200"],
+            "privacy.cohort=200 exceeds privacy.population=100",
+        ),
+        (
+            [
+                "privacy.noise=1", "privacy.population=100", "privacy.cohort=20",
+                "privacy.sampling=none",
+            ],
+            "privacy.sampling='none'",
+        ),
+        (["privacy.noise=1", "privacy.quantile=0.3"], "privacy.quantile=0.3 needs"),
+        (["privacy.noise=1", "privacy.scope=core"], "privacy.scope='core' needs"),
+        (
+            [
+                "privacy.noise=1", "privacy.scope=core", "privacy.denoise=shrink",
+                "server.optimizer=sgd",
+            ],
+            "server.optimizer='sgd'",
+        ),
+        (
+            [
+                "privacy.noise=1", "privacy.canaries=5", "privacy.population=100",
+                "privacy.cohort=20",
+            ],
+            "privacy.canaries=5",
+        ),
+        (["privacy.noise=1", "privacy.budget=0.01"], "privacy.budget=0.01 does not pay one round"),
+        (["privacy.epsilon=-1"], "privacy.epsilon=-1"),
+        (["privacy.noise=1", "privacy.delta=2"], "privacy.delta=2"),
+    ],
+)  # fmt: skip
+def test_what_breaks_the_promise_is_refused_in_one_line(overrides, said):
+    assert said in refused(*overrides)
+
+
+def test_what_only_the_noise_decides_is_refused_before_anything_is_written(small, tmp_path):
+    from trishul_ray.runs.runner import promised
+
+    for options, said in (
+        (["privacy.epsilon=0.0001"], "privacy.epsilon=0.0001 is below"),
+        (["privacy.noise=1", "privacy.adaptive=true"], "privacy.bit_noise=0.15"),
+    ):
+        with pytest.raises(InputError, match=said):
+            promised(small(*options))
+
+
+def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():
+    options = ["privacy.noise=1.5", "federation.clients=100", "federation.clients_per_round=10"]
+    cut = load_experiment(None, [*options, "privacy.budget=3", "federation.rounds=100"])
+    rounds = cut.federation.rounds
+    assert 1 < rounds < 100
+    same = load_experiment(None, [*options, f"federation.rounds={rounds}"])
+    assert same.id == cut.id
+    again = type(cut).model_validate(cut.to_dict())
+    assert again.federation.rounds == rounds
+
+
+def test_ids_hold_what_the_section_asks_for():
+    plain = load_experiment(None, [])
+    ids = {
+        load_experiment(None, list(options)).id
+        for options in (
+            [],
+            ["privacy.epsilon=2"],
+            ["privacy.epsilon=8"],
+            ["privacy.noise=1"],
+            ["privacy.noise=1", "privacy.denoise=hard"],
+            ["privacy.noise=1", "privacy.sampling=fixed"],
+        )
+    }
+    assert len(ids) == 6 and plain.id in ids and "privacy" not in plain.to_dict()
+
+
+def test_private_sums_may_be_in_fixed_point(edge_run):
+    """The norm leaves room for rounding; cohorts of all clients cannot overflow."""
+    options = ["method=ravan", "privacy.noise=1", "federation.rounds=1"]
+    plain, ring = (edge_run(*options, *more) for more in ([], ["server.sum=ring"]))
+    first, second = (run.checkpoint.state.shared for run in (plain, ring))
+    np.testing.assert_allclose(first, second, atol=1e-6)
+    assert ring.checkpoint.records[-1].edge["clipped_entries"] == 0

@@ -1,0 +1,258 @@
+"""What noise is worth: (epsilon, delta) for each client, from the configuration alone.
+
+A round adds noise of standard deviation z S to a sum in which each client has at most norm S. Three
+ways to draw its clients differ in what they hide:
+
+* ``poisson``: each client with probability q, by itself. Adding or removing one client. Composed
+  by privacy-loss distributions (PLD), which are exact up to their grid, whose error is on the safe
+  side.
+* ``fixed``: exactly m of N without replacement. The adversary replaces one client by another, which
+  moves the sum by 2 S. Composed by Rényi divergences (RDP) of integer orders.
+* ``none``: nothing is hidden by the draw. A client that takes part k times sees one Gaussian of
+  multiplier z / sqrt k; k is the largest count of the run's own draws.
+
+The distributions are those of Google's ``dp-accounting``, an extra, imported where it is used.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from trishul_ray.edge.privacy.config import PrivacyConfig, Sampling
+from trishul_ray.edge.privacy.draws import uniform_cohort
+from trishul_ray.errors import InputError
+
+#: Orders of Rényi divergences: integers, for which there is a closed form.
+ORDERS = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256)
+#: Width of the grid of privacy losses for a multiplier of about 1.
+GRID = 1e-3
+#: Noise multipliers that are tried.
+LARGEST_NOISE, SMALLEST_NOISE = 50.0, 0.01
+#: Significant digits of a multiplier that follows from epsilon: the same on any machine.
+DIGITS = 4
+
+
+def _library() -> Any:
+    try:
+        import dp_accounting
+        from dp_accounting import pld, rdp  # noqa: F401  # as attributes
+    except ImportError:
+        raise InputError(
+            "the section privacy needs dp-accounting: install the extra "
+            "(pip install 'trishul-ray[privacy]')"
+        ) from None
+    return dp_accounting
+
+
+@dataclass(frozen=True)
+class Release:
+    """What is released in every round of a run.
+
+    Attributes:
+        sampling: How clients are drawn.
+        noise: z, the standard deviation of all noise of a round over the sensitivity S.
+        population: N, the clients among whom one hides.
+        cohort: m, the clients of a round, on average.
+        participations: With sampling "none", how often the most frequent client has taken part
+            after each round.
+    """
+
+    sampling: Sampling
+    noise: float
+    population: int
+    cohort: int
+    participations: tuple[int, ...] = ()
+
+    @property
+    def accountant(self) -> str:
+        """What it is accounted with, as a reader may look it up."""
+        return {
+            "poisson": "PLD, Poisson sampling, add or remove one client",
+            "fixed": "RDP, fixed size without replacement, replace one client",
+            "none": "Gaussian composition, participations counted, add or remove one client",
+        }[self.sampling]
+
+    def epsilon(self, rounds: int, delta: float) -> float:
+        """Return ε after some rounds; infinite without noise.
+
+        Raises:
+            InputError: The library is missing.
+        """
+        if rounds == 0:
+            return 0.0
+        if self.noise == 0:
+            return math.inf
+        if self.sampling == "none":
+            times = self.participations[rounds - 1]
+            found = _library().get_epsilon_gaussian(self.noise / math.sqrt(times), delta)
+            return float(found)
+        if self.sampling == "fixed":
+            return _renyi(self, rounds, delta)
+        loss = _loss(self.noise, self.cohort / self.population)
+        return float(loss.self_compose(rounds).get_epsilon_for_delta(delta))
+
+
+@lru_cache(maxsize=64)
+def _loss(noise: float, rate: float) -> Any:
+    """Return the privacy loss of one round of Poisson sampling."""
+    _library()
+    from dp_accounting.pld import privacy_loss_distribution
+
+    # Losses of little noise are large: their grid is coarser. The error is below 1e-3 of epsilon.
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise,
+        sampling_prob=rate,
+        value_discretization_interval=GRID * max(1.0, 0.5 / noise**2),
+    )
+
+
+def _renyi(release: Release, rounds: int, delta: float) -> float:
+    """Return ε of a fixed-size cohort, whose sensitivity is 2 S as one client replaces another."""
+    dp = _library()
+    event = dp.SampledWithoutReplacementDpEvent(
+        release.population, release.cohort, dp.GaussianDpEvent(release.noise / 2)
+    )
+    accountant = dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE)
+    accountant.compose(dp.SelfComposedDpEvent(event, rounds))
+    return float(accountant.get_epsilon(delta))
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What a run promises each client, known before its first round.
+
+    Attributes:
+        release: What every round releases.
+        delta: δ.
+        rounds: Rounds of the run.
+    """
+
+    release: Release
+    delta: float
+    rounds: int
+
+    def epsilon(self, rounds: int | None = None) -> float:
+        """Return ε after some rounds, by default all of the run."""
+        return self.release.epsilon(self.rounds if rounds is None else rounds, self.delta)
+
+
+@lru_cache(maxsize=256)
+def guarantee(
+    options: PrivacyConfig, seed: int, clients: int, cohort: int, rounds: int
+) -> Guarantee:
+    """Return what a run promises, with the noise that follows from its ε if that is set.
+
+    Args:
+        options: The section ``privacy``, which is on.
+        seed: Of the run, from which the participations are counted.
+        clients: ``federation.clients``.
+        cohort: ``federation.clients_per_round``.
+        rounds: ``federation.rounds``.
+
+    Raises:
+        InputError: The library is missing, or no noise that is tried reaches ε.
+    """
+    population, expected = options.population or clients, options.cohort or cohort
+    delta = options.delta_for(population)
+    participations: tuple[int, ...] = ()
+    if options.sampling == "none":
+        cohorts = [uniform_cohort(seed, number, clients, cohort) for number in range(1, rounds + 1)]
+        participations = most_participations(cohorts)
+
+    def of(noise: float) -> Guarantee:
+        release = Release(options.sampling, noise, population, expected, participations)
+        return Guarantee(release, delta, rounds)
+
+    if options.noise is not None:
+        return of(options.noise)
+    assert options.epsilon is not None
+    if (least := of(LARGEST_NOISE).epsilon()) > options.epsilon:
+        raise InputError(
+            f"privacy.epsilon={options.epsilon:g} is below what {rounds} rounds of {expected} of "
+            f"{population} clients reach at noise multiplier {LARGEST_NOISE:g}: allowed: at least "
+            f"{least:.3g}, fewer rounds, or a larger population"
+        )
+    return of(smallest_noise(lambda noise: of(noise).epsilon(), options.epsilon))
+
+
+def affordable(options: PrivacyConfig, seed: int, clients: int, cohort: int, rounds: int) -> int:
+    """Return how many rounds a run's budget pays; all if it has none. Arguments as above.
+
+    Raises:
+        InputError: Not even one, or the library is missing.
+    """
+    if options.budget is None:
+        return rounds
+    promised = guarantee(options, seed, clients, cohort, rounds)
+    if (paid := rounds_within(promised, options.budget)) > 0:
+        return paid
+    raise InputError(
+        f"privacy.budget={options.budget:g} does not pay one round, which costs "
+        f"{promised.epsilon(1):.3g} at privacy.noise={options.noise:g}: allowed: a larger budget "
+        "or more noise"
+    )
+
+
+def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
+    """Return the smallest multiplier of four digits whose ε is at most ``target``.
+
+    ``epsilon`` decreases, and is at most ``target`` at :data:`LARGEST_NOISE`.
+    """
+    high = LARGEST_NOISE
+    # By halves: so little noise that its losses fill the memory is never tried.
+    while high > SMALLEST_NOISE and epsilon(high / 2) <= target:
+        high /= 2
+    low = high / 2
+    while high / low > 1 + 10.0**-DIGITS / 4:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if epsilon(middle) <= target else (middle, high)
+    scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(high)))
+    return math.ceil(high * scale) / scale
+
+
+def rounds_within(promised: Guarantee, budget: float) -> int:
+    """Return how many rounds, of those of the run, a budget of ε pays; 0 if not even one."""
+    low, high = 0, promised.rounds + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if promised.epsilon(middle) <= budget else (low, middle)
+    return low
+
+
+def most_participations(cohorts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return how often the most frequent client has taken part after each round."""
+    counts: dict[int, int] = {}
+    found: list[int] = []
+    for cohort in cohorts:
+        for client in cohort:
+            counts[client] = counts.get(client, 0) + 1
+        found.append(max(counts.values(), default=0))
+    return tuple(found)
+
+
+def bit_deviation(options: PrivacyConfig, cohort: int) -> float:
+    """Return sigma_b, the standard deviation of the noise on the count of unclipped clients."""
+    return cohort / 20 if options.bit_noise == "auto" else options.bit_noise
+
+
+def change_noise(options: PrivacyConfig, release: Release) -> float:
+    """Return z_Δ, the multiplier of the noise on changes, which pays for the private count too.
+
+    ``z_Δ = (z^-2 - (2 sigma_b)^-2)^(-1/2)`` (Andrew et al., 2021, arXiv 1905.03871, Theorem 1): the
+    pair costs exactly one Gaussian of multiplier z.
+
+    Raises:
+        InputError: The count alone costs more than z allows.
+    """
+    if not options.adaptive or release.noise == 0:
+        return release.noise
+    deviation = bit_deviation(options, release.cohort)
+    if release.noise >= 2 * deviation:
+        raise InputError(
+            f"privacy.bit_noise={deviation:g} (a twentieth of the cohort if auto) must exceed half "
+            f"the noise multiplier, {release.noise / 2:.4g}: set it, take larger cohorts, or "
+            "privacy.adaptive=false"
+        )
+    return float((release.noise**-2 - (2 * deviation) ** -2) ** -0.5)

@@ -1,0 +1,194 @@
+"""The section ``privacy`` of an experiment."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trishul_ray.config import Section, not_in_id
+
+#: How a round's clients are drawn, which decides what its noise is worth.
+Sampling = Literal["poisson", "fixed", "none"]
+
+
+class PrivacyConfig(Section):
+    """Differential privacy of each client; off without ``epsilon`` and ``noise``."""
+
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        le=100,
+        description="ε of the whole run, from which the noise follows; it is in the id, and the "
+        "noise is not",
+    )
+    noise: float | None = Field(
+        None,
+        ge=0,
+        description="noise multiplier z instead of epsilon: standard deviation of the noise on the "
+        "sum of a round over the clip norm",
+    )
+    budget: float | None = not_in_id(
+        None, "with noise: the largest ε; federation.rounds is cut to the rounds that it pays", gt=0
+    )
+    delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
+        "auto", description="δ; auto: min(1e-5, N^-1.1) for a population of N"
+    )
+    clip: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="clip norm S of a client's change, at the start if it is adaptive; auto: "
+        "optimizer.lr sqrt(federation.local_steps P) for P sent numbers, which reads no data",
+    )
+    adaptive: bool = Field(
+        False, description="let S follow a quantile of the norms (Andrew et al., 2021)"
+    )
+    quantile: float = Field(
+        0.5, gt=0, lt=1, description="adaptive: share of clients that shall not be clipped"
+    )
+    clip_lr: float = Field(0.2, gt=0, le=5, description="adaptive: learning rate of log S")
+    bit_noise: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="adaptive: standard deviation of the noise on the count of clients that are "
+        "not clipped; auto: a twentieth of the cohort",
+    )
+    sampling: Sampling = Field(
+        "poisson",
+        description="poisson: each client is drawn by itself, federation.clients_per_round of them "
+        "on average; fixed: exactly so many, accounted for the replacement of one; none: exactly "
+        "so many, and the draw hides nothing: participations are counted",
+    )
+    population: int | None = Field(
+        None,
+        ge=1,
+        description="account for a deployment of so many clients, with cohorts of "
+        "privacy.cohort, and scale the noise to it; default: the simulated ones",
+    )
+    cohort: int | None = Field(
+        None, ge=1, description="clients of a round in this deployment, on average"
+    )
+    denoise: Literal["none", "shrink", "hard"] = Field(
+        "none",
+        description="shrink: shrink the singular values of the noisy mean of each core, which "
+        "costs no privacy; hard: keep those above a threshold as they are",
+    )
+    scope: Literal["increment", "core"] = Field(
+        "increment",
+        description="what is denoised: the mean change of a round, or the sum of all so far",
+    )
+    canaries: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="audit: add so many clients that send random directions, and estimate ε from "
+        "how far the model follows them; the model is of no other use",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_on(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("epsilon") is fields.get("noise") is None:
+            defaults = {name: field.default for name, field in cls.model_fields.items()}
+            for name, value in fields.items():
+                if name in defaults and value != defaults[name]:
+                    raise ValueError(
+                        f"privacy.{name}={value!r} has no effect: set privacy.epsilon or "
+                        "privacy.noise, too"
+                    )
+        return fields
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "PrivacyConfig":
+        if self.epsilon is not None and self.noise is not None:
+            raise ValueError(
+                f"privacy.epsilon={self.epsilon:g} and privacy.noise={self.noise:g} exclude each "
+                "other; set only one (a largest ε beside noise is privacy.budget)"
+            )
+        if self.budget is not None and not self.noise:
+            raise ValueError(
+                f"privacy.budget={self.budget:g} needs privacy.noise above 0: epsilon is a budget "
+                "by itself"
+            )
+        if (self.population is None) != (self.cohort is None):
+            raise ValueError(
+                f"privacy.population={self.population} and privacy.cohort={self.cohort}: set both, "
+                "or neither"
+            )
+        if self.population is not None and self.cohort is not None:
+            if self.sampling == "none":
+                raise ValueError(
+                    f"privacy.population={self.population}: with privacy.sampling='none' the "
+                    "simulated participations are counted; allowed: poisson, fixed"
+                )
+            if self.cohort > self.population:
+                raise ValueError(
+                    f"privacy.cohort={self.cohort} exceeds privacy.population={self.population}"
+                )
+            if self.canaries:
+                raise ValueError(
+                    f"privacy.canaries={self.canaries} audit the noise of the simulated cohort, "
+                    "which privacy.cohort scales to another one; set only one"
+                )
+        if self.scope == "core" and self.denoise == "none":
+            raise ValueError("privacy.scope='core' needs privacy.denoise=shrink or hard")
+        if not self.adaptive:
+            for name in ("quantile", "clip_lr", "bit_noise"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"privacy.{name}={value!r} needs privacy.adaptive=true")
+        return self
+
+    @property
+    def on(self) -> bool:
+        """Whether changes are clipped and noise is added."""
+        return self.epsilon is not None or self.noise is not None
+
+    def delta_for(self, population: int) -> float:
+        """Return δ for a population."""
+        if self.delta != "auto":
+            return self.delta
+        return min(1e-5, math.pow(population, -1.1))
+
+
+def refusal(
+    options: PrivacyConfig,
+    *,
+    clients: int,
+    cohort: int,
+    weighting: str,
+    selection: str,
+    server: str,
+) -> str | None:
+    """Return why an experiment cannot be private; None if it can.
+
+    Args:
+        options: Its section ``privacy``, which is on.
+        clients: ``federation.clients``.
+        cohort: ``federation.clients_per_round``.
+        weighting: ``federation.weighting``.
+        selection: How its method's clients choose what they train; "random" if they do not.
+        server: ``server.optimizer``.
+    """
+    if weighting != "uniform":
+        return (
+            f"privacy: federation.weighting={weighting!r} lets a client of many rows exceed the "
+            "clip norm; allowed: uniform"
+        )
+    if selection != "random":
+        return (
+            f"privacy: method.selection={selection!r} sends which heads a client's data favours, "
+            "in clear; allowed: random"
+        )
+    if options.population is not None and options.population < clients:
+        return (
+            f"privacy.population={options.population} is below federation.clients={clients}: "
+            "it is the population of a deployment, at least the simulated one"
+        )
+    if options.cohort is not None and options.cohort < cohort:
+        return (
+            f"privacy.cohort={options.cohort} is below federation.clients_per_round={cohort}: it "
+            "is the cohort of a deployment, at least the simulated one"
+        )
+    if options.scope == "core" and server != "none":
+        return (
+            f"privacy.scope='core' sets the cores themselves: server.optimizer={server!r} cannot "
+            "move them; allowed: none, or privacy.scope=increment"
+        )
+    return None

@@ -1,0 +1,230 @@
+"""The server's part of a private run: from the sum of clipped changes to what is released of it.
+
+McMahan et al.: "Learning Differentially Private Recurrent Language Models", ICLR 2018, arXiv
+1710.06963, with the fixed denominator. With m clients of a round on average, of whom a share p_u
+trains unit u, what moves the model is::
+
+    mean_u = (sum_c change_cu / m + N(0, (z S)^2) / m~) / p_u
+
+where m~ is m, or the cohort of the deployment that is accounted for (``privacy.cohort``). The
+denominators are constants: a count of who came would be one more private number. Uploads that are
+refused or missing are zeros in the sum.
+
+All noise is drawn in float64 and from the run's seed, so that a run can be repeated: whoever knows
+the seed can remove it. This is a simulation, not a deployment.
+
+Legend: W numbers of the shared part, U units of aggregation, P all numbers sent.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from trishul_ray.adapters.layout import Unit
+from trishul_ray.edge.privacy.accounting import Guarantee, bit_deviation, change_noise
+from trishul_ray.edge.privacy.clipping import next_norm
+from trishul_ray.edge.privacy.config import PrivacyConfig
+from trishul_ray.edge.state import PrivacyState
+from trishul_ray.errors import InputError
+from trishul_ray.rng import numpy_rng
+
+#: What is in a run's files, and not covered by its epsilon.
+OUTSIDE = (
+    "train_loss", "the scores on validation and test rows", "per_client", "personal",
+    "the spectra and other diagnostics of clients", "refused uploads", "cohorts", "traffic",
+    "answers to a survey before round 1",
+)  # fmt: skip
+#: What every summary of a private run says.
+SIMULATION = "simulation: noise is reproducible from the seed"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What a round releases.
+
+    Attributes:
+        options: The section ``privacy``, which is on.
+        seed: The experiment's.
+        promised: Noise and guarantee.
+        clients: N, simulated clients.
+        cohort: m, simulated clients of a round on average.
+        units: The units of the shared part, in the order of the wire.
+        shares: [U] float64, p_u, the share of clients that train a unit.
+        extra: Lengths of what the method adds, by name.
+        first_norm: S of the first round.
+    """
+
+    options: PrivacyConfig
+    seed: int
+    promised: Guarantee
+    clients: int
+    cohort: int
+    units: tuple[Unit, ...]
+    shares: np.ndarray
+    extra: Mapping[str, int]
+    first_norm: float
+
+    def __post_init__(self) -> None:
+        if self.options.denoise != "none" and all(unit.rank is None for unit in self.units):
+            raise InputError(
+                f"privacy.denoise={self.options.denoise!r} needs a method with cores (fedsb, "
+                "ravan, trishul); allowed: none"
+            )
+
+    @cached_property
+    def noise(self) -> float:
+        """The multiplier of the noise on changes."""
+        return change_noise(self.options, self.promised.release)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Entries of each unit, [U] int64."""
+        return np.array([unit.size for unit in self.units], dtype=np.int64)
+
+    @property
+    def numbers(self) -> int:
+        """P."""
+        return int(self.sizes.sum()) + sum(self.extra.values())
+
+    @property
+    def signal_to_noise(self) -> float:
+        """The largest ratio of a round's mean change to its noise: ``m~ / (z sqrt P)``.
+
+        All clients would have to send the same change, of norm S.
+        """
+        return float(self.promised.release.cohort / (self.noise * np.sqrt(self.numbers)))
+
+    def deviations(self, norm: float) -> np.ndarray:
+        """Return the deviation of the noise on each unit's mean change, [U] float64."""
+        deviations: np.ndarray = self.noise * norm / (self.promised.release.cohort * self.shares)
+        return deviations
+
+    def mean(
+        self,
+        number: int,
+        shared: np.ndarray,
+        extra: Mapping[str, np.ndarray],
+        norm: float,
+        sent: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the noisy mean change of a round, float64.
+
+        Args:
+            number: The round, from 1.
+            shared: [W] float64, the sum of clipped changes; zeros if nobody came.
+            extra: The sums of what the method adds, by name.
+            norm: S of the round.
+            sent: [U] bool, the units that clients train in this round; None means all. The others
+                do not move, and get no noise. A unit that happens to be trained by nobody does.
+        """
+        rng = numpy_rng(self.seed, "dp-noise", number)
+        deviations = self.deviations(norm)
+        noise = rng.standard_normal(len(shared)) * np.repeat(deviations, self.sizes)
+        change = shared / np.repeat(self.cohort * self.shares, self.sizes) + noise
+        if sent is not None:
+            change = np.where(np.repeat(sent, self.sizes), change, 0.0)
+        deviation = self.noise * norm / self.promised.release.cohort
+        found = {
+            name: extra[name] / self.cohort + rng.standard_normal(length) * deviation
+            for name, length in sorted(self.extra.items())
+        }
+        return change, found
+
+    def denoised(
+        self, change: np.ndarray, before: np.ndarray, norm: float, state: PrivacyState
+    ) -> np.ndarray:
+        """Return the change after denoising, [W] float64; update what the scope "core" keeps.
+
+        Args:
+            change: [W] float64, the noisy mean change.
+            before: [W], the shared part before the round.
+            norm: S of the round.
+            state: What is kept between rounds.
+        """
+        options = self.options
+        state.squared_norms += norm**2
+        if options.canaries or options.scope == "core":
+            state.arrays.setdefault("start", before.copy())
+        if options.denoise == "none" or self.noise == 0:
+            return change
+        from trishul_ray.edge.privacy.denoise import denoise  # imports torch
+
+        if options.scope == "increment":
+            return denoise(change, self.units, self.deviations(norm), options.denoise)
+        # What lies below the edge is kept, and counts once it rises above it. The rounds' noises
+        # add up to one of deviation z sqrt(sum of S^2).
+        state.arrays["released"] = state.arrays.get("released", 0.0) + change
+        total = self.deviations(float(np.sqrt(state.squared_norms)))
+        sums = denoise(state.arrays["released"], self.units, total, options.denoise)
+        moved: np.ndarray = state.arrays["start"] + sums - before
+        return moved
+
+    def next_norm(self, number: int, norm: float, unclipped: int) -> float:
+        """Return S of the next round, given how many accepted uploads were not clipped."""
+        options = self.options
+        if not options.adaptive:
+            return norm
+        cohort = self.promised.release.cohort
+        deviation = bit_deviation(options, cohort) if self.noise > 0 else 0.0
+        noise = float(numpy_rng(self.seed, "dp-bit", number).standard_normal()) * deviation
+        share = unclipped / self.cohort + noise / cohort
+        return next_norm(norm, share, options.quantile, options.clip_lr)
+
+    def canaries(self, number: int, norm: float) -> np.ndarray:
+        """Return the sum of what the canaries that are drawn in a round send, [W] float64.
+
+        Args:
+            number: The round, from 1.
+            norm: S of the round.
+        """
+        rate = self.cohort / self.clients
+        from trishul_ray.edge.privacy.audit import canaries  # imports scipy
+
+        total = np.zeros(int(self.sizes.sum()))
+        drawn = numpy_rng(self.seed, "canary-cohort", number).random(self.options.canaries) < rate
+        every = canaries(self.seed, self.options.canaries, len(total))
+        for direction, taken in zip(every, drawn, strict=True):
+            if taken:
+                total += norm * direction
+        return total
+
+    def audited(self, now: np.ndarray, state: PrivacyState) -> float | None:
+        """Return the ε that canaries estimate from the shared part [W]; None with fewer than 2."""
+        if self.options.canaries < 2:
+            return None
+        from trishul_ray.edge.privacy.audit import cosines, estimate
+
+        moved = now.astype(np.float64) - state.arrays["start"]
+        found = cosines(self.seed, self.options.canaries, moved)
+        return estimate(found, len(moved), self.promised.delta)
+
+    def lines(self) -> Sequence[str]:
+        """Return what a reader must know before the run, a line each."""
+        release, rounds = self.promised.release, self.promised.rounds
+        accounted = f"{release.sampling} cohorts of {release.cohort:,} of {release.population:,}"
+        if self.options.population is not None:
+            accounted += f", a deployment whose noise {self.cohort:,} of {self.clients:,} simulate;"
+        if self.noise == 0:
+            return [
+                f"privacy: privacy.noise=0: changes are clipped, nothing is promised ({accounted})"
+            ]
+        epsilon, p = self.promised.epsilon(), self.numbers
+        name = "m~" if self.options.cohort else "m"
+        lines = [
+            f"privacy: ε = {epsilon:.3g}, δ = {self.promised.delta:.2g} for each client after "
+            f"{rounds} rounds, accounted for {accounted} ({release.accountant}), noise multiplier "
+            f"z = {release.noise:g}",
+            f"privacy: signal-to-noise ratio of a round {self.signal_to_noise:.2g} at most, "
+            f"{name} / (z sqrt P) with {release.cohort:,} clients and P = {p:,}",
+            f"privacy: clip norm {self.first_norm:.4g}"
+            + (" at the start" if self.options.adaptive else "")
+            + (", lr sqrt(local_steps P)" if self.options.clip == "auto" else ""),
+            f"privacy: {SIMULATION}; losses, scores and diagnostics are outside the guarantee",
+        ]
+        if self.options.canaries:
+            lines.append(
+                f"privacy: an audit with {self.options.canaries} canaries: its model is of no use"
+            )
+        return lines
