@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from method_runs import run, server_of
+from newcomers import NEWCOMERS
 
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
 from trishul_ray.methods.base import exact_share, method_class, method_names
+from trishul_ray.methods.fedit import FedIT
 
 LIMITED = [name for name in method_names() if method_class(name).takes_limits]
 
@@ -84,3 +86,20 @@ def test_exact_share_is_exact(count, first, second):
     share = exact_share(count, first / 1000, second / 1000)
     assert share * 10**6 == count * first * second
     assert math.ceil(exact_share(5, 0.8, 0.75)) == 3
+
+
+def test_a_promise_about_the_mean_is_inherited_only_with_what_is_averaged():
+    class Renamed(FedIT):
+        def after_step(self, run, step, steps):
+            run.vector *= 0.5
+
+    class Weighted(FedIT):
+        def weight(self, upload, layout, weight):
+            return 2 * weight
+
+    class Promised(Weighted):
+        mean_is_enough = True
+
+    assert [each.mean_is_enough for each in (Renamed, Weighted, Promised)] == [True, False, True]
+    newcomers = {name: method_class(name).mean_is_enough for name in NEWCOMERS}
+    assert newcomers == {"fedmedian": False, "fedsa": True, "rolora": True}

@@ -264,7 +264,7 @@ class Method:
     #: Whether the next state is a function of the mean of what clients upload, with weights by
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
     #: changes (codecs, privacy, server optimizers) needs it, and refuses other methods. A subclass
-    #: whose :meth:`contribution` or :meth:`weight` differs must not inherit it.
+    #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it.
     mean_is_enough: ClassVar[bool] = False
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
@@ -282,6 +282,13 @@ class Method:
     #: The method whose default learning rates this one uses if ``learning_rates.yaml`` has none
     #: for it; inherited by subclasses. None: the general default, with a warning.
     rates_like: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Else a method that averages something else would keep a promise that it never made.
+        changed = {"contribution", "weight", "broadcast", "needs_uploads", "averages_products"}
+        if vars(cls).keys() & changed:
+            cls.mean_is_enough = vars(cls).get("mean_is_enough", False)
 
     def __init__(self, config: MethodConfig) -> None:
         self.config: Any = config

@@ -125,8 +125,7 @@ class Units:
         """Return the units with an entry of ``change`` [W] that is not zero, bool [U]."""
         found = np.zeros(len(self.sizes), dtype=bool)
         filled = self.sizes > 0
-        if filled.any():
-            found[filled] = np.logical_or.reduceat(change != 0, self.starts[filled])
+        found[filled] = np.logical_or.reduceat(change != 0, self.starts[filled])
         return found
 
     def blocks(self, size: int) -> tuple[np.ndarray, np.ndarray]:

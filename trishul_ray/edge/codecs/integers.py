@@ -61,8 +61,6 @@ class Int8(Codec):
     def _scales(self, values: np.ndarray, units: Units) -> tuple[np.ndarray, np.ndarray]:
         """Return the scale of every block, float32, and the lengths of blocks."""
         starts, lengths = self._blocks(units)
-        if not len(starts):
-            return np.zeros(0, dtype="<f4"), lengths
         peaks = np.maximum.reduceat(np.abs(values), starts)
         return (peaks / largest(self.bits)).astype("<f4"), lengths
 
