@@ -169,7 +169,9 @@ def test_who_may_import_a_third_party(package):
 ANCESTORS = {
     "trishul": "ravan",
     "fedprox": "fedavg",
-    **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora"), "fedit"),
+    **dict.fromkeys(
+        ("scaffold", "fedex", "flora", "hetlora", "flexlora", "rolora", "fedsa"), "fedit"
+    ),
 }
 
 

@@ -23,6 +23,8 @@ from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import method_class, method_names
 
 METHODS = [*method_names(), *NEWCOMERS]
+#: Methods whose clients send nothing, so that the global model stays as it was.
+SILENT = {"local"}
 
 
 def logits(bench, trained=None, rows=16):
@@ -80,7 +82,8 @@ def test_uploads_are_as_declared_and_finite(name, executor, tmp_path):
         assert upload.rows == len(inline.bench.shards.shard(2))
         units = round_units(server.method, server.blueprint.layout, number)
         rests = 0 if units is None else sum(expected.unit_sizes[~units])
-        assert report.uploaded == sum(expected.lengths.values()) - rests > 0
+        assert report.uploaded == sum(expected.lengths.values()) - rests
+        assert report.uploaded > 0 or name in SILENT
         if units is not None:
             still = np.repeat(~units, expected.unit_sizes)
             np.testing.assert_array_equal(upload.arrays.shared[still], broadcast.shared[still])
@@ -244,7 +247,8 @@ def test_exports_give_the_same_logits(name, executor, tmp_path):
     server = run(inline, tmp_path)
     trained = global_model(bench, server.broadcast(), 2)
     ours = logits(bench, trained)
-    assert (ours - logits(bench)).abs().max() > 1e-3, "training must have moved the model"
+    moved = (ours - logits(bench)).abs().max() > 1e-3
+    assert moved != (name in SILENT), "training must have moved the model"
     batch = bench.task.inputs(
         bench.task.prepare_batch(bench.test.batch(np.arange(16)), "cpu", torch.float32)
     )

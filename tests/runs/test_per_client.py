@@ -1,7 +1,6 @@
 """Scores by class and by client, from the rows to the result."""
 
 import pytest
-from newcomers import FOLDER, unloaded_after
 
 import trishul_ray
 from trishul_ray.data.partition import class_mix
@@ -59,16 +58,15 @@ def test_own_models_are_scored_beside_the_global_one(run, tmp_path):
         for n in range(60)
     ]
     options = {"model": {"name": "bert-tiny", "init": "random"}, "max_length": 16, "budget": 2}
-    options |= {"method": "fedsa", "plugins": [FOLDER / "fedsa.py"], "lr": 0.01, "local_steps": 9}
-    with unloaded_after():
-        result = run(rows, per_client=True, partition={"kind": "natural"}, **options)
-        assert tuple(result.personal) == tuple(result.per_client) == CITIES
-        mean = sum(result.personal.values()) / 3
-        assert result.history["personal_mean"][2] == pytest.approx(mean)
-        assert (tmp_path / "runs" / result.id / "figures" / "personal.png").exists()
-        # A client of the run is then none of the data's: there is nothing to score its model on.
-        with pytest.raises(trishul_ray.InputError, match="method=fedsa has a model for each"):
-            run(rows, per_client=True, partition={"kind": "iid"}, **options)
+    options |= {"method": "fedsa", "lr": 0.01, "local_steps": 9}
+    result = run(rows, per_client=True, partition={"kind": "natural"}, **options)
+    assert tuple(result.personal) == tuple(result.per_client) == CITIES
+    mean = sum(result.personal.values()) / 3
+    assert result.history["personal_mean"][2] == pytest.approx(mean)
+    assert (tmp_path / "runs" / result.id / "figures" / "personal.png").exists()
+    # A client of the run is then none of the data's: there is nothing to score its model on.
+    with pytest.raises(trishul_ray.InputError, match="method=fedsa has a model for each"):
+        run(rows, per_client=True, partition={"kind": "iid"}, **options)
     assert run(rows, partition={"kind": "iid"}, **(options | {"method": "fedit"})).personal == {}
 
 

@@ -207,8 +207,8 @@ def aggregation_error(
     ``federation.weighting``: 0 up to rounding if aggregation is exact (eq. exact_agg). Changes of
     frozen weights are part of the update. If the update is linear in what is trained (cores between
     shared bases, B with a frozen A), the trained vectors themselves are compared; for orthonormal
-    bases this is the same number. None if a trained LoRA factor stays with the clients: the updates
-    are then not a function of what is sent.
+    bases this is the same number. None if a trained LoRA factor or core stays with the clients: the
+    updates are then not a function of what is sent.
 
     The uploads are those of all clients of the round, valid, and all with the same trained units;
     ``before`` is the broadcast that they started from, ``after`` the next one.
@@ -225,7 +225,7 @@ def aggregation_error(
 
     clients, new = [named(upload.arrays) for upload in uploads], named(after)
     kept = {entry.name for entry in layout.entries} - new.keys()
-    if any(name.endswith((".lora_A", ".lora_B")) for name in kept):
+    if any(layout.entry(name).kind in ("adapter", "core") for name in kept):
         return None
     error = exact = 0.0
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order

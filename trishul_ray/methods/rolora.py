@@ -22,5 +22,6 @@ class RoLoRA(FedIT):
     communication = "r d_out or r d_in per matrix up in turns, both down"
 
     def round_wire(self, layout: Layout, round_number: int) -> tuple[str, ...]:
+        """Return all but A in odd rounds, all but B in even ones."""
         resting = ".lora_A" if round_number % 2 else ".lora_B"
         return tuple(name for name in self.wire(layout) if not name.endswith(resting))

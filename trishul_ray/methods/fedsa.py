@@ -2,7 +2,14 @@
 
 Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025,
 arXiv 2410.01463.
+
+A client starts its first round with B = 0 and later ones with the B that it ended its last one
+with. The classification head is shared. The global model has B = 0: it is the backbone with the
+shared head, and A has no effect in it. What the method is for is the clients' own models
+(``evaluation.per_client``).
 """
+
+from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
@@ -24,15 +31,18 @@ class FedSA(FedIT):
     personal = True
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
+        """Return A and the classification head."""
         return tuple(e.name for e in layout.entries if not e.name.endswith(".lora_B"))
 
-    def start(self, run: LocalRun, initial: "Tensor") -> None:
+    def start(self, run: LocalRun, initial: Tensor) -> None:
+        """Take A of the broadcast and the B that this client has kept."""
         super().start(run, initial)
         views = run.layout.views(run.vector)
         for name, kept in run.client_state.items():
             views[name].copy_(kept)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
+        """Send A and keep B."""
         views = run.layout.views(run.vector)
         kept = {name: view.clone() for name, view in views.items() if name.endswith(".lora_B")}
         return State(self.pack(run.layout, run.vector)), kept
