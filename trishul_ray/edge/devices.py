@@ -87,12 +87,24 @@ class DevicesConfig(Section):
     battery_low: float = Field(
         0.2, ge=0, lt=1, description="share of a battery below which its client cannot be asked"
     )
-    content: NotedText | None = not_in_id(
+    path_content: NotedText | None = not_in_id(
         None, "noted when loaded: the hash of devices.path, which replaces it in the id"
     )
     windows_content: NotedText | None = not_in_id(
         None, "noted when loaded: the hash of devices.windows, which replaces it in the id"
     )
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files that are read, by field."""
+        return {name: path for name in ("path", "windows") if (path := getattr(self, name))}
+
+    @property
+    def content_hashes(self) -> dict[str, str]:
+        """Their noted hashes, by field; a note on another path does not count."""
+        notes = {name: getattr(self, f"{name}_content") for name in self.files}
+        found = {name: note.hash_of(self.files[name]) for name, note in notes.items() if note}
+        return {name: hash_ for name, hash_ in found.items() if hash_}
 
     @property
     def on(self) -> bool:
@@ -105,7 +117,7 @@ class DevicesConfig(Section):
         changed = [
             name
             for name, field in fields.items()
-            if name not in ("kind", "content", "windows_content")
+            if name not in ("kind", "path_content", "windows_content")
             and getattr(self, name) != field.default
         ]
         if not self.on and changed:

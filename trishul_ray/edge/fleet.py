@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from trishul_ray.config import FederationConfig
 from trishul_ray.edge.availability import next_time, source_of
-from trishul_ray.edge.clock import Plan, Times, jain, plan
+from trishul_ray.edge.clock import Fate, Plan, Times, jain, plan
 from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_class, utility
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
 from trishul_ray.errors import FailsAgainError
@@ -70,6 +71,11 @@ class ClockState:
     kept: np.ndarray = field(default_factory=lambda: np.zeros(DECILES, dtype=np.int64))
     battery: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "ClockState":
+        """Return the state that JSON holds."""
+        return cls(**fields | {"past": Past(**fields["past"])})
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -77,27 +83,32 @@ class Asked:
 
     Attributes:
         clients: Those that train, ascending.
-        steps: How many local steps each makes.
+        steps: How many local steps those make that do not make all.
         state: What is kept, when the last attempt begins.
         plans: Each attempt's; the last one counts. Empty without devices.
         spent: Joules of the attempts before.
     """
 
     clients: list[int]
-    steps: list[int]
-    state: ClockState
+    steps: dict[int, int] = field(default_factory=dict)
+    state: ClockState = field(default_factory=ClockState)
     plans: tuple[Plan, ...] = ()
     spent: float = 0.0
 
     @property
-    def missing(self) -> dict[int, str]:
-        """Why an asked client does not train, by client."""
-        return {
+    def missing(self) -> dict[int, Fate]:
+        """What became of the asked clients that do not train, by client, ascending."""
+        found = {
             client: fate
             for each in self.plans
             for client, fate in zip(each.clients.tolist(), each.fates, strict=True)
-            if client not in self.clients
         }
+        return {client: found[client] for client in sorted(found.keys() - set(self.clients))}
+
+    @property
+    def wasted(self) -> int:
+        """How often a client has received the broadcast and does not train with it."""
+        return sum(len(each.clients) for each in self.plans) - len(self.clients)
 
 
 class Fleet:
@@ -130,7 +141,7 @@ class Fleet:
         self.options, self.cohort, self.federation = devices, cohort, federation
         self.seed, self.rows, self.clients = seed, rows, federation.clients
         self.strategy = strategy_class(cohort.select)()
-        self.wanted = federation.clients_per_round
+        self.wanted, self.steps = federation.clients_per_round, federation.local_steps
         self.asks = asked_clients(cohort, federation)
         self.devices = Devices.of(devices, seed, self.clients) if devices.on else None
         self.source = source_of(devices, seed, self.clients)
@@ -177,14 +188,14 @@ class Fleet:
             else:
                 clients = np.sort(np.asarray(chosen, dtype=np.int64))
             if self.devices is None:
-                steps = [self.federation.local_steps] * len(clients)
-                return Asked(clients.tolist(), steps, state)
+                return Asked(clients.tolist(), state=state)
             wanted = self.wanted if chosen is None else len(clients)
             plans.append(self._plan(path, clients, wanted, state, traffic))
             kept = plans[-1].kept
             if chosen is not None or kept.sum() >= max(quorum * wanted, 1):
-                steps = plans[-1].times.steps[kept].tolist()
-                return Asked(clients[kept].tolist(), steps, state, tuple(plans), spent)
+                steps, found = plans[-1].times.steps[kept].tolist(), clients[kept].tolist()
+                fewer = {c: s for c, s in zip(found, steps, strict=True) if s < self.steps}
+                return Asked(found, fewer, state, tuple(plans), spent)
             joules = self._joules(plans[-1])
             spent += float(joules.sum())
             state = self._after(state, plans[-1], joules)
@@ -297,7 +308,7 @@ class Fleet:
             down_bytes=down_bytes,
             up_bytes=np.full(len(clients), up),
             step=self.step_seconds[clients],
-            steps=np.full(len(clients), self.federation.local_steps),
+            steps=np.full(len(clients), self.steps),
         )
 
     def _plan(
@@ -369,8 +380,7 @@ class Fleet:
             "jain_joules": jain(past.of_all(past.joules, self.clients, 0.0)),
         }
         if self.cohort.late == "partial":
-            full = self.federation.local_steps
-            numbers["partial"] = sum(steps < full for steps in asked.steps)
+            numbers["partial"] = len(asked.steps)
         if len(state.battery):
             numbers["battery"] = float(state.battery.mean()) / (self.options.battery or 1.0)
         shares = state.kept / max(int(state.kept.sum()), 1)
@@ -382,12 +392,28 @@ def asked_clients(cohort: CohortConfig, federation: FederationConfig) -> int:
     return math.ceil(exact_share(federation.clients_per_round, cohort.extra))
 
 
-def check_fleet(devices: DevicesConfig, cohort: CohortConfig, federation: FederationConfig) -> None:
-    """Check that the sections go together.
+def check_fleet(
+    devices: DevicesConfig,
+    cohort: CohortConfig,
+    federation: FederationConfig,
+    *,
+    private: bool = False,
+) -> None:
+    """Check that the sections go together, and with privacy.
 
     Raises:
         ValueError: They do not; one line.
     """
+    if private:
+        select, there = cohort.select, devices.availability
+        found = [f"cohort.select={select}"] * (select != "uniform") + cohort.policies
+        found += [f"devices.availability={there}"] * (there != "always")
+        found += ["devices.battery"] * (devices.battery is not None)
+        if found:
+            raise ValueError(
+                f"{found[0]} has no guarantee with privacy, whose accounting knows only how "
+                "clients are drawn (privacy.sampling); set only one"
+            )
     needs = strategy_class(cohort.select).needs
     on_clock = cohort.policies + [f"cohort.select={cohort.select}"] * (needs != "nothing")
     if on_clock and not devices.on:
@@ -399,6 +425,17 @@ def check_fleet(devices: DevicesConfig, cohort: CohortConfig, federation: Federa
             f"cohort.extra={cohort.extra:g} asks {asks} of federation.clients={federation.clients} "
             "clients; it must ask at most all"
         )
+
+
+def check_files(devices: DevicesConfig, seed: int, clients: int) -> None:
+    """Check that the files of devices and windows can be read.
+
+    Raises:
+        InputError: One cannot; names it.
+    """
+    if devices.on:
+        Devices.of(devices, seed, clients)
+        source_of(devices, seed, clients)
 
 
 def clock_line(devices: DevicesConfig) -> str | None:

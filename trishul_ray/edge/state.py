@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from trishul_ray.edge.fleet import ClockState
+
 
 @dataclass
 class PrivacyState:
@@ -31,11 +33,13 @@ class EdgeState:
         kept: What filters left with each client, by name.
         moments: First and second moments [W] float64 of the server optimizer.
         privacy: Of a private run; None for others.
+        clock: The simulated clock, and what is recorded of clients.
     """
 
     kept: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
     moments: dict[str, np.ndarray] = field(default_factory=dict)
     privacy: PrivacyState | None = None
+    clock: ClockState | None = None
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -46,4 +50,6 @@ class EdgeState:
         kept = {int(client): arrays for client, arrays in fields.pop("kept").items()}
         if (privacy := fields.pop("privacy", None)) is not None:
             fields["privacy"] = PrivacyState(**privacy)
+        if (clock := fields.pop("clock", None)) is not None:
+            fields["clock"] = ClockState.from_json(clock)
         return cls(kept=kept, **fields)

@@ -39,6 +39,9 @@ from trishul_ray.config import (
     not_in_id,
 )
 from trishul_ray.edge.codecs.base import NONE
+from trishul_ray.edge.cohorts import CohortConfig
+from trishul_ray.edge.devices import DevicesConfig
+from trishul_ray.edge.fleet import check_fleet
 from trishul_ray.edge.privacy.config import PrivacyConfig, refusal
 from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.edge.traffic import DownloadsConfig, UploadsConfig
@@ -55,7 +58,10 @@ BUDGET_RANKS = {"lower": 32, "higher": 64}
 ID_LENGTH = 12
 
 #: Sections that are off by default, and then left out of files.
-EDGE_SECTIONS = ("uploads", "downloads", "privacy", "server")
+EDGE_SECTIONS = ("uploads", "downloads", "privacy", "devices", "cohort", "server")
+
+#: Those of them that act on what clients send, and so need a method that allows it.
+ON_CHANGES = ("uploads", "downloads", "privacy", "server")
 
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
 MOST_COMPARED = 100
@@ -109,6 +115,8 @@ class Experiment(Section):
     privacy: PrivacyConfig = in_id_if_set(
         PrivacyConfig(), "client-level differential privacy of what clients send"
     )
+    devices: DevicesConfig = in_id_if_set(DevicesConfig(), "what clients compute on: the clock")
+    cohort: CohortConfig = in_id_if_set(CohortConfig(), "who is asked, and who of them counts")
     server: ServerConfig = in_id_if_set(ServerConfig(), "what the server does with a round's mean")
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourcesConfig = ResourcesConfig()
@@ -167,6 +175,7 @@ class Experiment(Section):
                 f"uploads.codec={self.uploads.codec!r} saves nothing with server.sum='ring', which "
                 "adds what clients send as it is, eight bytes a number; set only one"
             )
+        check_fleet(self.devices, self.cohort, self.federation, private=self.privacy.on)
         method, fed = method_class(self.method.name), self.federation
         if self.privacy.on:
             refused = refusal(
@@ -182,7 +191,7 @@ class Experiment(Section):
         if method.mean_is_enough:
             return
         fitting = [name for name in method_names() if method_class(name).mean_is_enough]
-        for section in EDGE_SECTIONS:
+        for section in ON_CHANGES:
             if getattr(self, section) != type(self).model_fields[section].default:
                 raise ValueError(
                     f"{section}: needs a method whose next state is a function of the mean upload "
@@ -206,6 +215,8 @@ class Experiment(Section):
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:
             kept["model"]["name"] = self.model.content_hash
+        for name, hash_ in self.devices.content_hashes.items():
+            kept["devices"][name] = hash_
         if self.plugins:
             kept["plugins"] = sorted(plugin.content for plugin in self.plugins)
         if (read := build_method(self.method).fields_read) is not None:

@@ -11,6 +11,7 @@ Names of public datasets, and of models on the hub or in a mirror, are in the id
 they stand for, the sources of a run, is compared when a result is used; see :func:`local_sources`.
 """
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,14 @@ def note_content(experiment: "Experiment") -> "Experiment":
         data = data.model_copy(update={"content": Noted(found, str(data.path))})
     if (found := _model_content(model)) is not None:
         model = model.model_copy(update={"content": Noted(found, model.name)})
-    return experiment.model_copy(update={"data": data, "model": model})
+    devices = experiment.devices
+    notes = {
+        f"{name}_content": Noted(found, path)
+        for name, path in devices.files.items()
+        if (found := _file_content(path)) is not None
+    }
+    devices = devices.model_copy(update=notes) if notes else devices
+    return experiment.model_copy(update={"data": data, "model": model, "devices": devices})
 
 
 def note_plugins(experiment: "Experiment") -> "Experiment":
@@ -55,6 +63,7 @@ def _registered(experiment: "Experiment") -> list[str]:
         f"data.name={experiment.data.name}",
         f"codec={experiment.uploads.codec}",
         f"codec={experiment.downloads.codec}",
+        f"cohort.select={experiment.cohort.select}",
     ]
 
 
@@ -82,10 +91,14 @@ def check_content(experiment: "Experiment") -> None:
         InputError: They are not, or workers could not load its method or task.
     """
     _check_plugins(experiment)
-    data, model = experiment.data, experiment.model
+    data, model, devices = experiment.data, experiment.model, experiment.devices
     for field, path, noted, now in (
         ("data.path", data.path, data.content_hash, _data_content(data)),
         ("model.name", model.name, model.content_hash, _model_content(model)),
+        *(
+            (f"devices.{name}", path, devices.content_hashes.get(name), _file_content(path))
+            for name, path in devices.files.items()
+        ),
     ):
         if noted is not None and now is not None and noted != now:
             raise InputError(
@@ -141,6 +154,15 @@ def _data_content(data: "DataConfig") -> str | None:
         return CUSTOM[data.name](data.path, data.columns, data.test_share).content()
     except (InputError, OSError):
         return None  # reading the rows will report it
+
+
+def _file_content(path: str) -> str | None:
+    """Return a hash of a file; None if it is not here."""
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError:
+        return None  # reading it will report it
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def _model_content(model: "ModelConfig") -> str | None:

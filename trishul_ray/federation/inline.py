@@ -1,13 +1,14 @@
 """The inline backend: a run in one process, for debugging and as the baseline of Ray's overhead."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.edge import Edge
-from trishul_ray.federation.local import evaluate_chunk, train_client
+from trishul_ray.federation.local import count_flops, evaluate_chunk, train_client
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -50,7 +51,10 @@ class InlineExecutor:
         """Return the blueprint of the workbench, given the survey."""
         with deterministic(self.experiment):
             adapt_to(self.bench, survey)
-            return blueprint_of(self.bench)
+            blueprint = blueprint_of(self.bench)
+            if self.experiment.devices.on:
+                blueprint = replace(blueprint, flops=count_flops(self.bench))
+            return blueprint
 
     def train(self, broadcast: ArrayState, job: TrainJob) -> tuple[Upload, TrainReport]:
         """Run one client's round."""

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
+from trishul_ray.edge.fleet import StepFlops
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
@@ -80,6 +83,7 @@ def train_client(
         client=job.client,
         state={name: to_array(value) for name, value in state.items()},
         loss=float(losses.mean()),
+        squared_loss=float(losses.square().mean()),
         seconds=seconds,
         uploaded=uploaded_parameters(run, upload, bench.method),
         unsent=run.unsent,
@@ -96,7 +100,8 @@ class LocalSteps:
     latter never waits for the device, and its kernels, shapes and addresses do not depend on
     values, so that the host prepares the next batches in the meantime, and a CUDA graph could hold
     it for batches of one shape and a constant learning rate. ``run`` is a new run of the client,
-    which the steps change; ``last`` is S, the number of the last step.
+    which the steps change; ``last`` is S, the number of the last step. A client that makes fewer
+    steps than the round has makes the first ones, with their batches and rates.
     """
 
     def __init__(self, bench: Workbench, run: LocalRun, job: TrainJob) -> None:
@@ -104,8 +109,8 @@ class LocalSteps:
         settings, method, fed = bench.settings, bench.method, bench.settings.federation
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
         rows = bench.shards.shard(job.client)
-        self.last = fed.local_steps
-        self._order = batch_order(rows, self.last, fed.batch_size, rng)  # [S, b]
+        self._order = batch_order(rows, fed.local_steps, fed.batch_size, rng)  # [steps, b]
+        self.last = run.steps = job.steps or fed.local_steps
         self._trained = Trained(run.vector, run.broadcast.base, run.broadcast.constants)
         run.gradient = self._gradient
         method.start(run, bench.initial)
@@ -153,6 +158,28 @@ class LocalSteps:
     def _gradient(self, step: int) -> None:
         with self.bound():
             self._backward(self.batch(step))
+
+
+def count_flops(bench: Workbench) -> StepFlops:
+    """Count the FLOPs of a local step, by the shapes of the first rows of the training split.
+
+    Counted are the matrix products, convolutions and attention (as plain matrix products on every
+    device) of the loss and its gradient; not the elementwise work, the optimizer, or what a method
+    adds to a step. Without trainables a step would cost twice the forward pass: nothing has
+    gradients of weights then. The rest is the adapters' and the classification head's.
+    """
+    size = bench.settings.federation.batch_size
+    batch = _prepare(bench, bench.train, np.resize(np.arange(min(size, len(bench.train))), size))
+    grad = torch.zeros_like(bench.initial)
+    with sdpa_kernel(SDPBackend.MATH):
+        trained = Trained(bench.initial.clone())
+        with _bound(bench, trained, grad), FlopCounterMode(display=False) as whole:
+            _loss(bench, batch).backward()
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            _loss(bench, batch)
+    total = float(whole.get_total_flops())
+    backbone = min(2.0 * forward.get_total_flops(), total)
+    return StepFlops(backbone, total - backbone)
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -3,6 +3,7 @@
 Legend of shapes: P trainables of a client, W entries of the shared upload, U units of aggregation.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
+from trishul_ray.edge.fleet import StepFlops
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import State
 from trishul_ray.tasks.sums import EvalSums, Metrics
@@ -51,6 +53,7 @@ class TrainJob:
     state: Arrays = field(default_factory=dict)  # the client's persistent state
     kept: Arrays = field(default_factory=dict)  # and that of what filters its uploads
     clip_norm: float | None = None  # see edge.changes.Sender
+    steps: int | None = None  # local steps, the first of the round's; None means all
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class TrainReport:
     uploaded_bytes: int | None = None  # of an encoding; None: four for each number
     kept: Arrays = field(default_factory=dict)  # what filters of the upload leave with the client
     edge: dict[str, float] = field(default_factory=dict)  # and what they report
+    squared_loss: float = math.nan  # mean of the squared losses of the local steps
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ class Blueprint:
     (``answers``), and the weights and configuration of the ``backbone``.
     Unknown sources are left out. ``client_mix`` is there if clients are scored by it
     (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
-    ``client_rows`` [C] that of every client if each client's own model is scored.
+    ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` are
+    there if clients have devices, and ``shard_sizes`` [C] if a cohort is chosen by them.
     """
 
     info: DatasetInfo
@@ -159,6 +164,8 @@ class Blueprint:
     sources: dict[str, str] = field(default_factory=dict)
     client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
+    flops: StepFlops | None = None
+    shard_sizes: np.ndarray | None = None
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:

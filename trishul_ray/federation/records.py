@@ -17,6 +17,8 @@ class RoundRecord:
             answered a survey.
         clients: The cohort, ascending.
         refused: Why an upload was left out, by client.
+        missing: What became of clients that were asked and did not train, by client: they came
+            after those that are wanted (surplus), after the deadline (late), or were lost.
         accepted_uploads: How many numbers each accepted client sent, by ascending client.
         train_loss: Mean over the cohort and its local steps.
         uploaded_parameters: Numbers that all clients sent.
@@ -50,6 +52,7 @@ class RoundRecord:
     per_client: dict[str, float] = field(default_factory=dict)
     personal: dict[str, float] = field(default_factory=dict)
     edge: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
+    missing: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
 
     @property
     def scored(self) -> bool:

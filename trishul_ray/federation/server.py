@@ -17,7 +17,9 @@ import torch
 
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
+from trishul_ray.edge.fleet import Asked, Fleet, Traffic
 from trishul_ray.edge.privacy.draws import poisson_cohort, uniform_cohort
+from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -47,6 +49,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
+from trishul_ray.federation.workbench import capacities
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.sums import EvalSums, score_by_mix, summarize_clients
@@ -130,6 +133,9 @@ class Server:
         self.checkpoint = restored or start
         # The clients that have taken part so far.
         self._known = {client for record in self.checkpoint.records for client in record.clients}
+        self._known |= {
+            int(client) for record in self.checkpoint.records for client in record.missing
+        }
         self.blueprint = executor.describe(self.checkpoint.state.survey)
         if restored is None:
             with deterministic(experiment):
@@ -144,6 +150,26 @@ class Server:
             self.events += self.private.lines()
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
+        self.fleet = self._fleet()
+        if self.fleet is not None and self.checkpoint.edge.clock is None:
+            self.checkpoint.edge.clock = self.fleet.start()
+
+    def _fleet(self) -> Fleet | None:
+        """Return the clients on the simulated clock; None if cohorts are drawn without one."""
+        settings, fed = self.experiment, self.experiment.federation
+        if not settings.devices.on and settings.cohort.select == "uniform":
+            return None
+        sizes = self.blueprint.shard_sizes
+        shares = capacities(fed.compute, settings.seed, fed.clients, fed.compute_shares)
+        return Fleet(
+            settings.devices,
+            settings.cohort,
+            fed,
+            settings.seed,
+            rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
+            capacity=np.array(shares),
+            flops=self.blueprint.flops,
+        )
 
     def _initial_state(self) -> ArrayState:
         """Return the state before round 1; a survey comes before it, as round 0."""
@@ -190,10 +216,13 @@ class Server:
         began = time.perf_counter()
         now, fed = self.checkpoint, self.experiment.federation
         complete, number = now.records[-1], now.round + 1
-        cohort = self.cohort(number) if number <= fed.rounds else []
         with deterministic(self.experiment):
-            train = [self._job(number, client) for client in cohort]
-            outcome, broadcast = self._run(number, self.broadcast(), train)
+            whole = self.broadcast()
+            coded = self._coded(number, whole)
+            asked = self._ask(number, whole, coded) if number <= fed.rounds else Asked([])
+            cohort = asked.clients
+            train = [self._job(number, client, asked.steps.get(client)) for client in cohort]
+            outcome, broadcast = self._run(whole, coded, train)
             self.events += outcome.events
             for rows in self.blueprint.scored if outcome.evaluations else ():
                 found = [each for each in outcome.evaluations if each.rows == rows]
@@ -205,24 +234,29 @@ class Server:
                 everyone = self._compare_everyone(number, broadcast, outcome)
                 began += time.perf_counter() - paused
                 record = self._aggregate(number, broadcast, outcome)
+                self._tick(asked, broadcast, outcome, record)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
                 now.records.append(record)
             self.checkpoints.save(now)
         return self._report([complete])
 
+    def _coded(self, number: int, whole: ArrayState) -> CodedState | None:
+        """Return what clients read of a round's broadcast; None if they read it as it is."""
+        if number > self.experiment.federation.rounds:
+            return None
+        units = self.blueprint.layout.units(self.blueprint.wire)
+        return self.edge.coded_broadcast(whole, number, units)
+
     def _run(
-        self, number: int, whole: ArrayState, train: list[TrainJob]
+        self, whole: ArrayState, coded: CodedState | None, train: list[TrainJob]
     ) -> tuple[Outcome, ArrayState]:
         """Train and evaluate; return the results and the broadcast as the clients have read it.
 
         What is evaluated is the state as it is, which is the one that a run ends with. If clients
         read another one, both cannot run together: evaluation waits for training.
         """
-        evaluation, coded = self._evaluation_jobs(), None
-        if train:
-            units = self.blueprint.layout.units(self.blueprint.wire)
-            coded = self.edge.coded_broadcast(whole, number, units)
+        evaluation = self._evaluation_jobs()
         if coded is None:
             return self.executor.run(whole, [*train, *evaluation]), whole
         outcome = self.executor.run(coded.state, train)
@@ -237,14 +271,67 @@ class Server:
             coded.state,
         )
 
-    def _job(self, number: int, client: int) -> TrainJob:
+    def _ask(self, number: int, broadcast: ArrayState, coded: CodedState | None) -> Asked:
+        """Return whom a round asks; on the clock, by the bytes that are expected.
+
+        Who comes in time must be known before anyone trains: a client is expected to send as much
+        as those of the round before on average, and in round 1 four bytes for each number.
+        """
+        clock, last = self.checkpoint.edge.clock, self.checkpoint.records[-1]
+        if self.fleet is None or clock is None:
+            return Asked(self.cohort(number))
+        tensors, expected = broadcast.map(as_tensor), self.blueprint.expected
+        up = 4.0 * sum(expected.lengths.values())
+        if last.clients:
+            up = last.metrics()["uploaded_bytes"] / len(last.clients)
+        layout, before = self.blueprint.layout, last.accepted_uploads
+        down = 4 * self.method.download_parameters(tensors, layout, 0, before)
+        down = down if coded is None else coded.size
+        traffic = Traffic(down, 4 * self.method.setup_parameters(tensors), up)
+        chosen = None if self.private is None else self.cohort(number)
+        return self.fleet.ask(number, clock, traffic, chosen)
+
+    def _tick(
+        self, asked: Asked, broadcast: ArrayState, outcome: Outcome, record: RoundRecord
+    ) -> None:
+        """Move the clock to the end of a round, and add what it says to the round's record."""
+        if self.fleet is None:
+            return
+        method, layout, reports = self.method, self.blueprint.layout, outcome.reports
+        tensors, before = broadcast.map(as_tensor), self.checkpoint.records[-1].accepted_uploads
+
+        def down(unsent: int) -> int:
+            return method.download_parameters(tensors, layout, unsent, before)
+
+        size, setup = outcome.broadcast_bytes, method.setup_parameters(tensors)
+        new = asked.missing.keys() - self._known
+        self._known |= new
+        if record.downloaded_parameters is not None:
+            record.downloaded_parameters += asked.wasted * down(0) + len(new) * setup
+        if record.downloaded_bytes is not None and size is not None:
+            record.downloaded_bytes += asked.wasted * size + 4 * len(new) * setup
+        record.missing = {str(client): fate for client, fate in asked.missing.items()}
+        first = ~np.isin(asked.clients, asked.state.past.client)
+        downs = [4 * down(r.unsent) if size is None else size for r in reports]
+        ups = [4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes for r in reports]
+        self.checkpoint.edge.clock, numbers = self.fleet.close(
+            asked,
+            number=record.round,
+            down_bytes=np.array(downs, dtype=np.float64) + 4 * setup * first,
+            up_bytes=np.array(ups, dtype=np.float64),
+            loss=np.array([r.loss for r in reports]),
+            squared=np.array([r.squared_loss for r in reports]),
+        )
+        record.edge |= numbers
+
+    def _job(self, number: int, client: int, steps: int | None = None) -> TrainJob:
         """Return the job of a client in a round, with what it has kept."""
         now = self.checkpoint
         state, kept = now.client_states.get(client, {}), now.edge.kept.get(client, {})
         norm = None
         if self.private is not None:
             norm = now.edge.privacy.clip_norm if now.edge.privacy else self.private.first_norm
-        return TrainJob(number, client, state, kept, norm)
+        return TrainJob(number, client, state, kept, norm, steps)
 
     def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
         """Bring uploads into this process, as values even where clients send changes."""

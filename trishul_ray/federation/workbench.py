@@ -287,6 +287,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         sources=bench.sources,
         client_mix=_client_mix(bench),
         client_rows=_client_rows(bench),
+        shard_sizes=None if bench.settings.cohort.select == "uniform" else bench.shards.sizes,
     )
 
 

@@ -22,6 +22,7 @@ from trishul_ray.config import RateSource
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import Coverage
+from trishul_ray.edge.fleet import check_files, clock_line
 from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import (
@@ -157,12 +158,14 @@ def run_steps(
                 progress.note(f"not logged to MLflow: {refused}")
             return FinishedRun(summary, home, True, mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
-        if (warning := personal_line(experiment)) is not None:
-            progress.note(warning)
+        for remark in (personal_line(experiment), clock_line(experiment.devices)):
+            if remark is not None:
+                progress.note(remark)
         # Checked before anything is removed or written: wrong input changes no files.
         check_fits(experiment)
         if experiment.privacy.on:
             promised(experiment)
+        check_files(experiment.devices, experiment.seed, experiment.federation.clients)
         mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
@@ -446,4 +449,6 @@ def central_twin(experiment: Experiment) -> Experiment:
     )
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     changes = {"federation": federation, "partition": partition}
+    fields = type(experiment).model_fields
+    changes |= {section: fields[section].default for section in ("devices", "cohort")}
     return experiment.model_copy(update={"name": f"{experiment.name}-central"} | changes)
