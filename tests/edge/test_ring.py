@@ -15,7 +15,15 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, finish, partial_sum
+from trishul_ray.federation.reduce import (
+    FAN_IN,
+    Reducer,
+    combine,
+    finish,
+    partial_sum,
+    round_units,
+)
+from trishul_ray.methods.base import method_class
 
 values = arrays(np.float64, (7, 5), elements=st.floats(-1e3, 1e3))
 
@@ -105,7 +113,10 @@ def test_a_round_in_the_ring_is_a_round(method, edge_run):
     np.testing.assert_allclose(other, one, rtol=1e-6, atol=2e-7)
     record = ring.checkpoint.records[1]
     assert record.edge["clipped_entries"] == 0
-    assert record.uploaded_bytes == 8 * record.uploaded_parameters
+    # Where units rest, a client also sends the weight of each.
+    rests = round_units(method_class(method)(None), ring.blueprint.layout, 1)
+    weights = 0 if rests is None else len(rests) * len(record.clients)
+    assert record.uploaded_bytes == 8 * (record.uploaded_parameters + weights)
     shown, known = record.metrics(), plain.checkpoint.records[1].metrics()
     for name in ("alignment", "delta_alignment", "entropy"):
         if name in known:
