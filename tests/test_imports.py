@@ -169,9 +169,8 @@ def test_who_may_import_a_third_party(package):
 ANCESTORS = {
     "trishul": "ravan",
     "fedprox": "fedavg",
-    **dict.fromkeys(
-        ("scaffold", "fedex", "flora", "hetlora", "flexlora", "rolora", "fedsa"), "fedit"
-    ),
+    **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora", "rolora"), "fedit"),
+    **dict.fromkeys(("fedsa", "fedsvd", "fedrot", "fedplora"), "fedit"),
 }
 
 

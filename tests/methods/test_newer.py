@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from method_runs import Recording, run, server_of
+from hypothesis import given
+from hypothesis import strategies as st
+from method_runs import Recording, run, same_run, server_of, weights_of
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
+from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.fedrot import rotation_towards
 from trishul_ray.tasks.sums import score_by_mix
 
 
@@ -107,3 +111,170 @@ def test_local_sends_nothing_and_leaves_the_global_model_untouched(executor, tmp
     kept = checkpoint.client_states
     assert {str(client) for client in kept} == sampled
     assert len({arrays_digest(state) for state in kept.values()}) == len(kept)
+
+
+def pairs(server, shared):
+    return {layer: (a.double(), b.double()) for layer, a, b in lora_pairs(named(server, shared))}
+
+
+@pytest.mark.parametrize("alpha", ["4", "12"])
+def test_fedsvd_keeps_the_global_model_and_turns_a(executor, tmp_path, alpha):
+    options = [f"adapter.alpha={alpha}", "budget=4", "federation.rounds=3"]
+    recording = Recording(executor("method=fedsvd", *options))
+    server = server_of(recording, tmp_path)
+    start = pairs(server, server.checkpoint.state.shared)
+    for _ in range(3):
+        before = pairs(server, server.checkpoint.state.shared)
+        server.step()
+        sent = [pairs(server, upload.arrays.shared) for upload in recording.uploads]
+        record = server.checkpoint.records[-1]
+        assert record.diagnostics["aggregation_error"] < 1e-6
+        for layer, (a, b) in pairs(server, server.checkpoint.state.shared).items():
+            assert all(torch.equal(one[layer][0], before[layer][0]) for one in sent)
+            exact = sum(one[layer][1] for one in sent) / len(sent) @ before[layer][0]
+            torch.testing.assert_close(b @ a, exact, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(a @ a.mT, torch.eye(len(a)).double(), atol=1e-6, rtol=0)
+            gram = b.mT @ b
+            torch.testing.assert_close(gram, gram.diag().diag(), atol=1e-6, rtol=0)
+    turned = [a for a, _ in pairs(server, server.checkpoint.state.shared).values()]
+    assert not any(
+        torch.allclose(a, start[layer][0]) for a, layer in zip(turned, start, strict=True)
+    )
+
+
+def test_fedsvd_sends_b_and_reads_both(executor, tmp_path):
+    server = run(executor("method=fedsvd"), tmp_path)
+    entries = server.blueprint.layout.entries
+    factor_A = sum(e.numel for e in entries if e.name.endswith(".lora_A"))
+    whole = server.blueprint.expected.lengths["shared"]
+    for record in server.checkpoint.records[1:]:
+        assert record.uploaded_parameters == 3 * (whole - factor_A)
+        assert record.downloaded_parameters == 3 * whole
+
+
+def test_between_decompositions_fedsvd_is_a_frozen_a(executor, tmp_path):
+    server = server_of(executor("method=fedsvd", "method.period=2"), tmp_path)
+    first = pairs(server, server.checkpoint.state.shared)
+    server.step()
+    second = pairs(server, server.checkpoint.state.shared)
+    server.step()
+    third = pairs(server, server.checkpoint.state.shared)
+    for layer in first:
+        assert torch.equal(first[layer][0], second[layer][0])
+        assert not torch.allclose(second[layer][0], third[layer][0])
+
+
+class Rotated(Recording):
+    """An executor whose clients send factors in coordinates of their own: R^T A and B R."""
+
+    def run(self, broadcast, jobs):
+        outcome = super().run(broadcast, jobs)
+        for upload in outcome.uploads:
+            generator = torch.Generator().manual_seed(upload.client)
+            method, layout = self.inner.bench.method, self.inner.bench.model.layout
+            shared = torch.from_numpy(upload.arrays.shared)
+            for _, a, b in lora_pairs(method.named_tensors(layout, shared)):
+                turn = torch.linalg.qr(torch.randn(len(a), len(a), generator=generator)).Q
+                a.copy_(turn.mT @ a)
+                b.copy_(b @ turn)
+        return outcome
+
+
+def test_fedrot_of_strength_zero_is_fedit(executor, tmp_path):
+    same_run(executor, tmp_path, ["method=fedrot", "method.strength=0"], ["method=fedit"])
+
+
+@pytest.mark.parametrize("strength", ["0.5", "1"])
+def test_fedrot_sends_the_trained_product_in_other_coordinates(executor, tmp_path, strength):
+    """In round 2 the trained factors are FedIT's: round 1 is not rotated."""
+    options = [f"method.strength={strength}"]
+    found = []
+    for words in (["method=fedrot", *options], ["method=fedit"]):
+        recording = Recording(executor(*words))
+        server = server_of(recording, tmp_path)
+        server.step()
+        server.step()
+        found.append([pairs(server, upload.arrays.shared) for upload in recording.uploads])
+    moved = 0.0
+    for one, other in zip(*found, strict=True):
+        for layer, (a, b) in one.items():
+            trained_A, trained_B = other[layer]
+            torch.testing.assert_close(b @ a, trained_B @ trained_A, atol=1e-6, rtol=1e-5)
+            moved = max(moved, float((a - trained_A).abs().max()))
+    assert moved > 1e-4
+
+
+matrices = st.integers(0, 2**32 - 1).map(
+    lambda seed: torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(seed)).double()
+)
+
+
+@given(matrices, st.sampled_from([0.3, 0.9, 1.0]))
+def test_a_rotation_towards_the_reference_is_orthogonal_and_does_not_lose(drawn, strength):
+    own, reference, other = drawn
+    rotation = rotation_towards(own @ reference.mT, strength)
+    identity = torch.eye(5).double()
+    torch.testing.assert_close(rotation @ rotation.mT, identity, atol=1e-9, rtol=0)
+    if strength < 1:
+        assert torch.linalg.det(rotation) > 0
+        return
+    # No orthogonal matrix brings A nearer, whatever the coordinates in which A was trained.
+    best = (rotation.mT @ own - reference).norm()
+    turn = torch.linalg.qr(other).Q
+    assert best <= (turn.mT @ own - reference).norm() + 1e-9
+    turned = turn.mT @ own
+    again = rotation_towards(turned @ reference.mT, strength)
+    torch.testing.assert_close(again.mT @ turned, rotation.mT @ own, atol=1e-8, rtol=0)
+
+
+def test_coordinates_of_a_client_change_fedit_but_not_exact_means(executor, tmp_path):
+    for method, changes in (("fedit", True), ("fedex", False)):
+        found = []
+        for kind in (Recording, Rotated):
+            recording = kind(executor(f"method={method}", "federation.rounds=1"))
+            server = server_of(recording, tmp_path)
+            server.step()
+            found.append(weights_of(recording.inner, server.broadcast()))
+        errors = [float((found[1][k] - v).norm() / v.norm()) for k, v in found[0].items()]
+        assert min(errors) > 1e-2 if changes else max(errors) < 1e-5
+
+
+def test_fedplora_at_full_capacity_is_fedit(executor, tmp_path):
+    same_run(executor, tmp_path, ["method=fedplora"], ["method=fedit"])
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "size"])
+def test_fedplora_averages_each_part_over_those_who_trained_it(executor, tmp_path, weighting):
+    words = ["federation.compute=skewed-right", "optimizer.weight_decay=0.1", "budget=8"]
+    words += [f"federation.weighting={weighting}", "partition.variant=per-label"]
+    recording = Recording(executor("method=fedplora", *words, "federation.rounds=4"))
+    server = server_of(recording, tmp_path)
+    shares = set()
+    for _ in range(4):
+        before = pairs(server, server.checkpoint.state.shared)
+        server.step()
+        after, sent = pairs(server, server.checkpoint.state.shared), []
+        for upload in recording.uploads:
+            parts = torch.from_numpy(upload.arrays.extra["trained"]) > 0
+            assert 1 <= parts.sum() <= 8
+            weight = upload.rows if weighting == "size" else 1.0
+            sent.append((weight, parts, pairs(server, upload.arrays.shared)))
+        for layer, (a, b) in after.items():
+            old_A, old_B = before[layer]
+            for part in range(8):
+                those = [(w, own[layer]) for w, parts, own in sent if parts[part]]
+                shares.add(len(those))
+                for _, parts, own in sent:
+                    if not parts[part]:  # in the client's model, as it was sent
+                        assert torch.equal(own[layer][0][part], old_A[part])
+                        assert torch.equal(own[layer][1][:, part], old_B[:, part])
+                if not those:
+                    assert torch.equal(a[part], old_A[part])
+                    assert torch.equal(b[:, part], old_B[:, part])
+                    continue
+                total = sum(w for w, _ in those)
+                mean_A = sum(w * own[0][part] for w, own in those) / total
+                mean_B = sum(w * own[1][:, part] for w, own in those) / total
+                torch.testing.assert_close(a[part], mean_A, atol=1e-7, rtol=1e-5)
+                torch.testing.assert_close(b[:, part], mean_B, atol=1e-7, rtol=1e-5)
+    assert {0, 1} < shares  # some parts by nobody, some by one, some by more

@@ -1,0 +1,81 @@
+"""FedRot-LoRA: clients rotate their factors towards the broadcast before these are averaged.
+
+Zhang et al.: "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", ICML 2026, arXiv
+2602.23638.
+
+For any orthogonal R, ``(B R)(R^T A) = B A``: clients with one and the same update may send factors
+that cancel in the mean. A client therefore sends ``R^T A_c`` and ``B_c R`` with the R that solves
+the orthogonal Procrustes problem ``min ||R^T A_c - A||`` in odd rounds, ``min ||B_c R - B||`` in
+even ones, where A and B are the broadcast: with ``M = A_c A^T`` or ``M = B_c^T B``, and its SVD
+``M = U S V^T``, it is ``R = U V^T``. Round 1 is left out, as B is still zero. The server averages
+as FedIT does.
+
+``method.strength`` l below 1 softens it: ``R <- polar((1 - l) I + l R)``, after a reflection
+(det R < 0) has been made a rotation by the sign of V's last row; 0 is FedIT. The default 1 is that
+of the authors' configuration, a hard rotation that may be a reflection. Which factor comes first is
+our own choice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from trishul_ray.lazy import torch
+from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.base import LocalRun, MethodConfig, State, Tensors, register
+from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FedRotConfig(MethodConfig):
+    """Hyper-parameters of FedRot-LoRA."""
+
+    strength: float = Field(
+        1.0, ge=0, le=1, description="l: how far factors are rotated; 0 is FedIT, 1 is all the way"
+    )
+
+
+@register("fedrot")
+class FedRot(FedIT):
+    """FedIT with factors that are aligned before they are averaged."""
+
+    Config = FedRotConfig
+    summary = "LoRA; A and B rotated towards the broadcast, then averaged separately (inexact)"
+    reference = "Zhang et al., ICML 2026, arXiv 2602.23638"
+
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
+        """Send the rotated factors."""
+        shared = self.pack(run.layout, run.vector)
+        if run.round > 1 and self.config.strength > 0:
+            old = self.named_tensors(run.layout, run.broadcast.shared)
+            for layer, a, b in lora_pairs(self.named_tensors(run.layout, shared)):
+                own_a, own_b = a.double(), b.double()
+                if run.round % 2:
+                    likeness = own_a @ old[f"{layer}.lora_A"].double().mT
+                else:
+                    likeness = own_b.mT @ old[f"{layer}.lora_B"].double()
+                rotation = rotation_towards(likeness, self.config.strength)
+                a.copy_(rotation.mT @ own_a)
+                b.copy_(own_b @ rotation)
+        return State(shared), {}
+
+
+def rotation_towards(likeness: Tensor, strength: float) -> Tensor:
+    """Return the orthogonal R [r, r] that maximizes ``tr(R^T M)``, softened if strength is below 1.
+
+    ``likeness`` is M [r, r], float64.
+    """
+    u, _, vt = torch.linalg.svd(likeness)
+    rotation: Tensor = u @ vt
+    if strength == 1:
+        return rotation
+    sign = torch.ones_like(vt[:, :1])
+    sign[-1] = torch.linalg.det(rotation).sign()
+    identity = torch.eye(len(vt), dtype=vt.dtype, device=vt.device)
+    u, _, vt = torch.linalg.svd((1 - strength) * identity + strength * (u @ (sign * vt)))
+    rotation = u @ vt
+    return rotation
