@@ -1,14 +1,25 @@
 """Private runs: every method, resumed runs, cohorts of nobody, refusals, budgets."""
 
+from contextlib import closing
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from invented_outcomes import invent_sweep
 from method_runs import BY_MEAN
 
 from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.draws import poisson_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.edge import promised
 from trishul_ray.methods.base import method_names
+from trishul_ray.report.page import comparable
+from trishul_ray.runs.mlflow_log import grouped_metrics
+from trishul_ray.runs.runner import central_twin, run_steps
+from trishul_ray.runs.summary import RunSummary
+from trishul_ray.tracking.progress import RunProgress
 
 #: A part of each that is kept between rounds.
 EVERYTHING = [
@@ -185,8 +196,6 @@ def test_what_breaks_the_promise_is_refused_in_one_line(overrides, said):
 
 
 def test_what_only_the_noise_decides_is_refused_before_anything_is_written(small, tmp_path):
-    from trishul_ray.runs.runner import promised
-
     for options, said in (
         (["privacy.epsilon=0.0001"], "privacy.epsilon=0.0001 is below"),
         (["privacy.noise=1", "privacy.adaptive=true"], "privacy.bit_noise=0.15"),
@@ -229,3 +238,28 @@ def test_private_sums_may_be_in_fixed_point(edge_run):
     first, second = (run.checkpoint.state.shared for run in (plain, ring))
     np.testing.assert_allclose(first, second, atol=1e-6)
     assert ring.checkpoint.records[-1].edge["clipped_entries"] == 0
+
+
+def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(small):
+    experiment = small(
+        "resources.backend=inline", "method=fedit", "privacy.noise=1", "federation.rounds=2"
+    )
+    with closing(run_steps(experiment, RunProgress(2), extras=False)) as steps:
+        list(steps)
+    private = RunSummary.read(run_folder(experiment)).privacy
+    assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
+    sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
+    plain = comparable([sweep])
+    cells = [replace(c, summary=replace(c.result, privacy=private)) for c in sweep.cells]
+    page = comparable([replace(sweep, cells=tuple(cells))])
+    assert page.startswith(plain) and "cohorts of 3 of 4" in page
+    for text in (private["sentence"], page):
+        assert "noise is reproducible from the seed" in text
+        outside = text.partition("outside the guarantee: ")[2]
+        for name in ("train_loss", "per_client", "refused uploads", "survey"):
+            assert name in outside
+    assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}
+
+
+def test_a_central_twin_has_no_clients_to_protect(small):
+    assert not central_twin(small("privacy.noise=1")).privacy.on

@@ -14,13 +14,14 @@ from trishul_ray.edge.changes import Change, Sender, UploadFilter
 from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm
-from trishul_ray.edge.privacy.mechanism import Mechanism
+from trishul_ray.edge.privacy.mechanism import Mechanism, PrivacyReport, reported
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState, PrivacyState
 from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
+from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, round_units
 from trishul_ray.federation.workbench import capacities
 from trishul_ray.methods.base import Method, State, method_class
@@ -148,6 +149,15 @@ def promised(experiment: Experiment) -> Guarantee:
     found = guarantee(options, experiment.seed, fed.clients, fed.clients_per_round, fed.rounds)
     change_noise(options, found.release)  # the private count must leave some of it
     return found
+
+
+def privacy_report(experiment: Experiment, records: Sequence[RoundRecord]) -> PrivacyReport | None:
+    """Return what the summary of a finished run says of its privacy; None without any."""
+    fed = experiment.federation
+    if not experiment.privacy.on:
+        return None
+    simulated = (fed.clients, fed.clients_per_round)
+    return reported(promised(experiment), simulated, records[-1].edge)
 
 
 def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -> Mechanism | None:

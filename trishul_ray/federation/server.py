@@ -194,6 +194,11 @@ class Server:
         state, record = self.checkpoint.state, self.checkpoint.records[0]
         outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
         self.events += outcome.events
+        if self.experiment.privacy.on:
+            self.events.append(
+                f"warning: privacy: {len(cohort)} clients answer the survey of "
+                f"method={self.experiment.method.name} before round 1, outside the guarantee"
+            )
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
         mean, _ = finish(self._sum(0, outcome, reducer), state, reducer)
         record.uploaded_parameters = sum(report.uploaded for report in outcome.reports)

@@ -265,11 +265,26 @@ def comparable(sweeps: Sequence[SweepOutcome]) -> str:
     text = COMPARABLE.get(profile, COMPARABLE["custom"])
     found = dict.fromkeys(reason for s in sweeps for reason in s.departures(s.cells))
     if not found:
-        return text
+        return text + _private(sweeps)
     if profile == "paper":
         text = "The paper's protocol, but not all of it: no table or figure that says so may be "
         text += "compared with the paper's."
-    return f"{text} Departures: {'; '.join(found)}."
+    return f"{text} Departures: {'; '.join(found)}.{_private(sweeps)}"
+
+
+def _private(sweeps: Sequence[SweepOutcome]) -> str:
+    """Return what a reader must know of the private runs of sweeps; empty if there are none."""
+    runs = [run.result for s in sweeps for run in s.cells if run.status == "finished"]
+    private = [run.privacy for run in runs if run.privacy is not None]
+    if not private:
+        return ""
+    accounted = {(each["population"], each["cohort"]) for each in private}
+    shown = ", ".join(f"{cohort:,} of {population:,}" for population, cohort in sorted(accounted))
+    return (
+        f" Privacy of clients ({len(private)} runs) is accounted for cohorts of {shown}. It is a "
+        "simulation: noise is reproducible from the seed. Simulation only, outside the guarantee: "
+        f"{', '.join(private[0]['outside'])}."
+    )
 
 
 def write_report(

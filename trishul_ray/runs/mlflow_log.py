@@ -34,6 +34,8 @@ from trishul_ray.tracking.mlflow import (
 CELL_TAG, AXIS_TAG = "cell", "axis."
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
+#: Tag of a private run: what it promises, and what in it is outside the guarantee.
+PRIVACY_TAG = "trishul.privacy"
 
 #: Runs of more clients have their mean and worst decile in MLflow, and no metric for each.
 MAX_CLIENTS = 100
@@ -133,8 +135,8 @@ def _grouped(name: str) -> str:
         return f"traffic/{name}"
     if name in DIAGNOSTICS:
         return f"cores/{name}"
-    # The prox; the clients' changes of their cores; the rows held out.
-    for prefix in ("svt", "delta", "validation"):
+    # The prox; the clients' changes of their cores; the rows held out; what noise is worth.
+    for prefix in ("svt", "delta", "validation", "privacy"):
         if name.startswith(f"{prefix}_"):
             return f"{prefix}/{name.removeprefix(f'{prefix}_')}"
     return name
@@ -173,6 +175,7 @@ def log_totals(tracker: Tracker, summary: RunSummary) -> None:
         "hardware.cpus": hardware["cpus"],
         "hardware.gpus": ", ".join(hardware["gpus"]) or "none",
         **{f"source.{name}": source for name, source in sources.items()},
+        **({} if summary.privacy is None else {PRIVACY_TAG: summary.privacy["sentence"]}),
     }
     tracker.log_totals(len(summary.round_seconds), totals, tags)
     if (backbone := sources.get("backbone")) is not None:

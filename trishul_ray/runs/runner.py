@@ -450,5 +450,5 @@ def central_twin(experiment: Experiment) -> Experiment:
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     changes = {"federation": federation, "partition": partition}
     fields = type(experiment).model_fields
-    changes |= {section: fields[section].default for section in ("devices", "cohort")}
+    changes |= {section: fields[section].default for section in ("devices", "cohort", "privacy")}
     return experiment.model_copy(update={"name": f"{experiment.name}-central"} | changes)

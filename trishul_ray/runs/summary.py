@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -200,6 +200,8 @@ class RunSummary:
             checks, and whose places may change.
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
+        privacy: What a private run promises its clients, and what not, as ``PrivacyReport``; None
+            for others.
         checksum: Of everything else; empty until it is written.
     """
 
@@ -239,6 +241,7 @@ class RunSummary:
     sha256: dict[str, str | None] = field(default_factory=dict)
     logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
+    privacy: dict[str, Any] | None = None
     checksum: str = ""
 
     @classmethod
@@ -251,6 +254,8 @@ class RunSummary:
         run_id: str | None,
     ) -> "RunSummary":
         """Return the summary of a result, without what is known once its files are written."""
+        from trishul_ray.federation.edge import privacy_report  # imports torch
+
         records, blueprint = result.checkpoint.records, result.blueprint
         headline = blueprint.metrics.headline
         measured = [record for record in records if record.scored]
@@ -258,7 +263,7 @@ class RunSummary:
         chosen_on: RowSet = "validation" if "validation" in blueprint.scored else "test"
         best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
         names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
-        last = measured[-1]
+        last, private = measured[-1], privacy_report(experiment, records)
 
         def total(name: str) -> int:
             return int(sum(row.get(name, 0) for row in rows))
@@ -295,6 +300,7 @@ class RunSummary:
             config=experiment.to_dict(),
             identity=experiment.identity(),
             sources=blueprint.sources,
+            privacy=None if private is None else asdict(private),
         )
 
     @classmethod

@@ -200,16 +200,24 @@ def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
 
     ``epsilon`` decreases, and is at most ``target`` at :data:`LARGEST_NOISE`.
     """
+    from scipy.optimize import brentq
+
     high = LARGEST_NOISE
     # By halves: so little noise that its losses fill the memory is never tried.
-    while high > SMALLEST_NOISE and epsilon(high / 2) <= target:
+    while epsilon(high / 2) <= target:
         high /= 2
-    low = high / 2
-    while high / low > 1 + 10.0**-DIGITS / 4:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if epsilon(middle) <= target else (middle, high)
-    scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(high)))
-    return math.ceil(high * scale) / scale
+        if high < SMALLEST_NOISE:
+            return high
+
+    def excess(logarithm: float) -> float:
+        return math.log(epsilon(math.exp(logarithm)) / target)
+
+    root = math.exp(brentq(excess, math.log(high / 2), math.log(high), xtol=10.0 ** -(DIGITS + 1)))
+    scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(root)))
+    rounded = math.floor(root * scale)
+    while epsilon(rounded / scale) > target:
+        rounded += 1
+    return rounded / scale
 
 
 def rounds_within(promised: Guarantee, budget: float) -> int:

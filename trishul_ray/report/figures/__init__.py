@@ -50,7 +50,7 @@ COSTS = {
     ),
     "hours": Cost(("simulated_seconds",), 3600.0, False, "simulated hours", "h", _OURS),
     "kilojoules": Cost(("joules",), 1e3, True, "simulated kilojoules, all clients", "kJ", _OURS),
-    "epsilon": Cost(("epsilon",), 1.0, False, "ε spent for each client", "ε"),
+    "epsilon": Cost(("privacy_epsilon",), 1.0, False, "ε spent for each client", "ε"),
 }  # fmt: skip
 #: Options whose values are axes: one, several or none. The default is the first of those in
 #: :data:`KINDS` that the sweep has.

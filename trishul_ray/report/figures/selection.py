@@ -217,7 +217,7 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
     """Return a numeric field of a cell's experiment, such as ``method.lam``; None without it.
 
     ``partition.alpha`` is infinite for an IID partition, and None for natural clients;
-    ``privacy.epsilon`` is infinite without privacy.
+    ``privacy.epsilon`` is infinite without privacy, and that of the last round if noise was set.
     """
     value: Any = cell.result.config
     for part in field.split("."):
@@ -226,6 +226,6 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
         kind = cell.result.config["partition"]["kind"]
         value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
     if field == "privacy.epsilon" and value is None:
-        noise = cell.result.config.get("privacy", {}).get("noise")
-        value = math.inf if noise is None else None
+        private = cell.result.privacy
+        value = math.inf if private is None else private["epsilon"]
     return None if value is None or isinstance(value, str | bool) else float(value)
