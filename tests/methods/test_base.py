@@ -60,7 +60,7 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
     """By client: the entries that reach it, and what the last round folded into frozen weights."""
     inline = executor(*options, "federation.rounds=3", "federation.clients=6")
     server = server_of(inline, tmp_path)
-    folded = {"fedex": "dense", "flexlora": "dense", "flora": "stack"}
+    folded = {"fedex": "dense", "flexlora": "dense", "flora": "stack", "frlora": None}
     known, stack = set(), 0
     for number in (1, 2, 3):
         broadcast, cohort = server.broadcast(), server.cohort(number)
@@ -72,7 +72,7 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
         expected = sum(reach) + len(cohort) * beside + len(set(cohort) - known) * frozen
         if base:
             what = folded[server.method.config.name]
-            expected += len(cohort) * (base if what == "dense" else stack)
+            expected += len(cohort) * {"dense": base, "stack": stack, None: 0}[what]
         server.step()
         known |= set(cohort)
         record = server.checkpoint.records[-1]

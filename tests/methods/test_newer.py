@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from method_runs import Recording, run, same_run, server_of, weights_of
 
+from trishul_ray.adapters.lora import principal_factors
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.methods.adapters import lora_pairs
@@ -278,3 +279,75 @@ def test_fedplora_averages_each_part_over_those_who_trained_it(executor, tmp_pat
                 torch.testing.assert_close(a[part], mean_A, atol=1e-7, rtol=1e-5)
                 torch.testing.assert_close(b[:, part], mean_B, atol=1e-7, rtol=1e-5)
     assert {0, 1} < shares  # some parts by nobody, some by one, some by more
+
+
+def frozen_weights(server, inline):
+    model = inline.bench.model
+    return {s.name: model.model.get_parameter(f"{s.name}.weight").double() for s in model.specs}
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (4, 4)])
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_principal_factors_are_the_leading_singular_components(shape, rank):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, right = principal_factors(weight, rank)
+    u, s, vt = torch.linalg.svd(weight.double(), full_matrices=False)
+    torch.testing.assert_close(left @ right, u[:, :rank] * s[:rank] @ vt[:rank])
+    assert left.shape == (shape[0], rank) and right.shape == (rank, shape[1])
+    kept = min(rank, *shape)  # both factors hold the root of the singular values
+    for norms in (left.norm(dim=0), right.norm(dim=1)):
+        torch.testing.assert_close(norms[:kept], s[:kept].sqrt())
+        assert (norms[kept:] == 0).all()
+
+
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_frlora_folds_what_principal_components_move_by(executor, tmp_path, exact):
+    options = [f"method.exact={exact}", "adapter.alpha=8", "budget=4", "federation.rounds=3"]
+    recording = Recording(executor("method=frlora", *options))
+    server = server_of(recording, tmp_path)
+    start = server.checkpoint.state
+    frozen, first = frozen_weights(server, recording.inner), pairs(server, start.shared)
+    scale, moved = 2.0, {}
+    for layer, (a, b) in first.items():
+        u, s, vt = torch.linalg.svd(frozen[layer])
+        principal = u[:, :4] * s[:4] @ vt[:4]
+        torch.testing.assert_close(scale * b @ a, principal, atol=1e-6, rtol=1e-6)
+        taken = torch.from_numpy(start.base[layer]).double()
+        torch.testing.assert_close(taken, -principal, atol=1e-6, rtol=1e-6)
+        moved[layer] = torch.zeros_like(principal)
+    for _ in range(3):
+        server.step()
+        sent = [pairs(server, upload.arrays.shared) for upload in recording.uploads]
+        for layer, (a, b) in pairs(server, server.checkpoint.state.shared).items():
+            assert torch.equal(a, first[layer][0]) and torch.equal(b, first[layer][1])
+            factors = [one[layer] for one in sent]
+            if exact == "true":
+                new = sum(left @ right for right, left in factors) / len(factors)
+            else:
+                new = sum(f[1] for f in factors) @ sum(f[0] for f in factors) / len(factors) ** 2
+            moved[layer] += scale * (new - b @ a)
+    found = weights_of(recording.inner, server.broadcast())
+    for layer, update in moved.items():
+        assert update.abs().max() > 1e-3
+        torch.testing.assert_close(found[layer], update, atol=2e-6, rtol=1e-5)
+    error = server.checkpoint.records[-1].diagnostics["aggregation_error"]
+    assert error < 1e-6 if exact == "true" else error > 1e-6
+
+
+def test_without_a_step_frlora_leaves_the_weights(executor, tmp_path):
+    still = ["optimizer.name=sgd", "optimizer.lr=1e-30"]
+    server = server_of(executor("method=frlora", *still), tmp_path)
+    before = {name: base.copy() for name, base in server.checkpoint.state.base.items()}
+    server.step()
+    server.step()
+    for name, base in server.checkpoint.state.base.items():
+        np.testing.assert_array_equal(base, before[name])
+
+
+def test_exact_frlora_reads_the_factors_of_all(executor, tmp_path):
+    plain = run(executor("method=frlora"), tmp_path)
+    exact = run(executor("method=frlora", "method.exact=true"), tmp_path)
+    whole = plain.blueprint.expected.lengths["shared"]
+    head = plain.blueprint.parameters["head"]
+    read = [[r.downloaded_parameters for r in s.checkpoint.records[1:]] for s in (plain, exact)]
+    assert read == [[3 * whole] * 2, [3 * whole, 3 * (head + 3 * (whole - head))]]

@@ -95,6 +95,14 @@ class LayerAdapter(ABC):
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
         """Return the trainables before the first step, float32 on the CPU; their update is 0."""
 
+    def start(self, spec: LayerSpec, seed: int, weight: Tensor) -> dict[str, Tensor]:
+        """Return the trainables of the first global state: :meth:`initial`, or others of a weight.
+
+        Their update need not be 0: the method's first state makes up for it. ``weight`` is the
+        frozen one, [d_out, d_in].
+        """
+        return self.initial(spec, seed)
+
     @abstractmethod
     def forward(
         self,

@@ -35,6 +35,29 @@ def merging_pays(n: int, d_out: int, d_in: int, rank: int, *, backward: bool) ->
     return n * d_out * d_in + 3 * merge < 3 * thin
 
 
+def principal_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return ``U_r sqrt(S_r)`` [d_out, r] and ``sqrt(S_r) V_r^T`` [r, d_in] of a weight U S V^T.
+
+    Both are float64 on the CPU, padded with zeros beyond the smaller width. They come from the
+    eigenvectors of the smaller Gram matrix, which costs a fraction of the SVD and is as exact for
+    the leading components.
+    """
+    w = weight.detach().cpu().double()
+    if w.shape[0] > w.shape[1]:
+        right, left = principal_factors(w.mT, rank)
+        return left.mT.contiguous(), right.mT.contiguous()
+    u = torch.linalg.eigh(w @ w.mT).eigenvectors.flip(1)[:, :rank]  # [d_out, k]
+    # The signs of eigenvectors are free: make the largest entry of each positive.
+    u = u * torch.sign(u.gather(0, u.abs().argmax(dim=0, keepdim=True)))
+    sv = u.mT @ w  # [k, d_in], the rows of S V^T
+    root = sv.norm(dim=1).sqrt()
+    factor_B = torch.zeros(w.shape[0], rank, dtype=w.dtype)
+    factor_A = torch.zeros(rank, w.shape[1], dtype=w.dtype)
+    factor_B[:, : len(root)] = u * root
+    factor_A[: len(root)] = torch.where(root > 0, 1 / root, 0.0)[:, None] * sv
+    return factor_B, factor_A
+
+
 @dataclass(frozen=True)
 class LoRA(LayerAdapter):
     """A pair of thin factors.
@@ -43,11 +66,14 @@ class LoRA(LayerAdapter):
         rank: r.
         scale: factor of B A (alpha / r).
         train_A: train both factors, or freeze A as drawn (FFA-LoRA, arXiv 2403.12313).
+        principal: the first global state has the weight's principal components (PiSSA, arXiv
+            2404.02948) as factors.
     """
 
     rank: int
     scale: float = 1.0
     train_A: bool = True
+    principal: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,6 +97,14 @@ class LoRA(LayerAdapter):
         """Return the drawn A and B = 0: the layer starts as the pretrained one."""
         start = {"lora_A": self._draw(spec, seed)} if self.train_A else {}
         return start | {"lora_B": torch.zeros(spec.d_out, self.rank)}
+
+    def start(self, spec: LayerSpec, seed: int, weight: Tensor) -> dict[str, Tensor]:
+        """Return :meth:`initial` or, with ``principal``, factors of the principal components."""
+        if not self.principal:
+            return self.initial(spec, seed)
+        factor_B, factor_A = principal_factors(weight, self.rank)
+        root = math.sqrt(self.scale)
+        return {"lora_A": (factor_A / root).float(), "lora_B": (factor_B / root).float()}
 
     def _draw(self, spec: LayerSpec, seed: int) -> Tensor:
         generator = torch_rng(seed, "lora", spec.name)

@@ -11,7 +11,7 @@ Legend: P length of the vector; d_out, d_in a layer's widths.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trishul_ray.adapters.base import ComputePath, LayerAdapter
+from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.adapters.linear import AdaptedLinear
 from trishul_ray.adapters.targets import classifier_parameters, spec_of
@@ -139,10 +139,22 @@ class AdaptedModel:
 
     def initial(self) -> Tensor:
         """Return the untrained vector [P], float32 on the CPU: zero updates, the model's head."""
+        return self._packed(lambda spec: self.adapters[spec.name].initial(spec, self._seed))
+
+    def start(self) -> Tensor:
+        """Return the vector [P] of the first global state, as its adapters start from a weight."""
+
+        def values(spec: LayerSpec) -> dict[str, Tensor]:
+            adapter, layer = self.adapters[spec.name], self._linears.get(spec.name)
+            return {} if layer is None else adapter.start(spec, self._seed, layer.weight)
+
+        return self._packed(values)
+
+    def _packed(self, of_layer: Callable[[LayerSpec], dict[str, Tensor]]) -> Tensor:
         values = {
             f"{spec.name}.{suffix}": value
             for spec in self.specs
-            for suffix, value in self.adapters[spec.name].initial(spec, self._seed).items()
+            for suffix, value in of_layer(spec).items()
         }
         values |= {HEAD_PREFIX + name: value for name, value in self._overrides.initial().items()}
         return self.layout.pack(values)

@@ -270,7 +270,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         info=bench.info,
         layout=layout,
         wire=wire,
-        initial=bench.initial.cpu().numpy(),
+        initial=model.start().numpy(),
         expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
         metrics=bench.task.metrics,
         scored={name: len(rows) for name, (_, rows) in bench.scored.items()},

@@ -22,11 +22,13 @@ FIELDS_READ: dict[AdapterKind, frozenset[str]] = {
 }
 
 
-def attach_adapters(kind: AdapterKind, site: Site) -> dict[str, LayerAdapter]:
+def attach_adapters(
+    kind: AdapterKind, site: Site, *, principal: bool = False
+) -> dict[str, LayerAdapter]:
     """Return an adapter of the given kind for every targeted layer, by layer name.
 
     ``lora`` trains A and B, ``ffa`` freezes A, and ``multihead`` trains ``adapter.heads`` cores
-    without scalars.
+    without scalars. With ``principal``, LoRA starts from the principal components of each weight.
     """
     # Imported here, since they import torch.
     from trishul_ray.adapters.lora import LoRA
@@ -49,7 +51,7 @@ def attach_adapters(kind: AdapterKind, site: Site) -> dict[str, LayerAdapter]:
             site.lora_rank if kind == "lora" else ffa_rank(layer, site.lora_rank, options.matching)
         )
         scale = lora_scale(options.alpha, rank)
-        adapters[layer.name] = LoRA(rank=rank, scale=scale, train_A=kind == "lora")
+        adapters[layer.name] = LoRA(rank, scale, train_A=kind == "lora", principal=principal)
     return adapters
 
 

@@ -53,8 +53,10 @@ class FedIT(Method):
 
     def contribution(self, upload: State, layout: Layout) -> State:
         """Return the upload and, if they are averaged, the products [d_out, d_in] in float64."""
-        if not self.averages_products:
-            return upload
+        return self.with_products(upload, layout) if self.averages_products else upload
+
+    def with_products(self, upload: State, layout: Layout) -> State:
+        """Return the upload with the products [d_out, d_in] of its factors, in float64."""
         pairs = lora_pairs(self.named_tensors(layout, upload.shared))
         return replace(upload, base={layer: b.double() @ a.double() for layer, a, b in pairs})
 

@@ -1,0 +1,92 @@
+"""FRLoRA: train the principal components of the frozen weight; fold the change and start again.
+
+Yan et al.: "Federated Residual Low-Rank Adaptation of Large Language Models", ICLR 2025.
+
+With ``W = U S V^T`` and scale s, ``B0 = U_r sqrt(S_r / s)`` and ``A0 = sqrt(S_r / s) V_r^T``, and
+the frozen weight is ``W' = W - s B0 A0``. Every round, all clients start from A0 and B0. The server
+adds ``s (B A - B0 A0)`` to W' for good, so that the global update may have any rank. B and A are
+the averaged factors, which is inexact; with ``method.exact`` the mean of the products takes the
+place of ``B A``. The classification head is averaged and kept. Clients receive the averaged
+factors, or all of the cohort's where the mean is exact.
+
+The paper's rank and alpha are 16 and 32 (``adapter.rank``, ``adapter.alpha``). The diagnostic
+``aggregation_error`` is relative to products that contain the principal components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.adapters import attach_adapters, lora_pairs
+from trishul_ray.methods.base import MethodConfig, Round, Site, State, Tensors, register
+from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FRLoRAConfig(MethodConfig):
+    """Hyper-parameters of FRLoRA."""
+
+    exact: bool = Field(
+        False, description="fold the mean of the products, not the product of the mean factors"
+    )
+
+
+@register("frlora")
+class FRLoRA(FedIT):
+    """Fold what the principal components have moved by into the frozen weight each round."""
+
+    Config = FRLoRAConfig
+    summary = "LoRA on the weight's principal components; their change folded into it each round"
+    reference = "Yan et al., ICLR 2025"
+    communication = "r (d_in + d_out) per matrix up and down"
+    mean_is_enough = False
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach LoRA that starts at the principal components of each target."""
+        return attach_adapters("lora", site, principal=True)
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.scale(a) * (b.double() @ a.double())
+
+    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
+        """Start with ``-s B0 A0`` in the frozen weights: the model is the pretrained one."""
+        start = super().initial_state(layout, initial, survey)
+        pairs = lora_pairs(self.named_tensors(layout, start.shared))
+        taken = {layer: -self._product(a, b) for layer, a, b in pairs}
+        return State(start.shared, base=self.fold(start, taken))
+
+    def contribution(self, upload: State, layout: Layout) -> State:
+        """Return the upload and, where the mean is exact, the products."""
+        return self.with_products(upload, layout) if self.config.exact else upload
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """Fold what the product has moved by; of the shared vector keep A0 and B0."""
+        shared, moved = mean.shared.clone(), {}
+        old = self.named_tensors(layout, state.shared)
+        for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
+            start_A, start_B = old[f"{layer}.lora_A"], old[f"{layer}.lora_B"]
+            new = self.scale(a) * mean.base[layer] if self.config.exact else self._product(a, b)
+            moved[layer] = new - self._product(start_A, start_B)
+            a.copy_(start_A)
+            b.copy_(start_B)
+        return State(shared, base=self.fold(state, moved))
+
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
+        """Count the averaged factors, or in round 1 A0 and B0; if exact, all of the last round's.
+
+        The simulation sends A0 and B0 in every round; clients would keep them.
+        """
+        whole = broadcast.shared.numel()
+        if not (self.config.exact and uploads):
+            return whole
+        head = whole - self.factor_parameters(layout)
+        return head + sum(sent - head for sent in uploads)
