@@ -1,0 +1,153 @@
+"""What the sections of the edge cost: codecs by themselves, and whole rounds with and without.
+
+    python benchmarks/edge.py [PART ...] [options]
+
+Parts (all by default):
+
+    codecs  encoding and decoding one upload of 96 core heads of 110x110 (ViT-B/16 at the lower
+            budget): milliseconds, bytes and relative error of every codec, for a change of full
+            rank and for one whose spectrum was cut
+    round   rounds of a small ViT with each section, by turns with rounds without any
+
+Times are CPU time of the one thread that runs, which does not depend on what else the machine does.
+Results go to benchmarks/results/.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from _results import Goal, Report, Section, Times, paired, told_by
+from _setups import small
+
+from trishul_ray.edge.codecs.base import CodecFields, Units, build_codec, codec_names
+from trishul_ray.experiment.loading import build_experiment
+from trishul_ray.federation.inline import InlineDriver
+
+ALL = ("codecs", "round")
+RANK, CORES = 110, 96
+#: Codecs with other than their defaults.
+CHOICES = (
+    {"codec": "int8", "rounding": "stochastic"},
+    {"codec": "int4", "deflate": True},
+    {"codec": "topk", "density": 0.05},
+    {"codec": "qsgd", "levels": 7},
+)
+#: Sections of the edge, and the share of a round that they may cost.
+SECTIONS = {
+    "the seam (server.optimizer=sgd)": (["server.optimizer=sgd", "server.momentum=0"], 0.01),
+    "uploads.codec=int8": (["uploads.codec=int8"], 0.03),
+    "int8 up and down": (["uploads.codec=int8", "downloads.codec=int8"], 0.03),
+    "int4, error feedback": (["uploads.codec=int4", "uploads.error_feedback=true"], None),
+    "uploads.codec=skeleton": (["uploads.codec=skeleton"], None),
+}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = told_by(__doc__, ALL)
+    add = parser.add_argument
+    add("--times", type=int, default=7, help="encodings of each codec")
+    add("--rounds", type=int, default=6, help="rounds with each section")
+    add("--local-steps", type=int, default=10, help="fewer steps: a larger share for the rest")
+    options = parser.parse_args()
+    report = Report("edge", options)
+    torch.set_num_threads(1)
+    if "codecs" in options.parts:
+        report.add(codecs(options))
+    if "round" in options.parts:
+        report.add(rounds(options))
+
+
+def codecs(options: argparse.Namespace) -> Section:
+    """Every codec at its defaults, and some choices."""
+    rng = np.random.default_rng(0)
+    units = Units(np.full(CORES, RANK * RANK), np.full(CORES, RANK))
+    full = rng.standard_normal(units.length).astype(np.float32)
+    ranks = rng.integers(1, RANK // 2, CORES)
+    cut = [rng.standard_normal((RANK, k)) @ rng.standard_normal((k, RANK)) for k in ranks]
+    changes = {
+        "full rank": full,
+        f"rank {ranks.mean():.0f}": np.array(cut, dtype=np.float32).ravel(),
+    }
+    rows, data = [], {}
+    for fields in [*({"codec": name} for name in codec_names()), *CHOICES]:
+        codec = build_codec(CodecFields.model_validate(fields))
+        assert codec is not None
+        label = ", ".join(str(v) if k == "codec" else f"{k}={v}" for k, v in fields.items())
+        for kind, change in changes.items():
+            there, back = [], []
+            for _ in range(options.times):
+                began = time.process_time()
+                payload = codec.encode(change, units, rng)
+                there.append(time.process_time() - began)
+                began = time.process_time()
+                read = codec.decode(payload, units)
+                back.append(time.process_time() - began)
+            error = float(np.linalg.norm(read - change) / np.linalg.norm(change))
+            share = len(payload) / change.nbytes
+            encoding, decoding = Times.of(there), Times.of(back)
+            spent = [encoding.show(1e3, 1), decoding.show(1e3, 1)]
+            rows.append([label, kind, *spent, f"{len(payload):,}", f"{share:.3f}", f"{error:.2g}"])
+            data[f"{label}; {kind}"] = {
+                "encode": there, "decode": back, "bytes": len(payload), "error": error
+            }  # fmt: skip
+    return Section(
+        f"One upload of {CORES} core heads of {RANK}x{RANK}: {4 * units.length:,} bytes in float32",
+        ["codec", "change", "encode ms", "decode ms", "bytes", "of float32", "relative error"],
+        rows,
+        ["normal entries; CPU time of one thread, median (min-max)"],
+        data=data,
+    )
+
+
+def rounds(options: argparse.Namespace) -> Section:
+    """Rounds with each section right after rounds without."""
+    variants = {"none": ([], None), **SECTIONS}
+    seconds: dict[str, list[float]] = {label: [] for label in variants}
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [
+            f"federation.rounds={options.rounds + 1}",
+            f"federation.local_steps={options.local_steps}",
+            "evaluation.every=0", "evaluation.diagnostics_every=0", "evaluation.limit=64",
+            "resources.backend=inline", "tracking.mlflow=false",
+        ]  # fmt: skip
+        drivers = {}
+        for label, (overrides, _) in variants.items():
+            setup = small(Path(folder), "synthetic", [*shared, *overrides])
+            fields = setup.experiment.to_dict()
+            fields["storage"]["runs"] = str(Path(folder) / "runs")
+            drivers[label] = InlineDriver(build_experiment(fields), setup.prepared, "benchmark")
+        for _ in range(options.rounds + 1):  # the first one warms up
+            for label, driver in drivers.items():
+                began = time.process_time()
+                driver.step()
+                seconds[label].append(time.process_time() - began)
+        for driver in drivers.values():
+            driver.close()
+    plain = Times.of(seconds["none"][1:])
+    rows, goals = [], []
+    for label, (_, most) in variants.items():
+        times = Times.of(seconds[label][1:])
+        ratio = paired(times, plain)
+        rows.append([label, times.show(), ratio.show(digits=3)])
+        if most is not None:
+            goals.append(Goal(f"a round with {label} / without", ratio.median, 1 + most))
+    return Section(
+        f"{options.rounds} rounds of {setup.label}: 3 clients x {options.local_steps} steps of 32",
+        ["section", "CPU seconds a round", "of a round without"],
+        rows,
+        [
+            "48 core heads of 22x22; evaluation and diagnostics off; by turns, ratios are those of "
+            "neighbours, median (min-max)",
+        ],
+        goals,
+        {"seconds": seconds},
+    )
+
+
+if __name__ == "__main__":
+    main()
