@@ -222,6 +222,16 @@ def test_a_prox_that_cuts_makes_skeletons_smaller(edge_run):
         assert other.edge["codec_error"] < 1e-4
 
 
+@pytest.mark.parametrize(("scalars", "cut"), [("fixed", True), ("trainable", False)])
+def test_a_cut_change_is_of_low_rank_where_scalars_are_fixed(scalars, cut, edge_run):
+    result = edge_run(
+        "method=trishul", "uploads.codec=skeleton", "method.lam=5", "method.prox_on=change",
+        f"method.scalars={scalars}",
+    )  # fmt: skip
+    first, *_, last = (record.edge["codec_rank"] for record in records_of(result))
+    assert (last < 1.5 * first) == cut
+
+
 def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(edge_run):
     """With one entry in ten sent, the untouched nine tenths are not lost on the server."""
     options = ["method=fedit", "rounds=1"]

@@ -24,6 +24,10 @@ DROPPED = [
 ]
 #: Validation rows beside the test rows, and both by client.
 VALIDATED = ["data.validation_share=0.2", "evaluation.per_client=true"]
+#: Random rounding up, with what it has left out kept by the clients, and another codec down.
+CODED = [
+    "method=scaffold", "uploads.codec=qsgd", "uploads.error_feedback=true", "downloads.codec=topk"
+]  # fmt: skip
 
 
 @ray.remote(num_cpus=2)
@@ -43,10 +47,18 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         ([*VALIDATED, "federation.clients_per_actor=1"], 4),
         (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
+        ([*CODED, "resources.actors=2"], 2),
         ([*DROPPED, "resources.actors=1"], 1),
         ([*DROPPED, "resources.actors=2"], 2),
     ],
-    ids=["an actor per client", "surveyed heads", "masked heads", "dropout, 1", "dropout, 2"],
+    ids=[
+        "an actor per client",
+        "surveyed heads",
+        "masked heads",
+        "coded",
+        "dropout, 1",
+        "dropout, 2",
+    ],
 )
 def test_the_number_of_actors_changes_nothing(
     small, inline_result, assert_same, drive_to_end, dropout_backbone, overrides, actors
