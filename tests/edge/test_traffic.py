@@ -15,6 +15,7 @@ from tolerances import rounding
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender
 from trishul_ray.edge.codecs.base import Units, codec_class, codec_names
+from trishul_ray.edge.privacy.clipping import Clip, norm_of
 from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
@@ -211,6 +212,26 @@ def test_a_lossless_codec_changes_nothing_but_the_bytes(edge_run):
     np.testing.assert_allclose(
         coded.checkpoint.state.shared, plain.checkpoint.state.shared, rtol=1e-6, atol=1e-7
     )
+
+
+@pytest.mark.parametrize("name", codec_names())
+@given(seed=st.integers(0, 10**6), bound=st.floats(1e-3, 100))
+def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
+    change = change_of(np.random.default_rng(seed))
+    change = replace(change, extra={"control": change.shared})
+    who = replace(sender(), clip_norm=bound)
+    sent = Clip()(UploadCodec.of(UploadsConfig(codec=name))(change, who), who)
+    assert norm_of([sent.shared, *sent.extra.values()]) <= bound
+    assert sent.uploaded_bytes is not None and "codec_error" in sent.metrics
+
+
+def test_privacy_promises_the_same_with_a_codec(edge_run):
+    options = ["method=fedit", "privacy.noise=1", "rounds=2"]
+    plain, coded = edge_run(*options), edge_run(*options, "uploads.codec=int4")
+    for one, other in zip(records_of(plain), records_of(coded), strict=True):
+        assert one.edge["privacy_epsilon"] == other.edge["privacy_epsilon"]
+        assert one.clients == other.clients
+    assert records_of(coded)[0].uploaded_bytes < 4 * records_of(coded)[0].uploaded_parameters
 
 
 def test_a_prox_that_cuts_makes_skeletons_smaller(edge_run):

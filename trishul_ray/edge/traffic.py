@@ -29,7 +29,9 @@ class UploadsConfig(CodecFields):
     """What clients send: a codec of their changes; the bytes counted are those of its encoding."""
 
     error_feedback: bool = in_id_if_set(
-        False, "clients add what the codec has left out to their next change"
+        False,
+        "clients add what the codec has left out to their next change; a checkpoint then has as "
+        "many numbers for each client as it sends",
     )
     residual_rounds: int | None = in_id_if_set(
         None, "error feedback: rounds after which what was left out is forgotten; null: never", ge=1
