@@ -71,6 +71,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
             "partition": {"kind": "dirichlet", "alpha": 0.3},
             "model": {"name": "vit-digits"},
             "evaluation": {"top_k": 2},
+            "devices": {"kind": "lognormal"},
             **config,
         },
         "heads": dict.fromkeys(blocks, 4) if with_cores else {},

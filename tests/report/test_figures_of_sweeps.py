@@ -136,7 +136,7 @@ def test_what_was_sent_is_summed_over_rounds_and_averaged_over_seeds(tmp_path):
     np.testing.assert_allclose(hours, [0.5 * number for number in range(ROUNDS + 1)])
     joules = data_of(figure_of("cost", cost="kilojoules"), by_method(tmp_path))
     np.testing.assert_allclose(joules.panels[0].lines[0].x, np.arange(ROUNDS + 1) / 2)
-    assert any("devices and links are simulated" in remark for remark in joules.remarks)
+    assert any("devices.{speed=1e+12," in remark for remark in joules.remarks)
     assert data_of(figure_of("cost", cost="epsilon"), by_method(tmp_path)) is None
 
 

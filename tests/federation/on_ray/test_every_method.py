@@ -5,6 +5,7 @@ import signal
 
 import numpy as np
 import pytest
+from method_runs import BY_MEAN
 
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.prepare import prepare_run
@@ -23,11 +24,30 @@ def two_actors(local_ray):
         yield workers
 
 
-@pytest.mark.parametrize("name", method_names())
+#: Sections of the edge; privacy draws its own cohorts, so the policies of the clock are apart.
+EDGE = {
+    "plain": [],
+    "private": [
+        *("uploads.codec=int8", "uploads.error_feedback=true", "downloads.codec=int8"),
+        *("privacy.noise=0.3", "privacy.adaptive=true", "privacy.denoise=shrink"),
+        *("devices.kind=lognormal", "server.optimizer=adam"),
+    ],
+    "on a clock": [
+        *("uploads.codec=topk", "uploads.error_feedback=true", "server.optimizer=yogi"),
+        *("devices.kind=lognormal", "devices.availability=diurnal", "cohort.select=oort"),
+        *("cohort.deadline=600", "cohort.late=partial", "cohort.dropout=0.1"),
+    ],
+    "in the ring": ["server.sum=ring", "server.optimizer=sgd", "devices.kind=lognormal"],
+}
+RUNS = [(name, "plain") for name in method_names()]
+RUNS += [(name, edge) for name in BY_MEAN for edge in EDGE if edge != "plain"]
+
+
+@pytest.mark.parametrize(("name", "edge"), RUNS)
 def test_actors_a_kill_and_a_resume_change_nothing(
-    name, two_actors, small, inline_result, assert_same, drive_to_end
+    name, edge, two_actors, small, inline_result, assert_same, drive_to_end
 ):
-    overrides = [f"method={name}", *STATEFUL.get(name, [])]
+    overrides = [f"method={name}", *STATEFUL.get(name, []), *EDGE[edge]]
     if method_class(name).takes_limits:
         overrides.append("federation.compute=uniform")
     # All three clients take part in every round, so that kept state is used.

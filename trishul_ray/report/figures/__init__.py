@@ -38,18 +38,17 @@ class Cost(NamedTuple):
     adds: bool
     label: str
     short: str
-    remark: str = ""
+    simulated: bool = False
 
 
-_OURS = "devices and links are simulated: see the run's section devices for what was assumed"
 #: Costs (option ``cost``).
 COSTS = {
     "megabytes": Cost(
         ("uploaded_bytes", "downloaded_bytes"), 1e6, True, "megabytes up and down, all clients",
         "MB",
     ),
-    "hours": Cost(("simulated_seconds",), 3600.0, False, "simulated hours", "h", _OURS),
-    "kilojoules": Cost(("joules",), 1e3, True, "simulated kilojoules, all clients", "kJ", _OURS),
+    "hours": Cost(("simulated_seconds",), 3600.0, False, "simulated hours", "h", True),
+    "kilojoules": Cost(("joules",), 1e3, True, "simulated kilojoules, all clients", "kJ", True),
     "epsilon": Cost(("privacy_epsilon",), 1.0, False, "ε spent for each client", "ε"),
 }  # fmt: skip
 #: Options whose values are axes: one, several or none. The default is the first of those in

@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from trishul_ray.edge.devices import DevicesConfig
+from trishul_ray.edge.fleet import clock_line
 from trishul_ray.report.figures import COSTS
 from trishul_ray.report.figures.curves import BAND, CurveData, Line, Panel, metric_of
 from trishul_ray.report.figures.selection import Band, Group, Selection, records_of
 from trishul_ray.report.figures.style import INK, SMALL, new_panels, set_labels, styles_of
 from trishul_ray.report.outcomes import CellOutcome, is_loss
+
+
+def _assumed(selection: Selection, cost: str) -> list[str]:
+    """Return what simulated costs rest on: the defaults of our own, for each setting of devices."""
+    if not COSTS[cost].simulated:
+        return []
+    sections = [cell.result.config.get("devices", {}) for cell in selection.finished]
+    lines = [clock_line(DevicesConfig.model_validate(section)) for section in sections]
+    return list(dict.fromkeys(line for line in lines if line))
 
 
 def _rounds(cell: CellOutcome, cost: str) -> list[tuple[int, float, float]]:
@@ -56,12 +67,11 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
     if not panels:
         return None
     several = any(b.count > 1 for panel in panels for line in panel.lines for b in line.y)
-    remarks = [BAND] * several + [COSTS[cost].remark]
+    remarks = [BAND] * several + _assumed(selection, cost)
     if without:
         remarks.append(f"without this cost: {'; '.join(selection.names(without))}")
     names = tuple(group.name for group in selection.groups(series))
-    told = tuple(filter(None, remarks))
-    return CurveData(tuple(panels), COSTS[cost].label, "amount", names, told)
+    return CurveData(tuple(panels), COSTS[cost].label, "amount", names, tuple(remarks))
 
 
 @dataclass(frozen=True)
@@ -144,10 +154,9 @@ def cost_to_target(selection: Selection) -> TargetData | None:
     remarks = [
         f"targets: shares of what {reference} ends with, for each seed",
         "mean over the seeds that reach it; line: ± standard deviation",
-        COSTS[options["cost"]].remark,
+        *_assumed(selection, options["cost"]),
     ]
-    told = tuple(filter(None, remarks))
-    return TargetData(options["cost"], reference, names, tuple(cells), told)
+    return TargetData(options["cost"], reference, names, tuple(cells), tuple(remarks))
 
 
 def _finals(group: Group | None, axes: Sequence[str]) -> dict[tuple[str, ...], float]:
