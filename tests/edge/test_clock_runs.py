@@ -7,7 +7,7 @@ import pytest
 from tiny_run import untimed
 
 from trishul_ray.edge.devices import Devices, DevicesConfig
-from trishul_ray.edge.fleet import clock_line
+from trishul_ray.edge.fleet import CLOCK_NUMBERS, clock_line
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.loading import build_experiment
@@ -84,6 +84,14 @@ def test_what_full_fine_tuning_costs_is_three_times_the_forward_pass(edge_run):
     assert 0 < lora.adapter < full.adapter
 
 
+@pytest.mark.parametrize("method", ["ravan", "fedit"])
+def test_flops_do_not_depend_on_the_precision(edge_run, method):
+    """The same products are called by other names: those added in place count, too."""
+    words = [f"method={method}", ON, "federation.rounds=1", "adapter.path=factored"]
+    exact, half = (edge_run(*words, f"model.precision={p}") for p in ("fp32", "bf16"))
+    assert exact.blueprint.flops == half.blueprint.flops
+
+
 def test_limited_clients_are_faster(edge_run):
     words = ["method=ravan", ON, "devices.speed=1e7", "devices.speed_spread=0"]
     full = edge_run(*words)
@@ -102,6 +110,7 @@ def test_a_shorter_runs_clock_begins_a_longer_ones(edge_run):
     for one, other in pairs:
         assert (one.clients, one.missing, one.edge) == (other.clients, other.missing, other.edge)
     edges = [record.edge for record in long.checkpoint.records[1:]]
+    assert all(edge.keys() == CLOCK_NUMBERS for edge in edges)
     assert sum(e["lost"] for e in edges) > 0 < sum(e["partial"] for e in edges)
     for record, edge in zip(long.checkpoint.records[1:], edges, strict=True):
         fates = list(record.missing.values())

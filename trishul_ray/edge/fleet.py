@@ -23,6 +23,13 @@ from trishul_ray.errors import FailsAgainError
 from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
 
+#: Names of what a round's record has of the clock; see docs/clock.md.
+CLOCK_NUMBERS = {
+    "simulated_seconds", "joules", "jain_joules", "battery",
+    "asked", "came", "late", "lost", "abandoned", "partial",
+    *(f"kept_decile_{d}" for d in range(1, DECILES + 1)),
+}  # fmt: skip
+
 #: How often a round asks anew if too few clients come in time.
 MOST_ATTEMPTS = 100
 

@@ -173,13 +173,23 @@ def count_flops(bench: Workbench) -> StepFlops:
     grad = torch.zeros_like(bench.initial)
     with sdpa_kernel(SDPBackend.MATH):
         trained = Trained(bench.initial.clone())
-        with _bound(bench, trained, grad), FlopCounterMode(display=False) as whole:
+        with _bound(bench, trained, grad), _flop_counter() as whole:
             _loss(bench, batch).backward()
-        with FlopCounterMode(display=False) as forward, torch.no_grad():
+        with _flop_counter() as forward, torch.no_grad():
             _loss(bench, batch)
     total = float(whole.get_total_flops())
     backbone = min(2.0 * forward.get_total_flops(), total)
     return StepFlops(backbone, total - backbone)
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Return torch's counter; of itself it does not count products that are added in place."""
+
+    def product(added: torch.Size, first: torch.Size, second: torch.Size, **_: object) -> int:
+        return 2 * first.numel() * second[-1]
+
+    in_place = {torch.ops.aten.addmm_: product, torch.ops.aten.baddbmm_: product}
+    return FlopCounterMode(display=False, custom_mapping=in_place)
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trishul_ray.config import RateSource
+from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.runs.summary import RunSummary, flatten, read_metrics, versions
@@ -135,6 +136,8 @@ def _grouped(name: str) -> str:
         return f"traffic/{name}"
     if name in DIAGNOSTICS:
         return f"cores/{name}"
+    if name in CLOCK_NUMBERS:
+        return f"clock/{name}"
     # The prox; the clients' changes of their cores; the rows held out; what noise is worth.
     for prefix in ("svt", "delta", "validation", "privacy"):
         if name.startswith(f"{prefix}_"):
