@@ -211,6 +211,7 @@ QUICK = [
     (["datasets"], "cifar100"),
     (["datasets", "digit"], "did you mean 'digits'?"),
     (["run", "--show"], "federation:"),
+    (["run", "--show", "privacy.epsilon=2"], "epsilon: 2.0"),
     (["run", "fedration.clients=3"], "unknown field"),
     (["run", "partition.alpha=-1"], "greater than 0"),
     (["run", "method=nope"], "unknown method 'nope'; known: "),
@@ -234,7 +235,7 @@ def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
         "            pass\n"
         "    print(repr((words, out.getvalue())))\n"
         "    heavy = {'torch', 'transformers', 'ray', 'mlflow', 'datasets', 'pandas'}\n"
-        "    heavy |= {'pyarrow.parquet', 'pyarrow.compute', 'matplotlib'}\n"
+        "    heavy |= {'pyarrow.parquet', 'pyarrow.compute', 'matplotlib', 'dp_accounting'}\n"
         "    heavy |= {'pyarrow', 'PIL'} if words[-1] in ('--help', 'methods') else set()\n"
         "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
         # Rows of clients need tensors, but nothing that draws or exports.

@@ -6,14 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from invented_outcomes import invent_sweep
-from method_runs import BY_MEAN
+from method_runs import BY_MEAN, Recording, server_of
 
-from trishul_ray.edge.privacy.clipping import automatic_norm
+from trishul_ray.edge.privacy.clipping import automatic_norm, norm_of
 from trishul_ray.edge.privacy.draws import poisson_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.edge import promised
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.page import comparable
 from trishul_ray.runs.mlflow_log import grouped_metrics
@@ -263,3 +265,22 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
 
 def test_a_central_twin_has_no_clients_to_protect(small):
     assert not central_twin(small("privacy.noise=1")).privacy.on
+
+
+@pytest.mark.parametrize("method", ["trishul", "scaffold"])
+@pytest.mark.parametrize("codec", ["none", "int8", "topk"])
+def test_what_is_added_is_clipped_whatever_encodes_it(small, tmp_path, method, codec):
+    """Decoded uploads have at most the norm, over all that a client sends; epsilon is the same."""
+    options = [f"uploads.codec={codec}"] if codec != "none" else []
+    experiment = small("privacy.noise=1", "privacy.clip=0.05", f"method={method}", *options)
+    inline = InlineExecutor(experiment, prepare_run(experiment))
+    executor = Recording(inline)
+    executor.bench = inline.bench
+    server = server_of(executor, tmp_path)
+    server.step()
+    norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
+    assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
+    record = server.checkpoint.records[-1]
+    assert record.edge["privacy_epsilon"] == promised(experiment).epsilon(1)
+    assert record.edge["privacy_clipped"] == 1
+    inline.close()

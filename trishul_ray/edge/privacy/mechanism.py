@@ -32,7 +32,7 @@ from trishul_ray.rng import numpy_rng
 
 #: What is in a run's files, and not covered by its epsilon.
 OUTSIDE = (
-    "train_loss", "the scores on validation and test rows", "per_client", "personal",
+    "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
     "the spectra and other diagnostics of clients", "refused uploads", "cohorts", "traffic",
     "answers to a survey before round 1",
 )  # fmt: skip
@@ -278,7 +278,8 @@ class Mechanism:
             f"privacy: clip norm {self.first_norm:.4g}"
             + (" at the start" if self.options.adaptive else "")
             + (", lr sqrt(local_steps P)" if self.options.clip == "auto" else ""),
-            f"privacy: {SIMULATION}; losses, scores and diagnostics are outside the guarantee",
+            f"privacy: {SIMULATION}; training losses, scores by client and diagnostics "
+            "are outside the guarantee",
         ]
         if self.options.canaries:
             lines.append(
