@@ -74,6 +74,16 @@ class Release:
             "none": "Gaussian composition, participations counted, add or remove one client",
         }[self.sampling]
 
+    @property
+    def cohorts(self) -> str:
+        """Whose cohorts it is accounted for."""
+        which = f"{self.cohort:,} of {self.population:,} clients"
+        return {
+            "poisson": f"Poisson cohorts of {which} on average",
+            "fixed": f"cohorts of exactly {which}",
+            "none": f"cohorts of {which}, whose draw hides nothing",
+        }[self.sampling]
+
     def epsilon(self, rounds: int, delta: float) -> float:
         """Return ε after some rounds; infinite without noise.
 

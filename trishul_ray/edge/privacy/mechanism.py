@@ -91,9 +91,8 @@ def reported(
         clip_norm=last["privacy_clip_norm"],
         audited_epsilon=last.get("privacy_audited_epsilon"),
         outside=OUTSIDE,
-        sentence=f"{what} for each client, accounted for {release.sampling} cohorts of "
-        f"{release.cohort:,} of {release.population:,}; {SIMULATION}; simulation only, outside the "
-        f"guarantee: {', '.join(OUTSIDE)}",
+        sentence=f"{what} for each client, accounted for {release.cohorts}; {SIMULATION}; "
+        f"simulation only, outside the guarantee: {', '.join(OUTSIDE)}",
     )
 
 
@@ -260,18 +259,16 @@ class Mechanism:
     def lines(self) -> Sequence[str]:
         """Return what a reader must know before the run, a line each."""
         release, rounds = self.promised.release, self.promised.rounds
-        accounted = f"{release.sampling} cohorts of {release.cohort:,} of {release.population:,}"
+        how = release.accountant
         if self.options.population is not None:
-            accounted += f", a deployment whose noise {self.cohort:,} of {self.clients:,} simulate;"
+            how = f"a deployment that {self.cohort:,} of {self.clients:,} simulate; {how}"
         if self.noise == 0:
-            return [
-                f"privacy: privacy.noise=0: changes are clipped, nothing is promised ({accounted})"
-            ]
+            return ["privacy: privacy.noise=0: changes are clipped, and nothing is promised"]
         epsilon, p = self.promised.epsilon(), self.numbers
         name = "m~" if self.options.cohort else "m"
         lines = [
             f"privacy: ε = {epsilon:.3g}, δ = {self.promised.delta:.2g} for each client after "
-            f"{rounds} rounds, accounted for {accounted} ({release.accountant}), noise multiplier "
+            f"{rounds} rounds, accounted for {release.cohorts} ({how}), noise multiplier "
             f"z = {release.noise:g}",
             f"privacy: signal-to-noise ratio of a round {self.signal_to_noise:.2g} at most, "
             f"{name} / (z sqrt P) with {release.cohort:,} clients and P = {p:,}",
