@@ -226,6 +226,5 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
         kind = cell.result.config["partition"]["kind"]
         value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
     if field == "privacy.epsilon" and value is None:
-        private = cell.result.privacy
-        value = math.inf if private is None else private["epsilon"]
+        value = (cell.result.privacy or {}).get("epsilon") or math.inf  # none without noise
     return None if value is None or isinstance(value, str | bool) else float(value)
