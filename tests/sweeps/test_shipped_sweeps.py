@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trishul_ray
+from trishul_ray.methods.base import method_class
 from trishul_ray.report.paper import (
     figure_numbers,
     figure_value,
@@ -242,6 +243,22 @@ def check_meaning(record, cells):
                 if axis == "initialization" and made.data.name == "20newsgroups":
                     assert (made.adapter.init is None) == (expected == "Gram-Schmidt")
                 assert meaning(made) == expected, (axis, record, cell.labels)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_newer_methods_stand_beside_the_papers_own_runs(profile):
+    newer, vision = find_sweeps(["newer_methods", "vision"], profile)
+    names = {cell.experiment.method.name for cell in newer.cells}
+    new = {"rolora", "fedsvd", "fedrot", "frlora", "fedplora", "fedsa", "local"}
+    assert names == new | {"fedit", "ravan", "trishul"}
+    assert len(distinct([newer])) == (19 if profile == "smoke" else 57)
+    shared = [run for id, run in distinct([newer]).items() if id in distinct([vision])]
+    assert {run.method.name for run in shared} == {"fedit", "ravan", "trishul"}
+    assert newer.name not in NAMES
+    for cell in newer.cells:
+        method = method_class(cell.experiment.method.name)
+        assert cell.metric != "personal_mean" or method.personal
+        assert cell.experiment.federation.compute == "full" or method.takes_limits
 
 
 @pytest.mark.parametrize("profile", ["small", "smoke"])
