@@ -318,3 +318,13 @@ def test_numbers_in_the_head_of_a_column_have_their_axis():
     sweep = invent_sweep("own", axes, (), ("partition.alpha",), profile="custom", shown=shown)
     (table,) = build_tables([sweep])
     assert table.columns == (("skewed",), ("α = 1e-2",))
+
+
+def test_a_cell_may_be_read_by_the_mean_over_clients():
+    made = invent_run({"method": "FedIT", "seed": "0"}, 60)
+    scores = {"per_client": {"ann": 0.5, "bob": 0.7}, "personal": {"ann": 0.8, "bob": 1.0}}
+    scored = dataclasses.replace(made.summary, **scores)
+    for metric, value in (("per_client_mean", 0.6), ("personal_mean", 0.9), ("accuracy", 0.6)):
+        for summary, expected in ((scored, value), (made.summary, made.summary.final.get(metric))):
+            found = dataclasses.replace(made, metric=metric, summary=summary).value
+            assert found == (None if expected is None else pytest.approx(expected))

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from trishul_ray.config import Section
 from trishul_ray.lazy import pq
 from trishul_ray.storage import Store
+from trishul_ray.tasks.sums import summarize_clients
 
 if TYPE_CHECKING:
     from trishul_ray.runs.summary import RunSummary
@@ -116,8 +117,17 @@ class CellOutcome:
 
     @property
     def value(self) -> float | None:
-        """The metric after the last round, in [0, 1] unless a loss; None if not finished."""
-        value = None if self.summary is None else self.summary.final.get(self.metric)
+        """The metric after the last round, in [0, 1] unless a loss; None if not finished.
+
+        It may be one over clients, such as ``personal_mean``, where clients were scored.
+        """
+        if self.summary is None:
+            return None
+        found = dict(self.summary.final)
+        clients = {"per_client": self.summary.per_client, "personal": self.summary.personal}
+        for name, scores in clients.items():
+            found |= summarize_clients(name, scores) if scores else {}
+        value = found.get(self.metric)
         return None if value is None else float(value)
 
     @property

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -232,7 +232,7 @@ def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, f
     return {c: float(means[c]) for c in range(len(mix)) if totals[c]}
 
 
-def summarize_clients(name: str, scores: Mapping[int, float]) -> dict[str, float]:
+def summarize_clients(name: str, scores: Mapping[Any, float]) -> dict[str, float]:
     """Return the mean over the clients, and over the tenth of them with the lowest scores.
 
     They are ``<name>_mean`` and ``<name>_worst_decile``.
