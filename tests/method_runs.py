@@ -1,6 +1,7 @@
 """Runs of methods without Ray, for the tests of methods."""
 
 import numpy as np
+import torch
 
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.local import train_client
@@ -8,7 +9,8 @@ from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.base import LocalRun, State, method_class, method_names
+from trishul_ray.rng import torch_rng
 from trishul_ray.storage import Store
 
 #: The methods that what acts on changes composes with.
@@ -69,3 +71,18 @@ def one_round(inline, clients=(0, 1, 2)):
     reducer = Reducer(bench.method, bench.model.layout, weighting, blueprint.expected)
     mean, trained = finish(partial_sum(uploads, reducer), before, reducer)
     return uploads, mean, trained
+
+
+def local_run(bench, vector):
+    run = LocalRun(
+        layout=bench.model.layout,
+        vector=vector,
+        grad=torch.zeros_like(vector),
+        broadcast=State(bench.method.pack(bench.model.layout, vector)),
+        client_state={},
+        optimizer=bench.settings.optimizer,
+        generator=torch_rng(0, "test"),
+        common=torch_rng(0, "common"),
+    )
+    bench.method.start(run, vector)
+    return run

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from method_runs import server_of
+from method_runs import local_run, server_of
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.local import gradient_mask
 from trishul_ray.federation.messages import to_array
 from trishul_ray.federation.workbench import new_run
-from trishul_ray.methods.base import LocalRun, State
 from trishul_ray.rng import torch_rng
 
 
@@ -90,21 +89,6 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
     plain = executor("method=trishul", "method.block_scores=adapted").bench
     found = plain.method.adapters(replace(plain.site, squared_norms=norms))
     assert max(adapter.heads for adapter in found.values()) < max(heads.values())
-
-
-def local_run(bench, vector):
-    run = LocalRun(
-        layout=bench.model.layout,
-        vector=vector,
-        grad=torch.zeros_like(vector),
-        broadcast=State(bench.method.pack(bench.model.layout, vector)),
-        client_state={},
-        optimizer=bench.settings.optimizer,
-        generator=torch_rng(0, "test"),
-        common=torch_rng(0, "common"),
-    )
-    bench.method.start(run, vector)
-    return run
 
 
 @pytest.mark.parametrize("steps", [6, 7])

@@ -157,6 +157,11 @@ class Experiment(Section):
                 f"evaluation.diagnostics_cohort='all' compares at most {MOST_COMPARED} clients, "
                 f"not federation.clients={fed.clients}"
             )
+        if fed.clients_per_round < (least := build_method(self.method).least_clients):
+            raise ValueError(
+                f"federation.clients_per_round={fed.clients_per_round} must be at least {least} "
+                f"with {self._method_as_set()}"
+            )
         self._check_edge()
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
@@ -176,7 +181,7 @@ class Experiment(Section):
                 "adds what clients send as it is, eight bytes a number; set only one"
             )
         check_fleet(self.devices, self.cohort, self.federation, private=self.privacy.on)
-        method, fed = method_class(self.method.name), self.federation
+        method, fed = build_method(self.method), self.federation
         if self.privacy.on:
             refused = refusal(
                 self.privacy,
@@ -188,6 +193,11 @@ class Experiment(Section):
             )
             if refused is not None:
                 raise ValueError(refused)
+            if getattr(self.method, "lam_rule", "fixed") == "entropy":
+                raise ValueError(
+                    "privacy: method.lam_rule='entropy' sends numbers beside the cores, far larger "
+                    "than changes, which clipping would leave alone in an upload"
+                )
         if method.mean_is_enough:
             return
         fitting = [name for name in method_names() if method_class(name).mean_is_enough]
@@ -195,8 +205,17 @@ class Experiment(Section):
             if getattr(self, section) != type(self).model_fields[section].default:
                 raise ValueError(
                     f"{section}: needs a method whose next state is a function of the mean upload "
-                    f"({', '.join(fitting)}), not method={self.method.name!r}"
+                    f"({', '.join(fitting)}), not {self._method_as_set()}"
                 )
+
+    def _method_as_set(self) -> str:
+        """Return the method and, if its class alone would do, how it differs from the default."""
+        text, fields = f"method={self.method.name!r}", type(self.method).model_fields
+        if method_class(self.method.name).mean_is_enough:
+            values = {name: getattr(self.method, name) for name in fields}
+            changed = {n: value for n, value in values.items() if value != fields[n].default}
+            text += "".join(f" method.{name}={value!r}" for name, value in changed.items())
+        return text
 
     @property
     def lora_rank(self) -> int:

@@ -501,6 +501,7 @@ class Server:
                     record.diagnostics["aggregation_error"] = error
             now.spectra = diagnosed.spectra or now.spectra
             now.matrices = append_round(now.matrices, number, diagnosed.matrices)
+        record.diagnostics |= round_.metrics
         return record
 
     def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:

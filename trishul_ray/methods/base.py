@@ -225,6 +225,7 @@ class Round:
         trained: [U] bool, the units that at least one client trained.
         uploads: The accepted uploads by ascending client; empty unless the method
             :attr:`~Method.needs_uploads`.
+        metrics: Numbers of :meth:`Method.aggregate` for the round's record, by name.
     """
 
     number: int
@@ -232,6 +233,7 @@ class Round:
     clients: int
     trained: Tensor
     uploads: tuple[ClientUpload, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Method:
@@ -264,11 +266,14 @@ class Method:
     #: Whether the next state is a function of the mean of what clients upload, with weights by
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
     #: changes (codecs, privacy, server optimizers) needs it, and refuses other methods. A subclass
-    #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it.
-    mean_is_enough: ClassVar[bool] = False
+    #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it. An
+    #: instance may say otherwise than its class, by its configuration; so for ``needs_uploads``.
+    mean_is_enough: bool = False
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
-    needs_uploads: ClassVar[bool] = False
+    needs_uploads: bool = False
+    #: Fewest clients of a round that :meth:`aggregate` is of any use with.
+    least_clients: int = 1
     #: Names in ``extra`` of a contribution that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.

@@ -11,6 +11,9 @@ The three prongs of the paper (Algorithm 1):
    (eqs. waterfill_opt, waterfill_sol, rounding_floor), the same number on each adapted matrix of a
    block.
 
+``method.lam_rule`` sets the threshold otherwise than by λη, which under Adam is far below what a
+step adds; see :class:`TrishulConfig` and docs/what-the-paper-leaves-open.md.
+
 The paper leaves three choices open: which weights score a block (``method.block_scores``; by
 default its adapted matrices), s_max (default 10), and how the prox, defined for plain gradient
 steps, meets Adam (as written: it follows the optimizer's step with threshold λη, on the whole core;
@@ -21,20 +24,23 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
-import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
+from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, Site, State, SurveyPlan, Tensors, register
+from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
-from trishul_ray.spectral.diagnostics import stack_spectra
-from trishul_ray.spectral.svt import svt, svt_stats, svt_summary
+from trishul_ray.spectral.diagnostics import effective_rank, stack_spectra
+from trishul_ray.spectral.svt import singular_values, svt, svt_stats, svt_summary
+from trishul_ray.spectral.thresholds import client_noise, denoise, hard_threshold, next_level
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +51,35 @@ _log = logging.getLogger(__name__)
 SCORE_FLOOR = 1e-12
 
 
+LamRule: TypeAlias = Literal[
+    "fixed", "relative", "entropy", "continuation", "unknown", "edge", "sure"
+]
+
+#: Defaults of ``method.lam_level`` by rule. ρ is also where the rule ``entropy`` starts.
+LEVELS = {"relative": 0.03, "entropy": 0.35, "continuation": 1.0}
+
+#: What is left of λ after a round, with continuation.
+DECAY = 0.9
+
+
 class TrishulConfig(RavanConfig):
     """Hyper-parameters of TRISHUL; the defaults are the paper's headline setting."""
 
     lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
+    lam_rule: LamRule = in_id_if_set(
+        "fixed",
+        "threshold τ of singular values. fixed: λη. relative: ρ times the core's largest. entropy: "
+        "likewise, the server moving log ρ of each core head toward a target of effective rank "
+        "over rank. continuation: λη, λ falling by a tenth a round to method.lam. Once a round "
+        "instead: unknown: 2.858 medians, above which values are kept (Gavish and Donoho); on the "
+        "mean, by how clients differ (two or more): edge: optimal shrinkage; sure: the least "
+        "estimated error",
+    )
+    lam_level: float | None = in_id_if_set(
+        None,
+        "relative: ρ, by default 0.03; entropy: the target, 0.35; continuation: λ in round 1, 1",
+        gt=0,
+    )
     prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
     allocation: Literal["waterfill", "uniform", "gradient", "curvature"] = Field(
         "waterfill",
@@ -67,6 +98,30 @@ class TrishulConfig(RavanConfig):
     )
     scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
 
+    @model_validator(mode="after")
+    def _check_rule(self) -> Self:
+        rule, fields = self.lam_rule, type(self).model_fields
+        reads = {
+            "lam": ("fixed", "continuation"),
+            "lam_level": tuple(LEVELS),
+            "prox_every": ("fixed", *LEVELS),
+        }
+        for name, rules in reads.items():
+            value = getattr(self, name)
+            if rule not in rules and value != fields[name].default:
+                raise ValueError(
+                    f"{name}={value:g} is not read with lam_rule={rule!r}, only with "
+                    f"{', '.join(rules)}"
+                )
+        if self.lam_level is not None and self.lam_level >= 1 and rule in ("relative", "entropy"):
+            raise ValueError(f"lam_level={self.lam_level:g} must be below 1 with lam_rule={rule!r}")
+        return self
+
+    @property
+    def level(self) -> float:
+        """The number of the rule."""
+        return LEVELS[self.lam_rule] if self.lam_level is None else self.lam_level
+
 
 @dataclass
 class Prox:
@@ -76,13 +131,16 @@ class Prox:
         heads: Numbers of the trained cores in their stack; None means all.
         origins: The cores that were broadcast, if the change since then is shrunk; else empty.
         scalars: Which scalars are trained; None means all.
-        before: What the last prox of a diagnosed round has shrunk, as it was before.
+        shares: ρ of the trained cores, with the rule ``entropy``.
+        before: What the last prox of a diagnosed round has shrunk, as it was before, and τ or its
+            share of sigma_1.
     """
 
     heads: list[Tensor | None]
     origins: list[Tensor]
     scalars: Tensor | None = None
-    before: list[Tensor] = field(default_factory=list)
+    shares: list[Tensor] = field(default_factory=list)
+    before: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
 
 
 @register("trishul")
@@ -94,6 +152,12 @@ class Trishul(Ravan):
     reference = "TRISHUL, Algorithm 1"
     communication = "sum over matrices of h_l r^2 up and down"
     default_init = "gram_schmidt"
+
+    def __init__(self, config: TrishulConfig) -> None:
+        super().__init__(config)
+        self.needs_uploads = config.lam_rule in ("edge", "sure")
+        self.mean_is_enough = not self.needs_uploads
+        self.least_clients = 2 if self.needs_uploads else 1
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Divide ``heads`` x blocks core heads among the blocks, by their scores (prong 3)."""
@@ -185,21 +249,39 @@ class Trishul(Ravan):
                 if active and unit.scalar is not None:
                     scalars[unit.scalar] = True
             prox.scalars = scalars[run.layout.scalars].to(device)
+        if self.config.lam_rule == "entropy":
+            shares = run.broadcast.extra["log_share"].double().exp().clamp(max=1.0)
+            each = zip(shares.split([len(bank) for bank in banks]), prox.heads, strict=True)
+            prox.shares = [_take(share, heads) for share, heads in each]
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to trained cores (prong 2)."""
         self._clip_scalars(run)
-        threshold = self._threshold(run, step, steps)
-        if threshold is not None:
-            self._shrink_cores(run, threshold, keep=run.diagnosed and step == steps)
+        strengths = self._strengths(run, step, steps)
+        if strengths is not None:
+            self._shrink_cores(run, strengths, keep=run.diagnosed and step == steps)
 
-    def _threshold(self, run: LocalRun, step: int, steps: int) -> float | None:
-        """Return the threshold of the prox that ends a step; None for a step without a prox."""
-        if self.config.lam == 0.0 or (step % self.config.prox_every and step != steps):
+    def _strengths(self, run: LocalRun, step: int, steps: int) -> list[float | Tensor] | None:
+        """Return τ of the prox that ends a step, or its share of sigma_1, for each rank of cores.
+
+        None for a step without a prox; empty with the rule ``unknown``, which reads the cores.
+        """
+        rule, every = self.config.lam_rule, self.config.prox_every
+        if rule == "unknown":
+            return [] if step == steps else None
+        if rule in ("edge", "sure") or (step % every and step != steps):
             return None
         # The last prox covers the steps since the one before, so that the total is λη per step.
-        since = step % self.config.prox_every or self.config.prox_every
-        return float(self.config.lam * run.summed_rate(step, since))
+        since = step % every or every
+        if rule == "entropy":
+            return [1.0 - (1.0 - share) ** since for share in run.scratch.shares]
+        ranks = len(run.scratch.heads)
+        if rule == "relative":
+            return [1.0 - (1.0 - self.config.level) ** since] * ranks
+        lam = self.config.lam
+        if rule == "continuation":
+            lam = max(lam, self.config.level * DECAY ** (run.round - 1))
+        return [float(lam * run.summed_rate(step, since))] * ranks if lam else None
 
     def _clip_scalars(self, run: LocalRun) -> None:
         """Clip the scalars of trained core heads to [0, s_max]."""
@@ -209,7 +291,7 @@ class Trishul(Ravan):
             clipped = torch.where(run.scratch.scalars, clipped, scalars)
         scalars.copy_(clipped)
 
-    def _shrink_cores(self, run: LocalRun, threshold: float, keep: bool) -> None:
+    def _shrink_cores(self, run: LocalRun, strengths: list[float | Tensor], keep: bool) -> None:
         """Apply the prox to all trained cores of each rank at once.
 
         What is thresholded is a core minus its origin: zero, or the core that was broadcast. With
@@ -222,9 +304,10 @@ class Trishul(Ravan):
             cores = _take(bank, trained)
             if origin is not None:
                 cores = cores - origin
+            strength = strengths[number] if strengths else hard_threshold(singular_values(cores))
             if keep:
-                prox.before.append(cores.clone())
-            shrunk = svt(cores, threshold)
+                prox.before.append((cores.clone(), strength))
+            shrunk = svt(cores, strength, relative=self._relative, hard=not strengths)
             if origin is not None:
                 shrunk = shrunk + origin
             if trained is None:
@@ -232,24 +315,109 @@ class Trishul(Ravan):
             else:
                 bank.index_copy_(0, trained, shrunk)
 
+    @property
+    def _relative(self) -> bool:
+        return self.config.lam_rule in ("relative", "entropy")
+
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
-        sent = super().upload(run, steps)
-        if not run.diagnosed:
-            return sent
-        threshold = self._threshold(run, steps, steps)
-        if not run.layout.core_banks(run.vector):
-            return sent
+        sent, kept = super().upload(run, steps)
+        if self.config.lam_rule == "entropy":
+            sent = replace(sent, extra=self._ranks(run))
+        if not run.diagnosed or self.needs_uploads or not run.layout.core_banks(run.vector):
+            return sent, kept
         # Without a threshold, λ is 0 and nothing was shrunk.
-        stats = [] if threshold is None else [svt_stats(b, threshold) for b in run.scratch.before]
+        relative, hard = self._relative, self.config.lam_rule == "unknown"
+        stats = [svt_stats(b, t, relative=relative, hard=hard) for b, t in run.scratch.before]
         run.metrics |= {f"svt_{name}": value for name, value in svt_summary(stats).items()}
-        if threshold is not None:
+        if stats:
+            tau = torch.cat([s.threshold for s in stats])
+            if self.config.lam_rule != "fixed":
+                run.metrics["svt_threshold"] = float(tau.mean())
             run.spectra = {
                 "before": stack_spectra([s.before for s in stats]).numpy(),
                 "after": stack_spectra([s.after for s in stats]).numpy(),
-                "threshold": np.array([threshold]),
+                "threshold": tau.numpy() if relative or hard else tau[:1].numpy(),
             }
-        return sent
+        return sent, kept
+
+    def _ranks(self, run: LocalRun) -> Tensors:
+        """Return, by core head, whether it was trained, and then its effective rank over r."""
+        ranks = torch.cat(
+            [
+                effective_rank(singular_values(bank)) / bank.shape[-1]
+                for bank in run.layout.core_banks(run.vector)
+            ]
+        )
+        trained = torch.ones_like(ranks)
+        if run.active is not None:
+            trained = run.active[: len(ranks)].to(ranks)
+        return {"trained": trained.float(), "rank": (ranks * trained).float()}
+
+    def upload_lengths(self, layout: Layout) -> dict[str, int]:
+        """Return two numbers for each core head beside its core, with the rule ``entropy``."""
+        lengths = super().upload_lengths(layout)
+        if self.config.lam_rule == "entropy":
+            lengths |= dict.fromkeys(("trained", "rank"), _core_heads(layout))
+        return lengths
+
+    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
+        """Start with the default ρ, with the rule ``entropy``."""
+        state = super().initial_state(layout, initial, survey)
+        if self.config.lam_rule != "entropy":
+            return state
+        start = torch.full((_core_heads(layout),), math.log(LEVELS["relative"]))
+        return replace(state, extra={"log_share": start})
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """Return the mean; move ρ toward the target, or take noise off, by ``method.lam_rule``."""
+        if self.needs_uploads:
+            return replace(mean, shared=self._denoised(state, mean, round_, layout))
+        if self.config.lam_rule != "entropy":
+            return mean
+        level, target = state.extra["log_share"], self.config.level
+        trained = mean.extra["trained"]  # share of the clients; the mean rank is over those
+        known = trained > 0
+        rank = mean.extra["rank"] / torch.where(known, trained, 1.0)
+        rank = torch.where(known, rank.clamp(0.0, 1.0), target)
+        return replace(mean, extra={"log_share": next_level(level, rank, target)})
+
+    def _denoised(self, state: State, mean: State, round_: Round, layout: Layout) -> Tensor:
+        """Return the mean [W] without the noise that the spread of the uploads tells.
+
+        Clients do not shrink: the spread of shrunk uploads would no longer tell their noise.
+        """
+
+        def vector_of(shared: Tensor) -> Tensor:
+            vector = shared.new_zeros(layout.size)
+            self.unpack(layout, vector, shared)
+            return vector
+
+        vector = vector_of(mean.shared)
+        banks, origins = (layout.core_banks(v) for v in (vector, vector_of(state.shared)))
+        sent = [layout.core_banks(vector_of(upload.arrays.shared)) for upload in round_.uploads]
+        heads = [len(bank) for bank in banks]
+        weights = torch.zeros(len(sent), sum(heads), dtype=torch.float64)
+        for row, upload in zip(weights, round_.uploads, strict=True):
+            row += upload.weight
+            if upload.trained is not None:
+                row *= upload.trained[: len(row)]
+        weights /= weights.sum(dim=0).clamp(min=1e-300)
+        stats = []
+        for number, (bank, shares) in enumerate(zip(banks, weights.split(heads, 1), strict=True)):
+            _, sigma = client_noise(torch.stack([cores[number] for cores in sent]), shares)
+            on_change = self.config.prox_on == "change"
+            origin = origins[number].double() if on_change else torch.zeros_like(bank).double()
+            shrunk, found = denoise(bank.double() - origin, sigma, self.config.lam_rule)
+            bank.copy_(torch.where(sigma[:, None, None] > 0, origin + shrunk, bank.double()))
+            stats.append(found)
+        round_.metrics.update({f"svt_{n}": value for n, value in svt_summary(stats).items()})
+        round_.metrics["svt_threshold"] = float(torch.cat([s.threshold for s in stats]).mean())
+        return self.pack(layout, vector)
+
+
+def _core_heads(layout: Layout) -> int:
+    return sum(entry.shape[0] for entry in layout.entries if entry.kind == "core")
 
 
 def _take(bank: Tensor, heads: Tensor | None) -> Tensor:

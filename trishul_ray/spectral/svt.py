@@ -13,6 +13,8 @@ svt). It runs after every local step and must be cheap:
   computed by :func:`svt_by_iteration`: only batched matrix products, the same ones for any values.
 * A core whose spectral norm is provably at most tau, by ``sigma_1^2 <= ||X^T X||_F``, becomes zero
   without a decomposition.
+* A threshold relative to ``sigma_1`` takes it from the same decomposition or, on a GPU, from the
+  Gram matrix squared :data:`_SQUARINGS` times, whose norm is ``sigma_1`` up to rounding.
 
 A core with a NaN or infinite entry comes back as NaN and does not affect the others, so that a
 diverged client is detected when its upload is validated, not by an exception in its local step.
@@ -44,6 +46,13 @@ _LARGEST_SCALING = 1.7
 #: and values closer than this to the threshold may be shrunk inexactly.
 _RESOLUTION = 1e-7
 
+#: Squarings of a Gram matrix G after which ``||G^(2^k)||_F^(2^-k)`` is its largest eigenvalue: at
+#: most ``r^(2^-k / 2)`` times that, which is 1 up to 4e-8 at rank 110.
+_SQUARINGS = 26
+
+#: In place of a threshold of zero of one core among others.
+_SMALLEST = 1e-300
+
 
 @dataclass(frozen=True)
 class SvtStats:
@@ -52,18 +61,25 @@ class SvtStats:
     Attributes:
         before: [n, r] float64, singular values before, descending.
         after: [n, r] float64, singular values after, descending.
+        threshold: [n] float64, tau of each core.
     """
 
     before: Tensor
     after: Tensor
+    threshold: Tensor
 
 
-def svt(cores: Tensor, threshold: float) -> Tensor:
+def svt(
+    cores: Tensor, threshold: float | Tensor, *, relative: bool = False, hard: bool = False
+) -> Tensor:
     """Apply the proximal map of ``threshold * ||.||_*`` to each core (TRISHUL, eq. svt).
 
     Args:
         cores: [n, r, r], float32 or float64 (float64 is not computed more accurately); n may be 0.
-        threshold: tau >= 0; 0 returns a bitwise copy.
+        threshold: tau >= 0, or one for each core [n]; the number 0 returns a bitwise copy.
+        relative: Whether thresholds are shares of each core's largest singular value. The map is
+            then homogeneous: a core that is c > 0 times as large gives c times the result.
+        hard: Keep singular values above tau as they are: no proximal map of a convex function.
 
     Returns:
         [n, r, r] of the same device and dtype, without gradient history, within 1e-6 of the largest
@@ -73,15 +89,17 @@ def svt(cores: Tensor, threshold: float) -> Tensor:
         InputError: the shape or dtype is wrong, or the threshold is negative or not finite.
     """
     _check(cores, threshold)
-    if threshold == 0.0 or cores.numel() == 0:
+    if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
         return cores.detach().clone()
     if cores.device.type != "cpu":
-        return svt_by_iteration(cores, threshold)
+        return svt_by_iteration(cores, threshold, relative=relative, hard=hard)
     with torch.no_grad():
-        return _svt_by_gram(cores, threshold)
+        return _svt_by_gram(cores, threshold, relative, hard)
 
 
-def svt_stats(cores: Tensor, threshold: float) -> SvtStats:
+def svt_stats(
+    cores: Tensor, threshold: float | Tensor, *, relative: bool = False, hard: bool = False
+) -> SvtStats:
     """Return the spectra of cores before and after :func:`svt`, in host memory.
 
     Every core is decomposed, and the host waits for the result. Singular values below about 1e-8 of
@@ -89,7 +107,12 @@ def svt_stats(cores: Tensor, threshold: float) -> SvtStats:
     """
     _check(cores, threshold)
     values = singular_values(cores).cpu()
-    return SvtStats(before=values, after=(values - threshold).clamp(min=0.0))
+    tau = torch.as_tensor(threshold, dtype=torch.float64, device="cpu").expand(len(values))  # [n]
+    if relative:
+        tau = tau * values[:, 0]
+    edge = tau[:, None]
+    after = torch.where(values <= edge, 0.0, values) if hard else (values - edge).clamp(min=0.0)
+    return SvtStats(before=values, after=after, threshold=tau)
 
 
 def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
@@ -123,7 +146,14 @@ def singular_values(cores: Tensor) -> Tensor:
     return torch.where(finite[:, None], squares.clamp(min=0.0).sqrt().flip(-1), math.nan)
 
 
-def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None = None) -> Tensor:
+def svt_by_iteration(
+    cores: Tensor,
+    threshold: float | Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    relative: bool = False,
+    hard: bool = False,
+) -> Tensor:
     """Apply the same map with batched matrix products only, as used on GPUs.
 
     With the polar factors ``X = Q S`` the result is ``Q (S - tau I)_+``, and the positive part is
@@ -136,7 +166,7 @@ def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None 
     """
     _check(cores, threshold)
     dtype = dtype or torch.float64
-    if threshold == 0.0 or cores.numel() == 0:
+    if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
         return cores.detach().clone()
     with torch.no_grad():
         scalings = _newton_schulz_scalings(_RESOLUTION)
@@ -145,42 +175,75 @@ def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None 
         peak = torch.where(finite & (peak > 0), peak, 1.0)
         x = torch.where(finite, cores.to(dtype) / peak, 0.0)  # [n, r, r], entries <= 1
         # sigma_1 <= sqrt(||X^T X||_F), at most r^(1/4) too large; at least 1 unless X = 0.
-        bound = torch.linalg.matrix_norm(x.mT @ x, keepdim=True).sqrt()
+        gram = x.mT @ x
+        bound = torch.linalg.matrix_norm(gram, keepdim=True).sqrt()
         bound = torch.where(bound > 0, bound, 1.0)
         x = x / bound
-        tau = threshold / (peak * bound)  # [n, 1, 1], in units of the bound
+        if isinstance(threshold, torch.Tensor):
+            threshold = threshold.to(dtype)[:, None, None]
+        # [n, 1, 1], in units of the bound
+        tau = threshold * _largest(gram) / bound if relative else threshold / (peak * bound)
         q = _newton_schulz(x, scalings)
         s = q.mT @ x
         y = (s + s.mT) / 2
         y.diagonal(dim1=-2, dim2=-1).sub_(tau.clamp(max=1.0).squeeze(-1))
-        positive = (y + y @ _newton_schulz(y, scalings)) / 2
+        kept = (s + s.mT) / 2 if hard else y
+        positive = (kept + kept @ _newton_schulz(y, scalings)) / 2
         shrunk = torch.where(tau < 1.0, q @ positive, 0.0) * (peak * bound)
         return torch.where(finite, shrunk, math.nan).to(cores.dtype)
 
 
-def _svt_by_gram(cores: Tensor, threshold: float) -> Tensor:
+def _svt_by_gram(cores: Tensor, threshold: float | Tensor, relative: bool, hard: bool) -> Tensor:
     x = cores.double()
     gram = x.mT @ x
     size = torch.linalg.matrix_norm(gram)  # [n], >= sigma_1^2
     finite = size.isfinite()
-    nonzero = finite & (size > threshold * threshold)  # the others certainly become zero
+    if isinstance(threshold, torch.Tensor):
+        threshold = threshold.double()
+    least = 0.0 if relative else threshold * threshold
+    nonzero = finite & (size > least)  # the others certainly become zero
     if bool(nonzero.all()):
-        return _shrink(x, gram, threshold).to(cores.dtype)
+        return _shrink(x, gram, threshold, relative, hard).to(cores.dtype)
     result = torch.zeros_like(cores)
     result[~finite] = math.nan
     if bool(nonzero.any()):
-        result[nonzero] = _shrink(x[nonzero], gram[nonzero], threshold).to(cores.dtype)
+        if isinstance(threshold, torch.Tensor):
+            threshold = threshold[nonzero]
+        shrunk = _shrink(x[nonzero], gram[nonzero], threshold, relative, hard)
+        result[nonzero] = shrunk.to(cores.dtype)
     return result
 
 
-def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
+def _shrink(
+    x: Tensor, gram: Tensor, threshold: float | Tensor, relative: bool, hard: bool
+) -> Tensor:
     squares, vectors = eigen_of_grams(gram)  # ascending [n, r], [n, r, r]
     values = squares.clamp(min=0.0).sqrt()
+    if isinstance(threshold, torch.Tensor):
+        threshold = threshold[:, None]
+    if relative:
+        threshold = threshold * values[:, -1:]
+    if isinstance(threshold, torch.Tensor):
+        threshold = threshold.clamp(min=_SMALLEST)
     kept = int((values > threshold).sum(dim=-1).max())
     first = values.shape[-1] - kept
     values, vectors = values[:, first:], vectors[:, :, first:]  # [n, k], [n, r, k]
     gains = 1.0 - threshold / values.clamp(min=threshold)  # exactly 0 for values <= tau
+    if hard:
+        gains = gains.sign()
     return ((x @ vectors) * gains.unsqueeze(-2)) @ vectors.mT  # [n, r, k] x [n, k, r]
+
+
+def _largest(gram: Tensor) -> Tensor:
+    """Return sigma_1 [n, 1, 1], given the Gram matrices [n, r, r]; 1 where they are zero."""
+    power, log = gram, torch.zeros_like(gram[:, :1, :1])
+    for squared in range(_SQUARINGS):
+        size = torch.linalg.matrix_norm(power, keepdim=True)
+        size = torch.where(size > 0, size, 1.0)
+        log += size.log() / 2**squared  # rounding, too, is divided by 2^k
+        power = power / size
+        power = power @ power
+    return (log / 2).exp()
 
 
 def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,10 +286,16 @@ def _newton_schulz(x: Tensor, scalings: list[float]) -> Tensor:
     return x
 
 
-def _check(cores: Tensor, threshold: float) -> None:
+def _check(cores: Tensor, threshold: float | Tensor) -> None:
     if cores.ndim != 3 or cores.shape[-1] != cores.shape[-2]:
         raise InputError(f"cores of shape {tuple(cores.shape)} must be a stack [n, r, r]")
     if cores.dtype not in (torch.float32, torch.float64):
         raise InputError(f"cores of dtype {cores.dtype} must be float32 or float64")
-    if not (math.isfinite(threshold) and threshold >= 0.0):
+    if isinstance(threshold, torch.Tensor):
+        # Their values are not looked at: the host would wait for a GPU.
+        if threshold.shape != cores.shape[:1]:
+            raise InputError(
+                f"thresholds of shape {tuple(threshold.shape)} must be [{len(cores)}], one per core"
+            )
+    elif not (math.isfinite(threshold) and threshold >= 0.0):
         raise InputError(f"threshold={threshold} must be finite and at least 0")

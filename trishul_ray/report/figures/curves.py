@@ -284,6 +284,7 @@ def spectral_diagnostics(selection: Selection) -> CurveData | None:
 
     The variance, which is the same of updates and uploads, is shown twice: divided by that of
     RAVAN in round 1 of the same seed, as in the paper, and by the squared norm of the mean update.
+    Thresholds are shown where a rule sets them (``method.lam_rule``).
     """
     found = _Collector(selection, "rounds", _ROUNDS)
     for metric in ("spectral_entropy", "effective_rank"):
@@ -293,6 +294,10 @@ def spectral_diagnostics(selection: Selection) -> CurveData | None:
     found.add("variance between clients", unit, variance)
     relative = _by_round("delta_relative_variance")
     found.add("variance between clients", "relative to |mean update|²", relative)
+    if any("svt_threshold" in r for cell in selection.finished for r in records_of(cell)):
+        found.add("threshold of singular values", "mean τ", _by_round("svt_threshold"))
+        zeroed = _by_round("svt_zeroed")
+        found.add("set to zero by it", "singular values", zeroed, percent=True)
     return found.data()
 
 

@@ -44,7 +44,7 @@ def _spectrum(values: NDArray[np.float64]) -> Spectrum:
 
 @dataclass(frozen=True)
 class Prox:
-    """Singular values of a series' cores before and after the prox with a threshold λη.
+    """Singular values of a series' cores before and after the prox with a threshold τ, mostly λη.
 
     ``removed`` is their difference in units of the threshold, ``zeroed`` the share of zeros after.
     """
@@ -143,13 +143,20 @@ def _prox(name: str, runs: Sequence[Arrays]) -> Prox | None:
     before, after = (_stacked(runs, f"spectrum_{when}") for when in ("before", "after"))
     if before is None or after is None:
         return None
-    found = [arrays["spectrum_threshold"] for arrays in runs if "spectrum_threshold" in arrays]
-    threshold = float(np.mean(found))
+    # One threshold of all cores of a run, or one of each.
+    found = [
+        np.broadcast_to(arrays["spectrum_threshold"], len(arrays["spectrum_before"]))
+        for arrays in runs
+        if "spectrum_threshold" in arrays
+    ]
+    each = np.concatenate(found)
+    threshold = float(np.mean(each))
+    units = threshold if np.ptp(each) == 0 else np.where(each > 0, each, np.nan)[:, None]
     return Prox(
         name,
         _spectrum(before),
         _spectrum(after),
-        _spectrum((before - after) / threshold),
+        _spectrum((before - after) / units),
         threshold,
         float((after[np.isfinite(after)] <= 0).mean()),
     )
