@@ -84,6 +84,19 @@ def test_what_the_method_adds_is_sent_as_well(name):
         np.testing.assert_array_equal(both.kept[f"left/{key}"], given - got)
 
 
+def test_a_skeleton_is_that_of_the_core_where_the_broadcast_makes_the_change_full():
+    """The filter knows the broadcast: cores of rank 1, whose changes have rank 4."""
+    rng = np.random.default_rng(0)
+    known = change_of(rng).shared
+    cores = [np.outer(*rng.standard_normal((2, 4))).ravel() for _ in range(2)]
+    change = Change(np.append(np.float32(cores) - known[:32].reshape(2, 16), known[32:]), {})
+    each = UploadCodec.of(UploadsConfig(codec="skeleton"))
+    sent = each(change, replace(sender(), broadcast=known))
+    assert sent.metrics["codec_rank"] == 1
+    np.testing.assert_allclose(sent.shared, change.shared, atol=1e-5)
+    assert each(change, sender()).metrics["codec_rank"] == 4
+
+
 def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
     change = change_of(np.random.default_rng(0))
     change.shared[3] = np.nan
