@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import BY_MEAN
+from method_runs import BY_MEAN, Recording
 from newcomers import unloaded_after
 from tolerances import rounding
 
@@ -20,7 +20,10 @@ from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import State
+from trishul_ray.rng import numpy_rng
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
 #: A core head, another one, and a tensor.
@@ -264,6 +267,26 @@ def test_a_cut_change_is_of_low_rank_where_scalars_are_fixed(scalars, cut, edge_
     )  # fmt: skip
     first, *_, last = (record.edge["codec_rank"] for record in records_of(result))
     assert (last < 1.5 * first) == cut
+
+
+def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
+    experiment = small("resources.backend=inline", "method=fedit", "downloads.codec=int4")
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    server, inner = driver.server, driver.server.executor
+    server.executor = recording = Recording(inner)
+    scored, inner_evaluate = [], inner.evaluate
+    inner.evaluate = lambda sent, job: scored.append(sent) or inner_evaluate(sent, job)
+    units = Units.of(server.blueprint.layout.units(server.blueprint.wire))
+    codec = codec_class("int4")(experiment.downloads)
+    for number in (1, 2):
+        whole = server.broadcast()
+        server.step()
+        rng = numpy_rng(experiment.seed, "codec-down", number)
+        read = coded_state(codec, whole, units, rng).state.shared
+        np.testing.assert_array_equal(recording.broadcast.shared, read)
+        assert (read != whole.shared).any()
+        np.testing.assert_array_equal(scored[-1].shared, whole.shared)
+    driver.close()
 
 
 def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(edge_run):
