@@ -4,7 +4,8 @@ Zhang, Hu and Xu: "Heterogeneous Federated Fine-Tuning with Parallel One-Rank Ad
 2026, arXiv 2602.16936.
 
 ``B A = sum_j b_j a_j``, with b_j a column of B and a_j a row of A. In each round a client that can
-compute rank r_c chooses r_c of the r parts at random, the same on all layers, and trains them. It
+compute rank r_c chooses r_c of the r parts at random (the same on all layers, which is our choice)
+and trains them. It
 folds the others into its frozen weights for the round: they stay in its model, so it starts where
 the global model is. The server averages each part over the clients that trained it, A and B
 separately; one that nobody trained keeps its value. At full capacity this is FedIT. All of A and B

@@ -443,7 +443,17 @@ def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator
 
 
 def central_twin(experiment: Experiment) -> Experiment:
-    """Return the same experiment with a single client that holds all the data."""
+    """Return the same experiment with a single client that holds all the data.
+
+    Raises:
+        InputError: Its method leaves a part of the model with the clients, so that the global model
+            is not what a client has trained.
+    """
+    if method_class(experiment.method.name).personal:
+        raise InputError(
+            f"--central: method={experiment.method.name!r} leaves a part of the model with each "
+            "client; compare with --central of fedit"
+        )
     federation = experiment.federation.model_copy(
         update={"clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None}
     )

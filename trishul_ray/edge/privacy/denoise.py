@@ -20,6 +20,7 @@ import numpy as np
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.lazy import torch
 from trishul_ray.spectral.svt import eigen_of_grams
+from trishul_ray.spectral.thresholds import noise_edge, optimal_shrinkage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +36,12 @@ def shrink_cores(cores: Tensor, deviations: Tensor, how: Literal["shrink", "hard
     """
     x = cores
     squares, vectors = eigen_of_grams(x.mT @ x)  # [n, r], [n, r, r]
-    edge = (deviations * cores.shape[-1] ** 0.5).unsqueeze(-1)  # [n, 1], sigma sqrt r
     values = squares.clamp(min=0.0).sqrt()
     if how == "shrink":
-        kept = (squares - 4 * edge.square()).clamp(min=0.0).sqrt()
+        kept = optimal_shrinkage(values, deviations)
     else:
-        kept = torch.where(values > 4 / 3**0.5 * edge, values, 0.0)
+        edge = noise_edge(deviations, cores.shape[-1]).unsqueeze(-1)  # [n, 1], 2 sigma sqrt r
+        kept = torch.where(values > 2 / 3**0.5 * edge, values, 0.0)
     gains = torch.where(kept > 0, kept / values, 0.0)
     shrunk = (x @ vectors * gains.unsqueeze(-2)) @ vectors.mT  # without dividing by small values
     return torch.where(deviations[:, None, None] > 0, shrunk, x)
