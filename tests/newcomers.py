@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trishul_ray import plugins
+from trishul_ray.edge import cohorts
 from trishul_ray.edge.codecs import base as codecs
 from trishul_ray.methods import base
 from trishul_ray.tasks import base as tasks
@@ -16,12 +17,9 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 @contextmanager
 def unloaded_after():
     """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
-    (
-        base.method_names(),
-        tasks.task_classes(),
-        codecs.codec_names(),
-    )  # the built-in ones are registered before
-    tables = [base._REGISTRY, tasks._REGISTRY, codecs._REGISTRY]
+    # The built-in ones are registered before.
+    base.method_names(), tasks.task_classes(), codecs.codec_names()
+    tables = [base._REGISTRY, tasks._REGISTRY, codecs._REGISTRY, cohorts._REGISTRY]
     tables += [plugins._owners, plugins._providers, plugins._newest, plugins._loose]
     before = [dict(table) for table in tables]
     modules = set(sys.modules)

@@ -175,8 +175,12 @@ def note_dataset(name: str, plugin: Plugin) -> None:
 def contents(kind: type) -> Iterator[tuple[Plugin, Any]]:
     """Yield the objects of a type at the top level of the plug-ins' modules, and their plug-ins."""
     load_installed()
-    for name, module in list(sys.modules.items()) if _owners else ():
-        if (plugin := _owner_of(name)) is None or not isinstance(module, ModuleType):
+    # A process has thousands of modules, and this is asked for every cell of a sweep.
+    packages = tuple(f"{name}." for name, plugin in _owners.items() if plugin.source is None)
+    names = [*_owners, *(n for n in list(sys.modules) if packages and n.startswith(packages))]
+    for name in names:
+        plugin, module = _owner_of(name), sys.modules.get(name)
+        if plugin is None or not isinstance(module, ModuleType):
             continue
         if plugin.source is not None and _newest.get(plugin.name) != name:
             continue  # an older content of the same file

@@ -17,7 +17,7 @@ from PIL import Image
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import method_names
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.rng import numpy_rng
 
 #: The paper's pairs of dataset and backbone family, with the metric that counts.
@@ -125,13 +125,15 @@ def one_round(hub, cache, tmp_path, drive_to_end):
     return run
 
 
-def check(final, headline):
+def check(final, headline, method="trishul"):
     before, after = final.checkpoint.records
     for record in (before, after):
         assert 0.0 <= record.scores[headline] <= 1.0 and math.isfinite(record.scores["loss"])
-    assert after.uploaded_parameters > 0 and after.refused == {}
-    # It trained: the global model answers otherwise than before.
-    assert after.scores["loss"] != before.scores["loss"]
+    assert math.isfinite(after.train_loss) and after.refused == {}
+    if not method_class(method).personal:  # those may leave all that counts with the clients
+        assert after.uploaded_parameters > 0
+        # It trained: the global model answers otherwise than before.
+        assert after.scores["loss"] != before.scores["loss"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def check(final, headline):
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
 def test_a_round_of_every_combination(pair, method, one_round):
-    check(one_round(*pair, method), PAIRS[pair])
+    check(one_round(*pair, method), PAIRS[pair], method)
 
 
 @pytest.mark.parametrize("dataset", OTHERS)

@@ -23,7 +23,7 @@ from trishul_ray.federation.reduce import (
     partial_sum,
     round_units,
 )
-from trishul_ray.methods.base import method_class
+from trishul_ray.methods.base import build_method
 
 values = arrays(np.float64, (7, 5), elements=st.floats(-1e3, 1e3))
 
@@ -114,7 +114,8 @@ def test_a_round_in_the_ring_is_a_round(method, edge_run):
     record = ring.checkpoint.records[1]
     assert record.edge["clipped_entries"] == 0
     # Where units rest, a client also sends the weight of each.
-    rests = round_units(method_class(method)(None), ring.blueprint.layout, 1)
+    built = build_method(load_experiment(None, options).method)
+    rests = round_units(built, ring.blueprint.layout, 1)
     weights = 0 if rests is None else len(rests) * len(record.clients)
     assert record.uploaded_bytes == 8 * (record.uploaded_parameters + weights)
     shown, known = record.metrics(), plain.checkpoint.records[1].metrics()

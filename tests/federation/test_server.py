@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from trishul_ray.errors import RunError
+from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
-from trishul_ray.federation.workbench import capacities
 
 
 class Faulty(InlineExecutor):

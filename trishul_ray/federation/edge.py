@@ -20,10 +20,10 @@ from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState, PrivacyState
 from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, round_units
-from trishul_ray.federation.workbench import capacities
 from trishul_ray.methods.base import Method, State, method_class
 from trishul_ray.rng import numpy_rng
 

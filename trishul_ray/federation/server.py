@@ -22,6 +22,7 @@ from trishul_ray.edge.privacy.draws import poisson_cohort, uniform_cohort
 from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.diagnostics import (
@@ -49,7 +50,6 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
-from trishul_ray.federation.workbench import capacities
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.sums import EvalSums, score_by_mix, summarize_clients

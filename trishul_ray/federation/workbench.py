@@ -3,7 +3,7 @@
 import math
 import socket
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
-from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES, OptimizerConfig
+from trishul_ray.config import OptimizerConfig
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
+from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -338,26 +339,6 @@ def rows_of(bench: Workbench, name: RowSet, client: int | None) -> tuple[Split, 
     if client is not None and "client" in split.columns:
         rows = rows[split.column("client")[rows] == client]
     return split, rows
-
-
-def capacities(
-    profile: str, seed: int, clients: int, shares: Sequence[float] | None = None
-) -> list[float]:
-    """Return the share of the full budget that each client can train, of :data:`COMPUTE_LEVELS`.
-
-    As many clients have a level as its proportion says, rounded by largest remainders (of equal
-    ones, the lower level's first). Which clients have it is drawn from the seed. ``shares`` are
-    proportions of the levels instead of the profile's.
-    """
-    parts = [exact_share(clients, share) for share in shares or COMPUTE_PROFILES[profile]]
-    parts = [clients * part / sum(parts) for part in parts]
-    counts = [math.floor(part) for part in parts]
-    by_remainder = sorted(range(len(COMPUTE_LEVELS)), key=lambda k: counts[k] - parts[k])
-    for level in by_remainder[: clients - sum(counts)]:
-        counts[level] += 1
-    levels = np.repeat(COMPUTE_LEVELS, counts)
-    drawn: list[float] = numpy_rng(seed, "capacities").permutation(levels).tolist()
-    return drawn
 
 
 def depends_on_rounds(settings: OptimizerConfig) -> bool:
