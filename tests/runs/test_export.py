@@ -92,7 +92,7 @@ def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
             assert result.adapter_path is None
         else:
             assert export["form"] == "adapter" and result.model_path is None
-            folded = method["name"] in ("fedex", "flora") or "truncate" in method
+            folded = method["name"] in ("fedex", "flora", "frlora") or "truncate" in method
             assert ("changes of the frozen weights" in export["note"]) == folded
             assert export["relative_error"] <= 1e-6 and export["ranks"][1] <= 64
         exports.append((folder, test, list(bench.info.classes)))
