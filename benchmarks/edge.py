@@ -43,6 +43,9 @@ SECTIONS = {
     "int8 up and down": (["uploads.codec=int8", "downloads.codec=int8"], 0.03),
     "int4, error feedback": (["uploads.codec=int4", "uploads.error_feedback=true"], None),
     "uploads.codec=skeleton": (["uploads.codec=skeleton"], None),
+    # The same clients as without it: fixed cohorts, not Poisson ones.
+    "privacy": (["privacy.noise=1", "privacy.sampling=fixed"], 0.03),
+    "a clock": (["devices.kind=lognormal"], 0.01),
 }
 
 
