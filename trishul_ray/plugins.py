@@ -8,13 +8,16 @@ workers, but is not stored with a run: a run's folder names a plug-in, and never
 """
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import linecache
+import pkgutil
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -133,12 +136,36 @@ def faults() -> list[str]:
     return list(_faults or ())
 
 
-def claim(field: str, cls: type) -> None:
+@cache
+def _import_folder(package: str) -> None:
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+def load_all(package: str) -> None:
+    """Import the modules of a package whose classes register themselves, and all plug-ins."""
+    _import_folder(package)
+    load_installed()
+
+
+def claim(field: str, cls: type, registered: type | None, title: str) -> None:
     """Note who defines a class that is registered as what ``field`` names, e.g. ``method=mine``.
 
+    A plug-in's class may be replaced by a newer one of the same name, one of this package may not.
+
+    Args:
+        field: What names the class.
+        cls: The class.
+        registered: The class that has its name so far.
+        title: How the name is called in the message.
+
     Raises:
-        ValueError: Another plug-in defines it.
+        ValueError: The name is taken.
     """
+    old = registered or cls
+    ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
+    if ours or old.__qualname__ != cls.__qualname__:
+        raise ValueError(f"{title} is taken by {old.__qualname__}")
     owner, before = _owner_of(cls.__module__), _providers.get(field)
     if before and field not in _loose and (owner is None or owner.name != before[0].name):
         raise ValueError(f"{field} is taken by plug-in {before[0].name}")

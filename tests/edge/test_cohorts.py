@@ -1,4 +1,4 @@
-"""Cohort strategies: what they promise, pure in what they are told; and the battery of all."""
+"""Cohort strategies: what each promises, and what all of them must."""
 
 import math
 from dataclasses import replace

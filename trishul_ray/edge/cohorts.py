@@ -1,4 +1,4 @@
-"""Who is asked to take part in a round: strategies, each pure in what it is told.
+"""Who is asked to take part in a round: strategies.
 
 A strategy is a class and its registration::
 
@@ -78,7 +78,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a strategy is told.
+    """What a strategy may read.
 
     Attributes:
         round: Number of the round, from 1.
@@ -131,11 +131,8 @@ def register_cohort(name: str) -> Callable[[_S], _S]:
     """Return a class decorator that makes a strategy available as ``cohort.select=<name>``."""
 
     def add(cls: _S) -> _S:
-        old = _REGISTRY.get(name, cls)
-        ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
-        if ours or old.__qualname__ != cls.__qualname__:
-            raise ValueError(f"cohort strategy {name!r} is taken by {old.__qualname__}")
-        plugins.claim(f"cohort.select={name}", cls)
+        title = f"cohort strategy {name!r}"
+        plugins.claim(f"cohort.select={name}", cls, _REGISTRY.get(name), title)
         _REGISTRY[name] = cls
         return cls
 

@@ -23,7 +23,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import Partial, Reducer, round_units
+from trishul_ray.federation.reduce import Partial, Reducer, configured_weight, round_units
 from trishul_ray.methods.base import Method, State, method_class
 from trishul_ray.rng import numpy_rng
 
@@ -75,9 +75,7 @@ class Edge:
         job: TrainJob,
         units: Sequence[Unit],
     ) -> tuple[Upload, TrainReport]:
-        """Pass a client's upload through the filters, on its worker; as it is if there are none."""
-        if not self.sends_changes:
-            return upload, report
+        """Turn a client's upload into a change and pass it through the filters, on its worker."""
         weight = self._weight(upload)
         sender = Sender(
             self.experiment.seed, job.round, job.client, weight, units, upload.active, job.kept,
@@ -99,8 +97,7 @@ class Edge:
         return replace(upload, arrays=arrays), report
 
     def _weight(self, upload: Upload) -> float:
-        sized = self.experiment.federation.weighting == "size"
-        return float(upload.rows) if sized else 1.0
+        return configured_weight(self.experiment.federation.weighting, upload)
 
     def restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
         """Return an upload with values in place of changes, for diagnostics."""

@@ -61,7 +61,7 @@ class InlineExecutor:
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
             upload, report = train_client(self.bench, broadcast, job)
-            if job.round == 0:  # an answer to a survey
+            if job.round == 0 or not self.edge.sends_changes:  # round 0: an answer to a survey
                 return upload, report
             return self.edge.send(upload, report, broadcast, job, self.units)
 

@@ -25,6 +25,11 @@ FAN_IN = 16
 LARGEST_ENTRY = 1e12
 
 
+def configured_weight(weighting: str, upload: Upload) -> float:
+    """Return the weight of an upload by ``federation.weighting``."""
+    return float(upload.rows) if weighting == "size" else 1.0
+
+
 @dataclass(frozen=True)
 class Reducer:
     """How a method's uploads are validated, weighted and summed; can be pickled to any worker.
@@ -41,7 +46,7 @@ class Reducer:
 
     def configured_weight(self, upload: Upload) -> float:
         """Return the weight of an upload by ``federation.weighting``."""
-        return float(upload.rows) if self.weighting == "size" else 1.0
+        return configured_weight(self.weighting, upload)
 
     def weight(self, upload: Upload) -> float:
         """Return w_c, the method's weight of an upload."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import ffa_rank, multihead_rank
-from trishul_ray.methods.base import ADAPTED, Site
+from trishul_ray.methods.base import ADAPTED, Method, MethodConfig, Site
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +55,27 @@ def attach_adapters(
         scale = lora_scale(options.alpha, rank)
         adapters[layer.name] = LoRA(rank, scale, train_A=kind == "lora", principal=principal)
     return adapters
+
+
+class AnyAdapterConfig(MethodConfig):
+    """The adapter of a method that works with any kind."""
+
+    adapter: AdapterKind = Field("lora", description="what is trained: lora, ffa or multihead")
+
+
+class AnyAdapter(Method):
+    """Attach adapters of the kind that ``method.adapter`` names."""
+
+    Config = AnyAdapterConfig
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach adapters of the configured kind."""
+        return attach_adapters(self.config.adapter, site)
+
+    @property
+    def fields_read(self) -> frozenset[str]:
+        """What adapters of the configured kind read."""
+        return FIELDS_READ[self.config.adapter]
 
 
 def core_rank(layer: LayerSpec, site: Site) -> int:

@@ -14,13 +14,10 @@ aggregation (one core head, or one whole tensor).
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -493,11 +490,7 @@ def register(name: str) -> Callable[[_M], _M]:
     """Return a class decorator that makes a method available as ``method=<name>``."""
 
     def add(cls: _M) -> _M:
-        old = _REGISTRY.get(name, cls)
-        ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
-        if ours or old.__qualname__ != cls.__qualname__:
-            raise ValueError(f"method name {name!r} is taken by {old.__qualname__}")
-        plugins.claim(f"method={name}", cls)
+        plugins.claim(f"method={name}", cls, _REGISTRY.get(name), f"method name {name!r}")
         if cls.Config.model_fields["name"].default != name:
             cls.Config = create_model(
                 f"{cls.__name__}Config",
@@ -513,24 +506,15 @@ def register(name: str) -> Callable[[_M], _M]:
     return add
 
 
-@cache
-def _import_methods() -> None:
-    package = importlib.import_module("trishul_ray.methods")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"trishul_ray.methods.{module.name}")
-
-
 def method_names() -> list[str]:
     """Return the names of all registered methods, sorted, after importing the whole package."""
-    _import_methods()
-    plugins.load_installed()
+    plugins.load_all("trishul_ray.methods")
     return sorted(_REGISTRY)
 
 
 def method_class(name: str) -> type[Method]:
     """Return the class registered under ``name``, or raise KeyError."""
-    _import_methods()
-    plugins.load_installed()
+    plugins.load_all("trishul_ray.methods")
     return _REGISTRY[name]
 
 

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from trishul_ray.methods.adapters import AnyAdapterConfig
 from trishul_ray.methods.base import LocalRun, register
-from trishul_ray.methods.fedavg import FedAvg, FedAvgConfig
+from trishul_ray.methods.fedavg import FedAvg
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FedProxConfig(FedAvgConfig):
+class FedProxConfig(AnyAdapterConfig):
     """Hyper-parameters of FedProx."""
 
     mu: float = Field(0.01, ge=0, description="μ: weight of the proximal term; 0 is FedAvg")

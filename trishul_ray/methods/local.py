@@ -1,7 +1,7 @@
 """Local training: every client trains an adapter of its own, and nothing is sent.
 
-The baseline that tells what a client gains by taking part at all. A client continues from where its
-own last round ended; the adapter and the classification head never leave it. There is no global
+The baseline for what a client gains by federation. A client continues from where its own last round
+ended; the adapter and the classification head never leave it. There is no global
 model: the metrics of one are those of the untouched backbone with its untrained head, in every
 round. What counts are the clients' own models (``evaluation.per_client``); one that was never
 sampled is untouched, too.
@@ -11,43 +11,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.adapters import FIELDS_READ, AdapterKind, attach_adapters
-from trishul_ray.methods.base import LocalRun, Method, MethodConfig, Site, State, Tensors, register
+from trishul_ray.methods.adapters import AnyAdapter
+from trishul_ray.methods.base import LocalRun, State, Tensors, register
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class LocalConfig(MethodConfig):
-    """Hyper-parameters of local training."""
-
-    adapter: AdapterKind = Field("lora", description="what is trained: lora, ffa or multihead")
-
-
 @register("local")
-class Local(Method):
+class Local(AnyAdapter):
     """Train on each client alone."""
 
-    Config = LocalConfig
     summary = "no federation: each client trains an adapter of its own (personal models)"
     reference = "the usual baseline of personalization"
     communication = "nothing"
     rates_like = "fedit"
     personal = True
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """Attach adapters of the configured kind."""
-        return attach_adapters(self.config.adapter, site)
-
-    @property
-    def fields_read(self) -> frozenset[str]:
-        """What adapters of the configured kind read."""
-        return FIELDS_READ[self.config.adapter]
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Return nothing."""

@@ -6,11 +6,9 @@ adds the scores up.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -152,30 +150,17 @@ def register(kind: str) -> Callable[[_T], _T]:
     """
 
     def add(cls: _T) -> _T:
-        found = _REGISTRY.get((kind, cls.reads), cls)
-        ours = found.__module__ != cls.__module__ and found.__module__.startswith("trishul_ray.")
-        if ours or found.__qualname__ != cls.__qualname__:
-            raise ValueError(
-                f"task kind {kind!r} on {cls.reads} rows is taken by {found.__qualname__}"
-            )
-        plugins.claim(f"task.kind={kind}", cls)
+        title = f"task kind {kind!r} on {cls.reads} rows"
+        plugins.claim(f"task.kind={kind}", cls, _REGISTRY.get((kind, cls.reads)), title)
         _REGISTRY[kind, cls.reads] = cls
         return cls
 
     return add
 
 
-@cache
-def _import_tasks() -> None:
-    package = importlib.import_module("trishul_ray.tasks")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"trishul_ray.tasks.{module.name}")
-
-
 def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
     """Return all registered tasks, by kind and rows, after importing the whole package."""
-    _import_tasks()
-    plugins.load_installed()
+    plugins.load_all("trishul_ray.tasks")
     return _REGISTRY
 
 

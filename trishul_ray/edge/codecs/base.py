@@ -10,12 +10,10 @@ Legend: W entries of a vector, U its units, n entries of those that are sent.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -226,35 +224,24 @@ def register_codec(name: str) -> Callable[[_C], _C]:
     """Return a class decorator that makes a codec available as ``uploads.codec=<name>``."""
 
     def add(cls: _C) -> _C:
-        old = _REGISTRY.get(name, cls)
-        ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
-        if name == NONE or ours or old.__qualname__ != cls.__qualname__:
+        if name == NONE:
             raise ValueError(f"codec name {name!r} is taken")
-        plugins.claim(f"codec={name}", cls)
+        plugins.claim(f"codec={name}", cls, _REGISTRY.get(name), f"codec name {name!r}")
         _REGISTRY[name] = cls
         return cls
 
     return add
 
 
-@cache
-def _import_codecs() -> None:
-    package = importlib.import_module("trishul_ray.edge.codecs")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"trishul_ray.edge.codecs.{module.name}")
-
-
 def codec_names() -> list[str]:
     """Return the names of all registered codecs, sorted."""
-    _import_codecs()
-    plugins.load_installed()
+    plugins.load_all("trishul_ray.edge.codecs")
     return sorted(_REGISTRY)
 
 
 def codec_class(name: str) -> type[Codec]:
     """Return the codec registered under ``name``, or raise KeyError."""
-    _import_codecs()
-    plugins.load_installed()
+    plugins.load_all("trishul_ray.edge.codecs")
     return _REGISTRY[name]
 
 

@@ -66,12 +66,16 @@ class _Watch:
 
     Args:
         joined: Whether Ray was there before this process.
+        fork_server: The parent of the workers, if it is not Ray.
     """
 
-    def __init__(self, *, joined: bool) -> None:
+    def __init__(self, *, joined: bool, fork_server: ForkServer | None) -> None:
         self._answered = time.monotonic()
         self._gcs = ray.get_runtime_context().gcs_address if joined else None
         self._own = [] if joined else own_processes()
+        self._parents = [process.pid for process in self._own]
+        if fork_server is not None and not joined:
+            self._parents.append(fork_server.pid)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch Ray", daemon=True)
         self._thread.start()
@@ -99,14 +103,25 @@ class _Watch:
         return None
 
     def _end(self, why: str) -> None:
-        for process in self._own:  # and with them all workers
-            process.kill()
+        # Workers would end by themselves, but after the last words: one could open a run again.
+        workers = [worker for parent in self._parents for worker in _descendants(parent)]
+        for process in [*self._own, *workers]:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(workers, timeout=WATCH_SECONDS)
         if not last_words:
             print(f"error: {why}", file=sys.stderr)
         for action in list(last_words):
             with suppress(Exception):
                 action(why)
         os._exit(1)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
 
 
 def joins_cluster() -> bool:
@@ -162,7 +177,7 @@ def ray_session(
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
             raise RunError(f"cannot {action}: {first_line(error).rstrip('.')}") from error
-        watch = _Watch(joined=joins)
+        watch = _Watch(joined=joins, fork_server=fork_server)
         stack.callback(watch.close)
         yield ray.available_resources()
 
