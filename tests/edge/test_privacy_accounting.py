@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -76,6 +77,26 @@ def test_poisson_epsilon_lies_below_the_renyi_bound_and_is_stable(
     assert found == pytest.approx(epsilon, rel=5e-4)
     bound = renyi_epsilon(z, cohort / population, rounds, delta)
     assert 0.75 * bound < found < bound
+
+
+@pytest.mark.parametrize(
+    "population, cohort, rounds, z",
+    [
+        (20, 3, 50, 2.4),
+        (1000, 50, 100, 1.34),
+        (100_000, 1000, 500, 0.88),
+        (100_000, 1000, 12, 0.41),
+    ],
+)
+def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
+    """Its PRV accountant composes by Fourier transforms, and adds its bound of 0.01 on its error."""
+    delta = PrivacyConfig(noise=z).delta_for(population)
+    theirs = PRVAccountant()
+    theirs.history = [(z, cohort / population, rounds)]
+    bound = theirs.get_epsilon(delta, eps_error=0.01)
+    assert poisson(z, population, cohort).epsilon(rounds, delta) == pytest.approx(
+        bound - 0.01, abs=2e-3 + 2e-4 * bound
+    )
 
 
 @pytest.mark.parametrize("z, q, rounds", [(0.8, 0.2, 10), (1.5, 0.05, 200), (0.6, 0.5, 3)])

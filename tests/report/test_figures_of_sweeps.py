@@ -36,7 +36,9 @@ from trishul_ray.report.figures.curves import log_positions
 from trishul_ray.report.figures.drawing import ARTISTS, TIMED, draw, select
 from trishul_ray.report.figures.selection import Band
 from trishul_ray.report.figures.style import spread_out, styles_of
-from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
+from trishul_ray.report.formats import caption
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout
+from trishul_ray.report.tables import build_tables
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
@@ -160,6 +162,34 @@ def test_the_cost_of_a_target_is_that_of_the_first_round_that_reaches_it(tmp_pat
             assert cell.cost.count == len(spent)
             assert cell.cost.centre == pytest.approx(np.mean(spent))
     assert found["FedIT", 1].cost is None and found["TRISHUL", 1].cost is not None
+
+
+@pytest.mark.parametrize("cost", ["megabytes", "hours"])
+def test_a_table_of_costs_has_the_numbers_of_the_figure(tmp_path, cost):
+    where = {"dataset": ("cifar100",), "method": ("RAVAN", "TRISHUL", "FedIT")}
+    sweep = by_method(tmp_path)
+    drawn = figure_of("cost_to_target", where, cost=cost, reference="RAVAN", shares=[0.95])
+    target = {"cost": cost, "axis": "method", "reference": "RAVAN"}
+    layout = TableLayout(
+        name="costs", rows=["method"], columns=["dataset"], where=where, target=target
+    )
+    (table,) = build_tables([dataclasses.replace(sweep, tables=(layout,))])
+    figure = {cell.series: cell for cell in data_of(drawn, sweep).cells}
+    assert {row.label for row in table.rows} == figure.keys()
+    for row in table.rows:
+        (cell,), shown = row.cells, figure[row.label].cost
+        assert (cell.estimate is None) == (shown is None)
+        if shown is None:
+            assert cell.gap == "not reached" and not cell.best
+        else:
+            assert cell.estimate.mean == pytest.approx(shown.centre)
+            assert cell.estimate.count == shown.count
+            assert cell.format(shown.centre) == f"{shown.centre:.3f}"
+    cheapest = min((cell.cost.centre, name) for name, cell in figure.items() if cell.cost)[1]
+    assert [row.label for row in table.rows if row.cells[0].best] == [cheapest]
+    assert table.unit.endswith("until 95% of what RAVAN ends with")
+    assert ("devices.{speed=1e+12," in table.assumed) == (cost == "hours")
+    assert ("devices.{speed=1e+12," in caption(table)) == (cost == "hours")
 
 
 def test_runs_without_privacy_lie_beyond_every_epsilon(tmp_path):

@@ -338,6 +338,24 @@ MISTAKES = [
         5,
         ["table a: average needs columns"],
     ),
+    (
+        "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n"
+        "    target: {cost: hours, axis: budget, reference: 16}\n",
+        5,
+        ["table a: target: axis 'budget' has no label '16'; known: 4, 8"],
+    ),
+    (
+        "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n    where: {budget: 4}\n"
+        "    target: {cost: hours, axis: budget, reference: 8}\n",
+        6,
+        ["table a: target: where leaves out the reference, '8'"],
+    ),
+    (
+        "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n"
+        "    target: {cost: miles, axis: budget, reference: 8}\n",
+        5,
+        ["tables: cost=miles: input should be 'megabytes', 'hours', 'kilojoules' or 'epsilon'"],
+    ),
     ("figures:\n  - {name: a}\n", 2, ["figure a needs `kind`"]),
     ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
     ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of convergence"]),

@@ -160,6 +160,7 @@ def caption(table: SweepTable) -> str:
     """Return title, unit, profile and what departs from it in one line."""
     spread = "mean ± standard deviation over seeds" if table.seeds > 1 else "one seed"
     text = f"{table.layout.title}: {table.unit}, {spread}. Profile {table.profile}."
+    text += f" {_sentence(table.assumed)}" if table.assumed else ""
     return f"{text} {_sentence(table.reservation)}" if table.departures else text
 
 

@@ -60,6 +60,19 @@ Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
 
 
+#: What a run may have spent; see ``report/costs.py``.
+CostName = Literal["megabytes", "hours", "kilojoules", "epsilon"]
+
+
+class TargetLayout(Section):
+    """A table of what is spent until a share of what a reference ends with is reached."""
+
+    cost: CostName = Field(description="what is spent: megabytes, hours, kilojoules or epsilon")
+    axis: Text = Field(description="the axis with the reference")
+    reference: Text = Field(description="the label of the reference, whose last score is 100 %")
+    share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
+
+
 class TableLayout(Section):
     """How cells form a table; axes in neither ``rows`` nor ``columns`` are averaged over."""
 
@@ -70,6 +83,9 @@ class TableLayout(Section):
     paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
     where: Labels = Field(default_factory=dict, description="labels that are shown")
     average: bool = Field(False, description="whether a last column shows the mean of the columns")
+    target: TargetLayout | None = Field(
+        None, description="show what is spent until this target, not the score after the last round"
+    )
 
 
 class FigureLayout(Section):
@@ -142,6 +158,11 @@ class CellOutcome:
         return str(self.result.config["method"]["name"])
 
     @property
+    def gap(self) -> str:
+        """Why there is no value, in a word or two."""
+        return "not measured" if self.status == "finished" else self.status
+
+    @property
     def part(self) -> str:
         """Which part of its dataset the run used, in a line; empty if all, or not finished."""
         data = {} if self.summary is None else self.summary.data
@@ -153,8 +174,14 @@ class CellOutcome:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """The rows of ``metrics.parquet``, one per round; a metric not measured is missing."""
-        rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()
+        """The rows of ``metrics.parquet``, one per round; a metric not measured is missing.
+
+        None if the file was deleted since.
+        """
+        try:
+            rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()
+        except FileNotFoundError:
+            return []
         return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
     @cached_property

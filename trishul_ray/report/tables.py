@@ -7,13 +7,14 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from trishul_ray.report.costs import COSTS, assumed, spent_outcomes
 from trishul_ray.report.outcomes import (
     SEED,
     CellOutcome,
@@ -38,15 +39,13 @@ AVERAGE = "average"
 SYMBOLS = {"alpha": "α", "lam": "λ"}
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 _REFERENCE_METHOD = "fullft"
-#: How states of runs without a number are displayed, the gravest first.
-GAPS = {
-    "failed": "failed",
-    "corrupt": "corrupt",
-    "stale": "stale",
-    "missing": "missing",
-    "stopped": "stopped",
-    "finished": "not measured",
-}
+#: Why runs have no number, the gravest first.
+GAPS = ("failed", "corrupt", "stale", "missing", "stopped", "not measured", "not reached")
+
+
+def is_amount(metric: str) -> bool:
+    """Return whether a metric is a loss or a cost: not a percentage, and better if lower."""
+    return is_loss(metric) or metric in COSTS
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,12 @@ class TableCell:
     Attributes:
         runs: Its runs, one for each seed; empty if the sweep leaves the combination out, and for
             the average over columns.
-        seeds: Value of each seed, in percent unless a loss; None if it is not finished.
+        seeds: Value of each seed, in percent unless an amount; None if it is not finished.
+        percent: Whether it is a percentage, not an amount.
         difference: Mean minus the paper's number; None unless the two may be compared.
         best: Whether it is the best of its column within the group of rows.
         left_out: Number of columns that an average lacks, because the sweep leaves them out.
+        decimals: How many an amount is shown with.
     """
 
     runs: tuple[CellOutcome, ...]
@@ -69,6 +70,7 @@ class TableCell:
     difference: float | None = None
     best: bool = False
     left_out: int = 0
+    decimals: int = 4
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -105,12 +107,12 @@ class TableCell:
     @property
     def gap(self) -> str:
         """Why a number is missing or lacks seeds, in a word: the gravest state of its runs."""
-        states = {run.status for run in self.runs if run.value is None}
-        return next((GAPS[state] for state in GAPS if state in states), "incomplete")
+        gaps = {run.gap for run in self.runs if run.value is None}
+        return next((gap for gap in GAPS if gap in gaps), "incomplete")
 
     def format(self, value: float) -> str:
         """Return a value as text, without unit."""
-        return f"{value:.2f}" if self.percent else f"{value:.4f}"
+        return f"{value:.2f}" if self.percent else f"{value:.{self.decimals}f}"
 
     def format_difference(self, value: float) -> str:
         """Return a difference as text, with its sign; one that is displayed as 0 has none."""
@@ -299,8 +301,19 @@ class SweepTable:
     @property
     def unit(self) -> str:
         """What is shown, such as ``accuracy, %``."""
+        target = self.layout.target
+        if target is not None:
+            reference = self.sweep.shown_label(target.axis, target.reference)
+            label = COSTS[target.cost].label
+            return f"{label} until {target.share:.0%} of what {reference} ends with"
         names = " and ".join(metric.replace("_", " ") for metric in self.metrics)
-        return names if all(map(is_loss, self.metrics)) else f"{names}, %"
+        return names if all(map(is_amount, self.metrics)) else f"{names}, %"
+
+    @property
+    def assumed(self) -> str:
+        """What simulated costs rest on, in a line; empty if it shows none."""
+        target = self.layout.target
+        return "" if target is None else "; ".join(assumed(self.cells, target.cost))
 
     @property
     def states(self) -> Counter[str]:
@@ -329,9 +342,12 @@ class SweepTable:
                 "This table cannot decide any row, at the level of "
                 f"{100 * ALPHA:g} % for its {pairs}: {why}."
             )
-        percent = not all(map(is_loss, self.metrics))
+        percent = not all(map(is_amount, self.metrics))
         least = min(c.threshold for c in self._comparisons if c.threshold is not None)
-        text = TableCell((), {}, percent).format(least) + " points" * percent
+        text = (
+            TableCell((), {}, percent, decimals=_decimals(self.metrics)).format(least)
+            + " points" * percent
+        )
         return (
             f"The level of {100 * ALPHA:g} % is for the {pairs} of this table together; with the "
             f"spread of its seeds it cannot decide a difference below {text}."
@@ -368,7 +384,7 @@ def _judge(table: SweepTable) -> SweepTable:
     """Add how each row stands against the best of its group."""
     compared = compare_rows(_oriented(table))
     # Larger is better in a comparison; a table shows differences of what it shows.
-    sign = -1.0 if table.metrics and all(map(is_loss, table.metrics)) else 1.0
+    sign = -1.0 if table.metrics and all(map(is_amount, table.metrics)) else 1.0
     groups = []
     for group, result in zip(table.groups, compared.groups, strict=True):
         best = "" if result.best is None else group.rows[result.best].label
@@ -410,7 +426,7 @@ def _oriented(table: SweepTable) -> list[Array]:
     """
     columns = len(table.columns) - table.layout.average
     seeds = list(dict.fromkeys(s for row in table.rows for cell in row.cells for s in cell.seeds))
-    comparable = len({is_loss(metric) for metric in table.metrics}) == 1
+    comparable = len({is_amount(metric) for metric in table.metrics}) == 1
     found = []
     for group in table.groups:
         values = np.full((len(group.rows), len(seeds), columns), np.nan)
@@ -426,7 +442,9 @@ def _oriented(table: SweepTable) -> list[Array]:
 
 
 def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
-    cells = sweep.within(layout.where)
+    cells: Sequence[CellOutcome] = sweep.within(layout.where)
+    if (target := layout.target) is not None:
+        cells = spent_outcomes(cells, target)
     comparable = sweep.is_comparable(cells)
     by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
     for cell in cells:
@@ -479,12 +497,12 @@ def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
 
 def _cell(runs: Sequence[CellOutcome]) -> TableCell:
     """Average the runs of one place, seed by seed; a seed counts if all of its runs have values."""
-    percent = not any(is_loss(run.metric) for run in runs)
+    percent = not any(is_amount(run.metric) for run in runs)
     by_seed: dict[str, list[float | None]] = {}
     for run in runs:
         by_seed.setdefault(run.labels.get(SEED, ""), []).append(run.value)
     seeds = {seed: _mean_of(values, 100.0 if percent else 1.0) for seed, values in by_seed.items()}
-    return TableCell(tuple(runs), seeds, percent)
+    return TableCell(tuple(runs), seeds, percent, decimals=_decimals([r.metric for r in runs]))
 
 
 def _mean(cells: Sequence[TableCell]) -> TableCell:
@@ -495,7 +513,12 @@ def _mean(cells: Sequence[TableCell]) -> TableCell:
     if len({cell.percent for cell in planned}) > 1:
         seeds = {}  # a mean of different units says nothing
     percent = all(cell.percent for cell in planned)
-    return TableCell((), seeds, percent, left_out=len(cells) - len(planned))
+    decimals = max((cell.decimals for cell in planned), default=4)
+    return TableCell((), seeds, percent, left_out=len(cells) - len(planned), decimals=decimals)
+
+
+def _decimals(metrics: Iterable[str]) -> int:
+    return 4 if any(map(is_loss, metrics)) else 3
 
 
 def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:

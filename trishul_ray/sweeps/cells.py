@@ -586,6 +586,12 @@ def _checked_tables(
         if table.average and not table.columns:
             file.fail(f"{what}: average needs columns", *loc, "average")
         _check_shown(file, "table", number, table, paper_keys(), cells)
+        if (target := table.target) is not None:
+            reference: Labels = {target.axis: (target.reference,)}
+            file.check_labels(reference, f"{what}: target", *loc, "target")
+            if target.reference not in table.where.get(target.axis, (target.reference,)):
+                why = f"{what}: target: where leaves out the reference, {target.reference!r}"
+                file.fail(why, *loc, "target", "reference")
     return file.tables or ()
 
 

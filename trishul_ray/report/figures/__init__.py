@@ -9,9 +9,10 @@ This module knows the kinds without matplotlib; :mod:`.drawing` draws them.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from trishul_ray.errors import InputError
+from trishul_ray.report.costs import COSTS
 from trishul_ray.report.outcomes import FigureLayout
 
 #: What diagnostics are computed of (option ``of``): prefix of their metrics, and how it is called.
@@ -26,31 +27,6 @@ MATRICES = {
     "principal_angle_similarity": "principal-angle similarity of updates",
 }
 
-
-class Cost(NamedTuple):
-    """What training costs: columns of metrics.parquet, and how their amount is displayed.
-
-    ``adds``: whether the columns are of each round, not of all rounds so far.
-    """
-
-    columns: tuple[str, ...]
-    unit: float
-    adds: bool
-    label: str
-    short: str
-    simulated: bool = False
-
-
-#: Costs (option ``cost``).
-COSTS = {
-    "megabytes": Cost(
-        ("uploaded_bytes", "downloaded_bytes"), 1e6, True, "megabytes up and down, all clients",
-        "MB",
-    ),
-    "hours": Cost(("simulated_seconds",), 3600.0, False, "simulated hours", "h", True),
-    "kilojoules": Cost(("joules",), 1e3, True, "simulated kilojoules, all clients", "kJ", True),
-    "epsilon": Cost(("privacy_epsilon",), 1.0, False, "ε spent for each client", "ε"),
-}  # fmt: skip
 #: Options whose values are axes: one, several or none. The default is the first of those in
 #: :data:`KINDS` that the sweep has.
 AXES = frozenset({"series", "panels", "groups"})

@@ -2,42 +2,17 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from trishul_ray.edge.devices import DevicesConfig
-from trishul_ray.edge.fleet import clock_line
-from trishul_ray.report.figures import COSTS
+from trishul_ray.report.costs import COSTS, Targets, assumed, costs_by_round
 from trishul_ray.report.figures.curves import BAND, CurveData, Line, Panel, metric_of
-from trishul_ray.report.figures.selection import Band, Group, Selection, records_of
+from trishul_ray.report.figures.selection import Band, Selection
 from trishul_ray.report.figures.style import INK, SMALL, new_panels, set_labels, styles_of
-from trishul_ray.report.outcomes import CellOutcome, is_loss
-
-
-def _assumed(selection: Selection, cost: str) -> list[str]:
-    """Return what simulated costs rest on: the defaults of our own, for each setting of devices."""
-    if not COSTS[cost].simulated:
-        return []
-    sections = [cell.result.config.get("devices", {}) for cell in selection.finished]
-    lines = [clock_line(DevicesConfig.model_validate(section)) for section in sections]
-    return list(dict.fromkeys(line for line in lines if line))
-
-
-def _rounds(cell: CellOutcome, cost: str) -> list[tuple[int, float, float]]:
-    """Return the scored rounds of a cell that have this cost: round, cost so far, metric."""
-    columns, unit, adds = COSTS[cost].columns, COSTS[cost].unit, COSTS[cost].adds
-    spent, found = 0.0, []
-    for record in records_of(cell):
-        values = [float(record[name]) for name in columns if name in record]
-        # What no round has named yet is free; a run without the column has no cost at all.
-        spent = math.fsum([spent, *values]) if adds else max([spent, *values])
-        if cell.metric in record:
-            found.append((int(record["round"]), spent / unit, float(record[cell.metric])))
-    return found if spent > 0 else []
 
 
 def metric_over_cost(selection: Selection) -> CurveData | None:
@@ -52,7 +27,7 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
         for group in selection.groups(series, panel):
             found: dict[int, list[tuple[float, float]]] = {}
             for cell in group.cells:
-                rounds = _rounds(cell, cost)
+                rounds = costs_by_round(cell, cost)
                 without += [] if rounds else [cell]
                 for number, spent, value in rounds:
                     found.setdefault(number, []).append((spent, value))
@@ -67,7 +42,7 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
     if not panels:
         return None
     several = any(b.count > 1 for panel in panels for line in panel.lines for b in line.y)
-    remarks = [BAND] * several + _assumed(selection, cost)
+    remarks = [BAND] * several + assumed(selection.finished, cost)
     if without:
         remarks.append(f"without this cost: {'; '.join(selection.names(without))}")
     names = tuple(group.name for group in selection.groups(series))
@@ -140,10 +115,11 @@ def cost_to_target(selection: Selection) -> TargetData | None:
     cells: list[Reached] = []
     for panel in selection.groups(selection.axes("panels")):
         by_name = {group.name: group for group in selection.groups(series, panel)}
-        finals = _finals(by_name.get(reference), axes)
+        first = by_name.get(reference)
+        targets = Targets(first.cells if first else (), axes, options["cost"])
         for share in options["shares"]:
             for name, group in by_name.items():
-                spent = [_spent(c, finals, axes, share, options["cost"]) for c in group.cells]
+                spent = [targets.spent(cell, share) for cell in group.cells]
                 known = [each for each in spent if each is not None]
                 costs = [each for each in known if math.isfinite(each)]
                 if known:
@@ -154,31 +130,9 @@ def cost_to_target(selection: Selection) -> TargetData | None:
     remarks = [
         f"targets: shares of what {reference} ends with, for each seed",
         "mean over the seeds that reach it; line: ± standard deviation",
-        *_assumed(selection, options["cost"]),
+        *assumed(selection.finished, options["cost"]),
     ]
     return TargetData(options["cost"], reference, names, tuple(cells), tuple(remarks))
-
-
-def _finals(group: Group | None, axes: Sequence[str]) -> dict[tuple[str, ...], float]:
-    """Return what the runs of a group end with, by their labels of ``axes``."""
-    cells = () if group is None else group.cells
-    return {cell.labels_of(axes): cell.value for cell in cells if cell.value is not None}
-
-
-def _spent(
-    cell: CellOutcome,
-    finals: Mapping[tuple[str, ...], float],
-    axes: Sequence[str],
-    share: float,
-    cost: str,
-) -> float | None:
-    """Return what a run spends to reach the target; infinite if it does not, None if unknown."""
-    final, rounds = finals.get(cell.labels_of(axes)), _rounds(cell, cost)
-    if final is None or not rounds:
-        return None
-    if is_loss(cell.metric):
-        return next((spent for _, spent, value in rounds if value <= final / share), math.inf)
-    return next((spent for _, spent, value in rounds if value >= final * share), math.inf)
 
 
 def draw_targets(data: TargetData, note: Sequence[str]) -> Figure:

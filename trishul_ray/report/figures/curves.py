@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures import SUBJECTS
-from trishul_ray.report.figures.selection import Band, Group, Selection, number_of, records_of
+from trishul_ray.report.figures.selection import Band, Group, Selection, number_of
 from trishul_ray.report.figures.style import (
     GREY,
     Style,
@@ -262,7 +262,7 @@ def convergence(selection: Selection) -> CurveData | None:
     """Collect the metric after each round: a panel for each of ``panels``, a line per series."""
     found = _Collector(selection, "rounds", _ROUNDS)
     found.add_headline(
-        lambda cell: [(r["round"], r[cell.metric]) for r in records_of(cell) if cell.metric in r]
+        lambda cell: [(r["round"], r[cell.metric]) for r in cell.records if cell.metric in r]
     )
     return found.data()
 
@@ -294,7 +294,7 @@ def spectral_diagnostics(selection: Selection) -> CurveData | None:
     found.add("variance between clients", unit, variance)
     relative = _by_round("delta_relative_variance")
     found.add("variance between clients", "relative to |mean update|²", relative)
-    if any("svt_threshold" in r for cell in selection.finished for r in records_of(cell)):
+    if any("svt_threshold" in r for cell in selection.finished for r in cell.records):
         found.add("threshold of singular values", "mean τ", _by_round("svt_threshold"))
         zeroed = _by_round("svt_zeroed")
         found.add("set to zero by it", "singular values", zeroed, percent=True)
@@ -306,7 +306,7 @@ def _subjects(selection: Selection) -> list[tuple[str, str]]:
 
 
 def _by_round(metric: str) -> Callable[[CellOutcome], Points]:
-    return lambda cell: [(r["round"], r[metric]) for r in records_of(cell) if metric in r]
+    return lambda cell: [(r["round"], r[metric]) for r in cell.records if metric in r]
 
 
 def _variance_by_round(
@@ -408,7 +408,7 @@ def late(metric: str, last: int) -> Callable[[CellOutcome], float | None]:
     """Return a function that averages a cell's metric over its last measured rounds."""
 
     def mean(cell: CellOutcome) -> float | None:
-        values = [record[metric] for record in records_of(cell) if metric in record][-last:]
+        values = [record[metric] for record in cell.records if metric in record][-last:]
         return float(np.mean(values)) if values else None
 
     return mean

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from trishul_ray.report.figures.selection import Band, Selection, records_of
+from trishul_ray.report.figures.selection import Band, Selection
 from trishul_ray.report.figures.style import (
     GREY,
     INK,
@@ -137,7 +137,7 @@ def _by_round(
     """Return seconds by the labels of ``run_axes``, and the round."""
     found = {}
     for cell in cells:
-        timed = [record for record in records_of(cell) if "client_seconds" in record]
+        timed = [record for record in cell.records if "client_seconds" in record]
         for record in timed[1:] or timed:
             found[cell.labels_of(run_axes), record["round"]] = float(record["client_seconds"])
     return found

@@ -205,14 +205,6 @@ class Selection:
         ]
 
 
-def records_of(cell: CellOutcome) -> list[dict[str, Any]]:
-    """Return the rows of a finished cell's metrics; none if the file was deleted since."""
-    try:
-        return cell.records
-    except FileNotFoundError:
-        return []
-
-
 def number_of(cell: CellOutcome, field: str) -> float | None:
     """Return a numeric field of a cell's experiment, such as ``method.lam``; None without it.
 
