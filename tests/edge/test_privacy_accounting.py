@@ -89,7 +89,7 @@ def test_poisson_epsilon_lies_below_the_renyi_bound_and_is_stable(
     ],
 )
 def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
-    """Its PRV accountant composes by Fourier transforms, and adds its bound of 0.01 on its error."""
+    """Its PRV accountant composes by Fourier transforms, and adds a bound on its error, 0.01."""
     delta = PrivacyConfig(noise=z).delta_for(population)
     theirs = PRVAccountant()
     theirs.history = [(z, cohort / population, rounds)]
