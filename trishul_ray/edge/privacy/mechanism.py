@@ -271,12 +271,11 @@ class Mechanism:
             f"{rounds} rounds, accounted for {release.cohorts} ({how}), noise multiplier "
             f"z = {release.noise:g}",
             f"privacy: signal-to-noise ratio of a round {self.signal_to_noise:.2g} at most, "
-            f"{name} / (z sqrt P) with {release.cohort:,} clients and P = {p:,}",
-            f"privacy: clip norm {self.first_norm:.4g}"
+            f"{name} / (z sqrt P) with {release.cohort:,} clients and P = {p:,}; "
+            f"clip norm {self.first_norm:.4g}"
             + (" at the start" if self.options.adaptive else "")
-            + (", lr sqrt(local_steps P)" if self.options.clip == "auto" else ""),
-            f"privacy: {SIMULATION}; training losses, scores by client and diagnostics "
-            "are outside the guarantee",
+            + (", lr sqrt(local_steps P)" if self.options.clip == "auto" else "")
+            + f"; {SIMULATION}",
         ]
         if self.options.canaries:
             lines.append(
