@@ -25,6 +25,9 @@ from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
 
+#: Name of the trainables of private heads.
+PRIVATE_CORE = "private_core"
+
 
 @dataclass(frozen=True)
 class MultiHead(LayerAdapter):
@@ -37,6 +40,7 @@ class MultiHead(LayerAdapter):
         sigma: standard deviation of the entries for ``rv_random_normal``.
         overflow: what to do where h r exceeds the width: raise, or draw independent bases.
         train_scale: train the scalars s_i instead of keeping them at 1.
+        private: how many of the heads, the last ones, are tensors of their own, without scalars.
     """
 
     heads: int
@@ -45,6 +49,7 @@ class MultiHead(LayerAdapter):
     sigma: float | None = None
     overflow: Overflow = "error"
     train_scale: bool = True
+    private: int = 0
 
     def __post_init__(self) -> None:
         if self.heads < 0:
@@ -53,12 +58,18 @@ class MultiHead(LayerAdapter):
             raise InputError(f"rank={self.rank}: must be at least 1")
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-        """Return ``core`` [h, r, r] and, if trained, ``scale`` [h]; nothing for h = 0."""
+        """Return ``core`` [h, r, r] and, if trained, ``scale`` [h]; nothing for h = 0.
+
+        The k private heads are not among them, but in ``private_core`` [k, r, r].
+        """
         if self.heads == 0:
             return {}
-        shapes: dict[str, tuple[int, ...]] = {"core": (self.heads, self.rank, self.rank)}
+        shared = self.heads - self.private
+        shapes: dict[str, tuple[int, ...]] = {"core": (shared, self.rank, self.rank)}
         if self.train_scale:
-            shapes["scale"] = (self.heads,)
+            shapes["scale"] = (shared,)
+        if self.private:
+            shapes[PRIVATE_CORE] = (self.private, self.rank, self.rank)
         return shapes
 
     def constants(
@@ -85,13 +96,14 @@ class MultiHead(LayerAdapter):
 
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
         """Return H = 0 and s = 1: the layer starts as the pretrained one."""
-        values = {"core": torch.zeros, "scale": torch.ones}
-        return {name: values[name](shape) for name, shape in self.shapes(spec).items()}
+        shapes = self.shapes(spec).items()
+        return {n: (torch.ones if n == "scale" else torch.zeros)(shape) for n, shape in shapes}
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return P_i = s_i H_i, [h, r, r]."""
-        scale = params.get("scale")
-        return params["core"] if scale is None else scale[:, None, None] * params["core"]
+        scale, private = params.get("scale"), params.get(PRIVATE_CORE)
+        product = params["core"] if scale is None else scale[:, None, None] * params["core"]
+        return product if private is None else torch.cat([product, private])
 
     def forward(
         self,
@@ -152,7 +164,7 @@ class MultiHead(LayerAdapter):
 
     def num_scalars(self, spec: LayerSpec) -> int:
         """Return h if the scalars are trained, else 0."""
-        return self.heads if self.train_scale else 0
+        return self.heads - self.private if self.train_scale else 0
 
 
 class Routes(NamedTuple):

@@ -146,11 +146,17 @@ class Experiment(Section):
                 f"federation.clients_per_round={fed.clients_per_round} exceeds "
                 f"federation.clients={fed.clients}"
             )
-        if fed.compute != "full" and not method_class(self.method.name).takes_limits:
+        if fed.compute != "full" and not build_method(self.method).takes_limits:
             supported = [name for name in method_names() if method_class(name).takes_limits]
             raise ValueError(
                 f"federation.compute={fed.compute!r} needs a method that supports limited clients "
-                f"({', '.join(supported)}), not method={self.method.name!r}"
+                f"({', '.join(supported)}), not {self._method_as_set()}"
+            )
+        private = getattr(self.method, "private_heads", 0)
+        if private >= self.adapter.heads:
+            raise ValueError(
+                f"method.private_heads={private} must be below adapter.heads={self.adapter.heads}: "
+                "the others are shared"
             )
         if self.evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
             raise ValueError(

@@ -251,7 +251,7 @@ class Method:
     #: Train every parameter of the backbone itself (full fine-tuning).
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
-    takes_limits: ClassVar[bool] = False
+    takes_limits: bool = False
     #: Whether the server moves the model beyond the clients' mean (momentum, a correction). If not,
     #: training with one client is central training, which the tests of all methods check.
     moves_beyond_mean: ClassVar[bool] = False
@@ -259,7 +259,7 @@ class Method:
     #: :meth:`upload` keeps and :meth:`start` restores from ``run.client_state``. The metrics are
     #: then those of the global model, without such a part; with ``evaluation.per_client`` every
     #: client's own model is scored as well (``personal_mean``).
-    personal: ClassVar[bool] = False
+    personal: bool = False
     #: Whether the next state is a function of the mean of what clients upload, with weights by
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
     #: changes (codecs, privacy, server optimizers) needs it, and refuses other methods. A subclass

@@ -9,6 +9,10 @@ averages each core head over the clients that trained it and resets s_i to 1. Ev
 same number of core heads. The paper's headline runs draw bases from an unnormalized Gaussian whose
 scale is not published; the default here is ``random_normal`` (one QR per core head).
 ``adapter.init`` selects others (``rv_random_normal`` with ``adapter.sigma`` is the paper's).
+
+With ``method.private_heads`` a client keeps its last k core heads of each matrix: they are never
+sent, and are no part of the global model. Where bases are orthogonal, so are what is shared and
+what is private, as matrices. This is no part of the paper.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pydantic import Field
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import FIELDS_READ, core_rank
 from trishul_ray.methods.base import (
@@ -57,6 +62,12 @@ class RavanConfig(MethodConfig):
         description="core heads a limited client trains, chosen each round: at random, those of "
         "largest norm, or those of largest gradient on one mini-batch; ties are broken at random",
     )
+    private_heads: int = in_id_if_set(
+        0,
+        "core heads of each matrix that stay with the client: trained in each of its rounds, never "
+        "sent; a matrix of no more heads shares one",
+        ge=0,
+    )
 
 
 @register("ravan")
@@ -73,6 +84,11 @@ class Ravan(Method):
     takes_limits = True
     #: Basis initialization if the experiment does not set ``adapter.init``.
     default_init: ClassVar[BasisInit] = "random_normal"
+
+    def __init__(self, config: RavanConfig) -> None:
+        super().__init__(config)
+        self.personal = config.private_heads > 0
+        self.takes_limits = not self.personal
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, by transformer block.
@@ -107,17 +123,21 @@ class Ravan(Method):
                 # With "cap" the allocation is already limited to the width.
                 overflow="error" if options.overflow == "cap" else "independent",
                 train_scale=self.config.scalars == "trainable",
+                private=max(0, min(self.config.private_heads, heads[layer.block] - 1)),
             )
             for layer in site.layers
         }
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
         """Return the cores and the classification head; the server resets scalars to 1."""
-        return tuple(entry.name for entry in layout.entries if entry.kind != "scale")
+        return tuple(e.name for e in layout.entries if e.kind in ("core", "classifier"))
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the cores of the broadcast, scalars of 1, and choose this round's core heads."""
+        """Take the cores of the broadcast and the client's own; choose this round's core heads."""
         super().start(run, initial)
+        views = run.layout.views(run.vector)
+        for name, kept in run.client_state.items():
+            views[name].copy_(kept)
         if run.training and min(self.config.head_fraction, run.capacity) < 1.0:
             run.active = self._choose(run)
 
@@ -180,4 +200,5 @@ class Ravan(Method):
             if entry.kind == "scale":
                 core = views[entry.name.removesuffix("scale") + "core"]  # [h, r, r]
                 core *= views[entry.name][:, None, None]
-        return State(self.pack(run.layout, vector)), {}
+        kept = {e.name: views[e.name].clone() for e in run.layout.entries if e.kind == "adapter"}
+        return State(self.pack(run.layout, vector)), kept

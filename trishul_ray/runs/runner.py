@@ -37,7 +37,7 @@ from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
-from trishul_ray.methods.base import method_class
+from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.plugins import find_plugin
@@ -211,7 +211,7 @@ def learning_rate_line(experiment: Experiment) -> str:
 def personal_line(experiment: Experiment) -> str | None:
     """Return a warning if no metric of a run will be of the models that its clients keep."""
     name = experiment.method.name
-    if experiment.evaluation.per_client or not method_class(name).personal:
+    if experiment.evaluation.per_client or not build_method(experiment.method).personal:
         return None
     return (
         f"warning: method={name} leaves a part of the model with each client: the metrics are of "
@@ -449,7 +449,7 @@ def central_twin(experiment: Experiment) -> Experiment:
         InputError: Its method leaves a part of the model with the clients, so that the global model
             is not what a client has trained.
     """
-    if method_class(experiment.method.name).personal:
+    if build_method(experiment.method).personal:
         raise InputError(
             f"--central: method={experiment.method.name!r} leaves a part of the model with each "
             "client; compare with --central of fedit"

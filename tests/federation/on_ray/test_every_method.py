@@ -41,16 +41,19 @@ EDGE = {
 }
 RUNS = [(name, "plain") for name in method_names()]
 RUNS += [(name, edge) for name in BY_MEAN for edge in EDGE if edge != "plain"]
+#: Core heads that stay with the clients, which all have to train.
+PRIVATE_HEADS = ["method.private_heads=2", "evaluation.per_client=true"]
+RUNS += [("ravan", "with private heads"), ("trishul", "with private heads")]
 
 
 @pytest.mark.parametrize(("name", "edge"), RUNS)
 def test_actors_a_kill_and_a_resume_change_nothing(
     name, edge, two_actors, small, inline_result, assert_same, drive_to_end
 ):
-    overrides = [f"method={name}", *STATEFUL.get(name, []), *EDGE[edge]]
+    overrides = [f"method={name}", *STATEFUL.get(name, []), *EDGE.get(edge, PRIVATE_HEADS)]
     if edge == "private" and name in ("fedsb", "ravan", "trishul"):  # those with cores
         overrides += ["privacy.denoise=shrink"]
-    if method_class(name).takes_limits:
+    if method_class(name).takes_limits and edge in EDGE:
         overrides.append("federation.compute=uniform")
     # All three clients take part in every round, so that kept state is used.
     overrides += ["federation.clients=3", "resources.cpus_per_actor=0.5"]

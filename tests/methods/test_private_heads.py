@@ -1,0 +1,154 @@
+"""Core heads that stay with their clients (``method.private_heads``)."""
+
+import numpy as np
+import pytest
+import torch
+from method_runs import Recording, initial_state, run, same_run, server_of
+from pydantic import ValidationError
+
+from trishul_ray.adapters.model import Trained
+from trishul_ray.adapters.multihead import PRIVATE_CORE
+from trishul_ray.federation.checkpoint import arrays_digest, state_digest
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import TrainJob
+from trishul_ray.federation.workbench import global_model
+
+METHODS = ["ravan", "trishul"]
+
+
+def is_private(name):
+    return name.endswith(PRIVATE_CORE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_private_heads_are_kept_and_never_sent(executor, tmp_path, method):
+    words = [f"method={method}", "method.private_heads=2", "evaluation.per_client=true"]
+    recording = Recording(executor(*words))
+    server = run(recording, tmp_path)
+    layout, wire = server.blueprint.layout, server.blueprint.wire
+    private = [entry for entry in layout.entries if is_private(entry.name)]
+    assert private and not [name for name in wire if is_private(name)]
+    adapters = recording.inner.bench.model.adapters
+    for entry in private:
+        layer = entry.name.removesuffix(f".{PRIVATE_CORE}")
+        h = adapters[layer].heads
+        assert entry.shape[0] == min(2, h - 1)
+        assert layout.entry(f"{layer}.core").shape[0] == h - entry.shape[0] >= 1
+    sent = server.blueprint.expected.lengths["shared"]
+    scalars = sum(e.numel for e in layout.entries if e.kind == "scale")
+    assert sent + scalars + sum(e.numel for e in private) == layout.size
+    for upload in recording.uploads:
+        assert upload.arrays.shared.shape == (sent,) and not upload.arrays.extra
+    assert all(r.uploaded_parameters == 3 * sent for r in server.checkpoint.records[1:])
+    kept = server.checkpoint.client_states
+    sampled = {c for record in server.checkpoint.records for c in record.clients}
+    assert kept.keys() == sampled and len({arrays_digest(s) for s in kept.values()}) == len(kept)
+    for state in kept.values():
+        assert {*state} == {entry.name for entry in private}
+        assert all(np.abs(array).max() > 0 for array in state.values())
+    last = server.checkpoint.records[-1]
+    assert last.personal != last.per_client
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_path, method):
+    inline = executor(f"method={method}", "method.private_heads=1")
+    server = run(inline, tmp_path)
+    bench, broadcast = inline.bench, server.broadcast()
+    of_all = global_model(bench, broadcast, 2)
+    layout = bench.model.layout
+    for state in server.checkpoint.client_states.values():
+        zeros = {name: np.zeros_like(array) for name, array in state.items()}
+        assert torch.equal(global_model(bench, broadcast, 2, zeros).vector, of_all.vector)
+        own = layout.views(global_model(bench, broadcast, 2, state).vector)
+        for name, view in layout.views(of_all.vector).items():
+            assert torch.equal(view, torch.zeros_like(view) if is_private(name) else own[name])
+
+
+def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
+    inline = executor("method=trishul", "method.private_heads=2")
+    server = run(inline, tmp_path)
+    bench, layout = inline.bench, inline.bench.model.layout
+    for state in server.checkpoint.client_states.values():
+        vector = global_model(bench, server.broadcast(), 2, state).vector
+
+        def without(drops, vector=vector):
+            part = vector.clone()
+            for name, view in layout.views(part).items():
+                if drops(name):
+                    view.zero_()
+            return bench.model.deltas(Trained(part))
+
+        shared, private = without(is_private), without(lambda name: name.endswith(".core"))
+        for layer, whole in bench.model.deltas(Trained(vector)).items():
+            one, other = shared[layer], private[layer]
+            torch.testing.assert_close(one + other, whole, atol=1e-12, rtol=1e-6)
+            size = float(one.norm() * other.norm())
+            assert abs(float((one * other).sum())) <= 1e-5 * size
+            assert float(one.norm() ** 2 + other.norm() ** 2) == pytest.approx(
+                float(whole.norm() ** 2), rel=1e-5
+            )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_first_round_trains_the_same_model_whether_heads_are_private_or_not(executor, method):
+    found = []
+    for private in (0, 2):
+        fixed = ["method.scalars=fixed", *["method.lam=0"] * (method == "trishul")]
+        inline = executor(f"method={method}", f"method.private_heads={private}", *fixed)
+        bench, before = inline.bench, initial_state(inline)
+        upload, report = train_client(bench, before, TrainJob(1, 0))
+        assert bool(report.state) == bool(private)
+        found.append(bench.model.deltas(global_model(bench, upload.arrays, 1, report.state)))
+    for layer, delta in found[0].items():
+        assert delta.abs().max() > 0
+        torch.testing.assert_close(found[1][layer], delta, atol=0, rtol=1e-6)
+
+
+def test_no_private_heads_change_nothing(executor, tmp_path, small):
+    same_run(executor, tmp_path, ["method.private_heads=0"], [])
+    assert small("method.private_heads=0").id == small().id != small("method.private_heads=1").id
+
+
+def test_stop_and_resume_changes_nothing(executor, tmp_path):
+    words = ["method.private_heads=2", "federation.rounds=3", "evaluation.per_client=true"]
+    inline = executor(*words)
+    whole = run(inline, tmp_path, "whole").checkpoint
+    server_of(inline, tmp_path, "parts").step()
+    server_of(inline, tmp_path, "parts").step()
+    parts = run(inline, tmp_path, "parts").checkpoint
+    assert state_digest(parts.state) == state_digest(whole.state)
+    assert parts.client_states.keys() == whole.client_states.keys()
+    for client, state in whole.client_states.items():
+        assert arrays_digest(parts.client_states[client]) == arrays_digest(state)
+    assert parts.records[-1].personal == whole.records[-1].personal
+
+
+def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tmp_path):
+    words = ["method.private_heads=2", "privacy.sampling=fixed", "privacy.noise=1"]
+    noisy = server_of(executor(*words), tmp_path)
+    plain = server_of(executor(words[0]), tmp_path)
+    assert noisy.private.numbers == noisy.blueprint.expected.lengths["shared"]
+    noisy.step()
+    plain.step()
+    kept = plain.checkpoint.client_states
+    assert kept and noisy.checkpoint.client_states.keys() == kept.keys()
+    for client, state in kept.items():
+        assert arrays_digest(noisy.checkpoint.client_states[client]) == arrays_digest(state)
+    assert state_digest(noisy.checkpoint.state) != state_digest(plain.checkpoint.state)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method.private_heads=4"], "private_heads=4 must be below adapter.heads=4"),
+        (["method.private_heads=-1"], "greater than or equal to 0"),
+        (
+            ["method.private_heads=1", "federation.compute=uniform"],
+            "not method='trishul' method.private_heads=1",
+        ),
+    ],
+)
+def test_what_is_refused(small, words, message):
+    with pytest.raises((ValidationError, ValueError), match=message):
+        small(*words)
