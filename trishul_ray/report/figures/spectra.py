@@ -44,9 +44,10 @@ def _spectrum(values: NDArray[np.float64]) -> Spectrum:
 
 @dataclass(frozen=True)
 class Prox:
-    """Singular values of a series' cores before and after the prox with a threshold τ, mostly λη.
+    """Singular values of a series' cores before and after the prox with a threshold τ.
 
-    ``removed`` is their difference in units of the threshold, ``zeroed`` the share of zeros after.
+    By the rule ``fixed``, τ is λη. ``removed`` is their difference in units of the threshold,
+    ``zeroed`` the share of zeros after.
     """
 
     series: str
@@ -98,7 +99,7 @@ class SpectraData:
         drawn: list[tuple[str, str, Spectrum]] = []
         if prox := self.prox:
             spectra = {"before the prox": prox.before, "after the prox": prox.after}
-            spectra |= {"removed, in λη": prox.removed}
+            spectra |= {"removed, in τ": prox.removed}
             drawn = [(what, prox.series, spectrum) for what, spectrum in spectra.items()]
         drawn += [("uploaded", each.series, each.values) for each in self.uploaded]
         drawn += [("energy in the tail", each.series, each.tail) for each in self.uploaded]
@@ -198,10 +199,10 @@ def draw_spectra(data: SpectraData, note: Sequence[str]) -> Figure:
         floor = min(_floor([prox.before]), prox.threshold / 2 or math.inf)
         drawn = (("before", prox.before, _BEFORE), ("after", prox.after, _AFTER))
         ends[left] = [_draw(left, s, style, floor, name) for name, s, style in drawn]
-        ends[left].append(("threshold λη", len(prox.before) + 0.5, prox.threshold, GREY))
+        ends[left].append(("threshold τ", len(prox.before) + 0.5, prox.threshold, GREY))
         _finish(left, prox.before, f"{prox.series}: {prox.zeroed:.1%} zero after the prox")
         _draw(right, prox.removed, _AFTER, -math.inf, "")
-        y_label = f"before − after, in λη = {prox.threshold:.2g}"
+        y_label = f"before − after, in τ = {prox.threshold:.2g}"
         _finish(right, prox.removed, "removed by the prox", y_label)
         right.set_yscale("linear")
         right.set_ylim(0, 1.15)
