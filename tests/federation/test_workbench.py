@@ -43,7 +43,7 @@ def test_every_seed_has_the_counts_of_the_profile(profile, clients, expected):
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4).filter(any), st.integers(1, 300))
 def test_counts_are_the_proportions_to_less_than_one_client(parts, clients):
-    shares = [part / sum(parts) for part in parts]
+    shares = tuple(part / sum(parts) for part in parts)
     for count, share in zip(counts("custom", clients, shares), shares, strict=True):
         assert abs(count - clients * share) < 1 + 1e-9
         assert count == 0 or share > 0

@@ -73,6 +73,15 @@ def test_plain_lines_one_a_round_with_accuracy_seconds_and_time_left(clock):
     ]
 
 
+def test_a_simulated_clock_is_shown_beside_the_real_one(clock):
+    console = plain()
+    with RunProgress(2, console) as progress:
+        progress.advance(1, {"simulated_seconds": 90.0, "seconds": 1})
+        progress.advance(2, {"simulated_seconds": 5400.0, "seconds": 1})
+    assert lines(console)[0] == "round 1/2  1 min 30 s simulated  1.0 s  1.0 s left"
+    assert lines(console)[1] == "round 2/2  1 h 30 min simulated  1.0 s  done"
+
+
 def test_round_zero_is_the_untouched_backbone_and_no_round_of_training(clock):
     console = plain()
     with RunProgress(3, console) as progress:

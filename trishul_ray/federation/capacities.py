@@ -1,7 +1,7 @@
 """How much of the budget each client can train."""
 
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -10,9 +10,10 @@ from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
 
 
+@lru_cache(maxsize=4)  # asked for by every client of every round
 def capacities(
-    profile: str, seed: int, clients: int, shares: Sequence[float] | None = None
-) -> list[float]:
+    profile: str, seed: int, clients: int, shares: tuple[float, ...] | None = None
+) -> tuple[float, ...]:
     """Return the share of the full budget that each client can train, of :data:`COMPUTE_LEVELS`.
 
     As many clients have a level as its proportion says, rounded by largest remainders (of equal
@@ -26,5 +27,4 @@ def capacities(
     for level in by_remainder[: clients - sum(counts)]:
         counts[level] += 1
     levels = np.repeat(COMPUTE_LEVELS, counts)
-    drawn: list[float] = numpy_rng(seed, "capacities").permutation(levels).tolist()
-    return drawn
+    return tuple(numpy_rng(seed, "capacities").permutation(levels).tolist())

@@ -107,6 +107,7 @@ class RunProgress:
         self._notebook = _Notebook() if notebook else None
         self._last_line = ""
         self._uploaded = 0.0
+        self._simulated = 0.0
         self._latest: dict[str, float] = {}
         self._recent_seconds: deque[float] = deque(maxlen=10)
         self._previous = time.monotonic()
@@ -145,9 +146,9 @@ class RunProgress:
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
         """Show a finished round; round 0 is the evaluation of the untouched backbone.
 
-        Of its record are shown the headline (a share in [0, 1]), ``loss``, ``uploaded_parameters``
-        and ``seconds``. In a round without evaluation, a terminal keeps showing the previous
-        metrics; plain lines do not repeat them.
+        Of its record are shown the headline (a share in [0, 1]), ``loss``, ``uploaded_parameters``,
+        ``simulated_seconds`` (of all rounds so far) and ``seconds``. In a round without evaluation,
+        a terminal keeps showing the previous metrics; plain lines do not repeat them.
         """
         now = time.monotonic()
         seconds = float(metrics.get("seconds", now - self._previous))
@@ -156,6 +157,7 @@ class RunProgress:
             self._recent_seconds.append(seconds)
         self._latest |= {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
         self._uploaded += float(metrics.get("uploaded_parameters", 0.0))
+        self._simulated = float(metrics.get("simulated_seconds", self._simulated))
         eta = "done" if round_ >= self._total else ""
         if self._recent_seconds and not eta:
             # Not from the clock: a resumed run reports its old rounds all at once.
@@ -216,6 +218,8 @@ class RunProgress:
             parts.append(f"loss {values['loss']:.4g}")
         if self._uploaded:
             parts.append(f"{format_count(self._uploaded)} up")
+        if self._simulated:
+            parts.append(f"{format_duration(self._simulated)} simulated")
         return "  ".join(parts)
 
     def _print(self, text: str, *, passing: bool = False) -> None:
