@@ -17,6 +17,7 @@ from trishul_ray.runs import prediction
 from trishul_ray.runs.export import TrainedRun, load_trained, name_classes
 from trishul_ray.runs.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.storage import Store
+from trishul_ray.theory import Check, run_checks
 
 
 class Result:
@@ -117,6 +118,10 @@ class Result:
                 "dataset with the same evaluation.limit"
             )
         return compare_scores(first.to_numpy(), second.to_numpy())
+
+    def theory(self) -> list[Check]:
+        """Return the paper's bounds beside this run's numbers; empty without core heads."""
+        return run_checks(RunSummary.read(self._home), self._home)
 
     @property
     def adapter_path(self) -> str | None:

@@ -57,6 +57,7 @@ for command in (
     run.run,
     run.export,
     run.compare,
+    run.theory,
     sweeps.table,
     sweeps.sweep,
     sweeps.rates,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
     from trishul_ray.runs.summary import RunSummary
+    from trishul_ray.theory import Check
 
 #: Clients that :func:`client_sentence` names.
 MAX_NAMED = 8
@@ -94,6 +95,34 @@ def heads_table(blocks: Mapping[str, tuple[float, int]]) -> Table:
     )
     for name, (norm, heads) in blocks.items():
         table.add_row(name, f"{norm:.4g}", str(heads))
+    return table
+
+
+def checks_table(checks: "Sequence[Check]") -> Table:
+    """List statements of the paper, measured beside bound, and whether they hold."""
+    table = Table(
+        "statement",
+        "setting",
+        Column("measured", justify="right"),
+        "",
+        Column("bound", justify="right"),
+        Column("ratio", justify="right"),
+        "holds",
+        "note",
+    )
+    statement = ""
+    for check in checks:
+        table.add_row(
+            "" if check.statement == statement else check.statement,
+            check.setting,
+            f"{check.measured:.4g}",
+            check.relation,
+            f"{check.bound:.4g}",
+            f"{check.ratio:.3g}" if check.bound else "",
+            "yes" if check.holds else "no",
+            check.note,
+        )
+        statement = check.statement
     return table
 
 

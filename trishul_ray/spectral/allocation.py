@@ -121,6 +121,40 @@ def uniform(layers: int, total: int, caps: Sequence[int] | None = None) -> list[
     return round_to_total(water_fill([1.0] * layers, total, caps), total, caps)
 
 
+def utility(scores: Sequence[float], heads: Sequence[float]) -> float:
+    """Return ``sum_l a_l log(1 + h_l)`` (TRISHUL, eq. waterfill_opt)."""
+    return math.fsum(a * math.log1p(h) for a, h in zip(scores, heads, strict=True))
+
+
+def best_integers(scores: Sequence[float], total: int) -> list[int]:
+    """Return integers that sum to ``total`` and have the largest :func:`utility`.
+
+    By dynamic programming over layers, in ``O(layers * total^2)``: exact, and the reference for
+    :func:`round_to_total`, which is not always the best. Of equal allocations, later layers have
+    the fewest heads.
+
+    Raises:
+        InputError: ``scores`` is empty or ``total`` is negative.
+    """
+    _check_total(total)
+    if not scores:
+        raise InputError("scores are empty: at least one layer is needed")
+    best = [0.0] + [-math.inf] * total
+    chosen: list[list[int]] = []
+    for score in scores:
+        gains = [score * math.log1p(heads) for heads in range(total + 1)]
+        reached = [
+            max((best[count - heads] + gains[heads], -heads) for heads in range(count + 1))
+            for count in range(total + 1)
+        ]
+        best = [value for value, _ in reached]
+        chosen.append([-heads for _, heads in reached])
+    heads: list[int] = []
+    for picks in reversed(chosen):
+        heads.append(picks[total - sum(heads)])
+    return heads[::-1]
+
+
 def _check_total(total: float) -> None:
     if not (math.isfinite(total) and total >= 0):
         raise InputError(f"total={total} heads must be finite and at least 0")
