@@ -1,10 +1,12 @@
 """The identity of an experiment: what can change its numbers, and nothing else."""
 
+import pickle
+
 import pytest
 from pydantic import ValidationError
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.experiment import EDGE_SECTIONS
+from trishul_ray.experiment.experiment import EDGE_SECTIONS, may_identify
 from trishul_ray.experiment.loading import field_names, load_experiment
 
 OUTSIDE_ID = [
@@ -43,11 +45,13 @@ IN_ID = [
 @pytest.mark.parametrize("override", OUTSIDE_ID)
 def test_fields_outside_the_id_keep_it(override):
     assert load_experiment(None, [override]).id == load_experiment().id
+    assert not may_identify(override.partition("=")[0])
 
 
 @pytest.mark.parametrize("override", IN_ID)
 def test_fields_that_can_change_a_number_change_the_id(override):
     assert load_experiment(None, [override]).id != load_experiment().id
+    assert may_identify(override.partition("=")[0])
 
 
 def test_every_field_is_described_and_in_the_id_or_not():
@@ -97,3 +101,13 @@ def test_a_short_model_name_gives_the_same_id_as_the_full_name(short, full):
         load_experiment(None, [f"model={full}"]),
     )
     assert one.model.name == full and one.id == other.id
+
+
+def test_a_copy_has_the_id_of_its_own_fields():
+    first = load_experiment(None, ["seed=1"])
+    assert first.id == load_experiment(None, ["seed=1"]).id
+    other = first.model_copy(update={"seed": 2})
+    assert other.id == load_experiment(None, ["seed=2"]).id != first.id
+    assert first.model_copy() == first and first.model_copy().id == first.id
+    assert pickle.loads(pickle.dumps(first)).id == first.id
+    assert "id" not in first.to_dict()

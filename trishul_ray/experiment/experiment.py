@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -253,11 +254,15 @@ class Experiment(Section):
                 del kept["budget"]
         return kept
 
-    @property
+    @cached_property
     def id(self) -> str:
         """The hash of :meth:`identity` and the numerics version, as 12 hex digits."""
-        text = json.dumps({"numerics": NUMERICS, **self.identity()}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+        return id_of(self.identity())
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied.__dict__.pop("id", None)  # that of the fields before
+        return copied
 
     @property
     def scored_rounds(self) -> frozenset[int]:
@@ -304,17 +309,45 @@ def _received(fields: dict[str, Any]) -> Experiment:
     return Experiment.model_validate(fields)
 
 
+def id_of(identity: Mapping[str, Any]) -> str:
+    """Return the id of an experiment with this identity."""
+    text = json.dumps({"numerics": NUMERICS, **identity}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+
+
+@cache
+def _identifying(section: type[BaseModel]) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, way and default of each field that is, or may be, part of an identity."""
+    found = []
+    for name, field in section.model_fields.items():
+        extra = field.json_schema_extra
+        how = extra.get("identity") if isinstance(extra, dict) else None
+        if how is not False:
+            found.append((name, how, field.default))
+    return tuple(found)
+
+
+def may_identify(field: str) -> bool:
+    """Return whether a field, by its dotted name, can be part of an experiment's id at all."""
+    section: Any = Experiment
+    for name in field.split("."):
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            break  # a method or task knows its own
+        if name in section.model_fields and name not in {n for n, _, _ in _identifying(section)}:
+            return False
+        info = section.model_fields.get(name)
+        section = info.annotation if info is not None else None
+    return True
+
+
 def _identity_of(section: BaseModel) -> dict[str, Any]:
     kept: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("identity") is False:
-            continue
+    for name, how, default in _identifying(type(section)):
         value = getattr(section, name)
-        if isinstance(extra, dict) and extra.get("identity") == "if set" and value == field.default:
+        if how == "if set" and value == default:
             continue
-        if isinstance(extra, dict) and extra.get("identity") == "default":
-            value = field.default
+        if how == "default":
+            value = default
         if isinstance(value, BaseModel):
             nested = _identity_of(value)
             if nested:

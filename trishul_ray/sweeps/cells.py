@@ -20,6 +20,7 @@ from trishul_ray.data.dataset import RowSet
 from trishul_ray.data.prepare import find_source
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.report.figures import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
@@ -382,7 +383,7 @@ def _build(
         overrides=tuple(
             f"{field}={plain(value)}"
             for field, value in overrides.items()
-            if any(_in_id(field, cell.experiment) for cell in cells)
+            if may_identify(field) and any(_in_id(field, cell.experiment) for cell in cells)
         ),
         search_place=file.place("search", "kind"),
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
@@ -202,10 +203,8 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
     try:
         summary = RunSummary.read(home)
         sources = summary.sources
-        theirs, ours = (
-            json.dumps(x, sort_keys=True) for x in (summary.identity, experiment.identity())
-        )
-        if theirs != ours or summary.versions["numerics"] != str(NUMERICS):
+        same = id_of(summary.identity) == experiment.id
+        if not same or summary.versions["numerics"] != str(NUMERICS):
             reason = f"{home.place('result.json')} is that of another experiment"
             return CellState("stale", f"{reason}; {failure}" if failure else reason)
         for name, fault in summary.damaged_files(home, NUMBERS).items():
