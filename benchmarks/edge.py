@@ -56,6 +56,7 @@ def main() -> None:
     add("--times", type=int, default=7, help="encodings of each codec")
     add("--rounds", type=int, default=6, help="rounds with each section")
     add("--local-steps", type=int, default=10, help="fewer steps: a larger share for the rest")
+    add("--sections", nargs="+", help="parts of the names of sections: those alone", default=[""])
     options = parser.parse_args()
     report = Report("edge", options)
     torch.set_num_threads(1)
@@ -109,7 +110,8 @@ def codecs(options: argparse.Namespace) -> Section:
 
 def rounds(options: argparse.Namespace) -> Section:
     """Rounds with each section right after rounds without."""
-    variants = {"none": ([], None), **SECTIONS}
+    asked = {k: v for k, v in SECTIONS.items() if any(part in k for part in options.sections)}
+    variants = {"none": ([], None), **asked}
     seconds: dict[str, list[float]] = {label: [] for label in variants}
     with tempfile.TemporaryDirectory() as folder:
         shared = [
