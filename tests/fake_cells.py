@@ -224,6 +224,7 @@ CASES = {
     "alpha_diagnostics": (by_alpha, {}),
     "waterfilling": (by_allocation, {}),
     "waterfilling_layerwise": (by_allocation, {}),
+    "heads": (by_allocation, {}),
     "cost": (by_method, {}),
     "cost_to_target": (by_method, {}),
     "privacy": (by_epsilon, {}),

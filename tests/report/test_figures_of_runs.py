@@ -18,7 +18,13 @@ from trishul_ray.report.figures.clients import (
 )
 from trishul_ray.report.figures.curves import diagnostics_of_run, draw_curves, metric_of_run
 from trishul_ray.report.figures.drawing import save_png
-from trishul_ray.report.figures.heads import draw_bars, heads_of_run, strip_common_parts
+from trishul_ray.report.figures.heads import (
+    draw_bars,
+    draw_rounds,
+    heads_of_run,
+    rounds_of_run,
+    strip_common_parts,
+)
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run, mean_over_rounds
 from trishul_ray.report.figures.selection import Band
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
@@ -103,6 +109,19 @@ def test_heads_and_squared_norms_of_each_block(tmp_path, blocks, pixels, has_col
     picture = pixels(save_png(draw_bars, data, tmp_path / "h.png"))
     assert has_colour(picture, "#0072B2")
     assert (picture < 30).all(axis=2).sum() > 100  # the norms are black
+
+
+@pytest.mark.parametrize("blocks", [1, 12, 100])
+def test_heads_of_each_block_in_each_round(tmp_path, blocks, pixels):
+    heads = {f"vit.encoder.layer.{i}": 4 for i in range(blocks)}
+    records = [{"round": number} for number in range(6)]
+    for record in records[4:]:
+        record["heads/vit.encoder.layer.0"] = 6
+    data = rounds_of_run("trishul", heads, records)
+    assert [row["value"] for row in data.rows()] == [4, 4, 4, 6, 6, *[4] * 5 * (blocks - 1)]
+    assert [row["round"] for row in data.rows()[:5]] == [1, 2, 3, 4, 5]
+    assert "4 to 6" in data.describe()
+    pixels(save_png(draw_rounds, data, tmp_path / "h.png"))
 
 
 def test_short_names_keep_what_differs():

@@ -1,5 +1,6 @@
 """Water-filling is optimal and exact; rounding keeps the total and the caps."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq, minimize
 
 from trishul_ray.errors import InputError
-from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
+from trishul_ray.spectral.allocation import reallocate, round_to_total, uniform, water_fill
 
 SCORES = st.lists(st.floats(-4, 4).map(lambda e: 10.0**e), min_size=1, max_size=30)
 
@@ -191,3 +192,60 @@ def test_uniform():
 def test_invalid_input_raises(call, message):
     with pytest.raises(InputError, match=message):
         call()
+
+
+@st.composite
+def exchanges(draw) -> tuple[list[float], list[int], list[int]]:
+    count = draw(st.integers(2, 5))
+    scores = [draw(st.floats(0.01, 100)) for _ in range(count)]
+    heads = [draw(st.integers(1, 4)) for _ in range(count)]
+    return scores, heads, [draw(st.integers(0, 3)) for _ in range(count)]
+
+
+def after_moves(heads, moves):
+    now = list(heads)
+    for giver, receiver in moves:
+        now[giver] -= 1
+        now[receiver] += 1
+    return now
+
+
+@settings(deadline=None, max_examples=200)
+@given(problem=exchanges())
+def test_moves_end_at_the_best_integers(problem):
+    scores, heads, spare = problem
+    now = after_moves(heads, reallocate(scores, heads, spare, [1] * len(heads), most=99))
+    ranges = [range(1, h + s + 1) for h, s in zip(heads, spare, strict=True)]
+    allowed = [h for h in itertools.product(*ranges) if sum(h) == sum(heads)]
+    best = max(utility(scores, each) for each in allowed)
+    assert utility(scores, now) == pytest.approx(best, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(problem=exchanges(), most=st.integers(1, 4), margin=st.floats(1.0, 1.5))
+def test_every_move_gains_keeps_the_budget_and_the_same_signal_moves_nothing_more(
+    problem, most, margin
+):
+    scores, heads, spare = problem
+    costs = [1 + i % 2 for i in range(len(heads))]
+    moves = reallocate(scores, heads, spare, costs, most, margin)
+    assert len(moves) <= most and all(costs[a] == costs[b] for a, b in moves)
+    now = after_moves(heads, moves)
+    assert min(now) >= 1
+    assert all(n <= h + s for n, h, s in zip(now, heads, spare, strict=True))
+    assert np.dot(costs, now) == np.dot(costs, heads)
+    assert not moves or utility(scores, now) > utility(scores, heads)
+    every = reallocate(scores, heads, spare, costs, 99, margin)
+    last = after_moves(heads, every)
+    left = [h + s - n for h, s, n in zip(heads, spare, last, strict=True)]
+    assert reallocate(scores, last, left, costs, 99, margin) == []
+
+
+def test_moves_by_hand():
+    # A gain of 3 log(3/2) beside a loss of log(3/2).
+    assert reallocate([3.0, 1.0], [1, 2], [1, 0], [1, 1], most=5) == [(1, 0)]
+    assert reallocate([3.0, 1.0], [1, 2], [1, 0], [1, 1], most=5, margin=2.99) == [(1, 0)]
+    assert reallocate([3.0, 1.0], [1, 2], [1, 0], [1, 1], most=5, margin=3.01) == []
+    assert reallocate([3.0, 1.0], [1, 1], [1, 0], [1, 1], most=5) == []  # the last head stays
+    assert reallocate([3.0, 1.0], [1, 2], [1, 0], [1, 2], most=5) == []  # another price
+    assert reallocate([0.0, 0.0], [2, 2], [1, 1], [1, 1], most=5) == []

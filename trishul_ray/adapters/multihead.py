@@ -41,6 +41,7 @@ class MultiHead(LayerAdapter):
         overflow: what to do where h r exceeds the width: raise, or draw independent bases.
         train_scale: train the scalars s_i instead of keeping them at 1.
         private: how many of the heads, the last ones, are tensors of their own, without scalars.
+        spare: how many of the heads are not trained at first; they are no part of the budget.
     """
 
     heads: int
@@ -50,6 +51,12 @@ class MultiHead(LayerAdapter):
     overflow: Overflow = "error"
     train_scale: bool = True
     private: int = 0
+    spare: int = 0
+
+    @property
+    def trained_heads(self) -> int:
+        """Number of heads that are trained at first; the budget is theirs."""
+        return self.heads - self.spare
 
     def __post_init__(self) -> None:
         if self.heads < 0:
@@ -139,9 +146,18 @@ class MultiHead(LayerAdapter):
     def lora_factors(
         self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return ``[B_1 s_1 H_1, ..., B_h s_h H_h]`` [d_out, h r] and A [h r, d_in], float64."""
+        """Return ``[B_1 s_1 H_1, ..., B_h s_h H_h]`` [d_out, h r] and A [h r, d_in], float64.
+
+        Where there are spare heads, those that are zero are left out.
+        """
         product = self.product({k: v.detach().double() for k, v in params.items()})
-        return mix_output(constants["basis_B"].double(), product).t(), constants["basis_A"].double()
+        basis_B, basis_A = constants["basis_B"].double(), constants["basis_A"].double()
+        if self.spare:  # a rank that only zeros use would be written for nothing
+            used = product.flatten(1).any(dim=1)
+            used[0] = True  # PEFT has no rank 0
+            entries = used.repeat_interleave(self.rank)
+            product, basis_B, basis_A = product[used], basis_B[:, entries], basis_A[entries]
+        return mix_output(basis_B, product).t(), basis_A
 
     def multiplications(
         self,
@@ -159,12 +175,12 @@ class MultiHead(LayerAdapter):
         return call.costs()[choose_routes(call, path, low_precision=low_precision)]
 
     def num_parameters(self, spec: LayerSpec) -> int:
-        """Return h r^2, the entries of the cores."""
-        return self.heads * self.rank**2
+        """Return h r^2, the entries of the cores that are trained at first."""
+        return self.trained_heads * self.rank**2
 
     def num_scalars(self, spec: LayerSpec) -> int:
         """Return h if the scalars are trained, else 0."""
-        return self.heads - self.private if self.train_scale else 0
+        return self.trained_heads - self.private if self.train_scale else 0
 
 
 class Routes(NamedTuple):

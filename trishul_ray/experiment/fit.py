@@ -166,7 +166,7 @@ def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int]]:
     return {
         block: (
             sum(site.squared_norms[layer.name] for layer in layers),
-            int(getattr(adapters[layers[0].name], "heads", 0)),
+            int(getattr(adapters[layers[0].name], "trained_heads", 0)),
         )
         for block, layers in site.blocks().items()
     }

@@ -131,11 +131,10 @@ class Server:
             self.events.append("no valid checkpoint is left: the run starts over")
         start = Checkpoint(experiment.id, attempt, 0, State(np.zeros(0)), records=[RoundRecord(0)])
         self.checkpoint = restored or start
-        # The clients that have taken part so far.
-        self._known = {client for record in self.checkpoint.records for client in record.clients}
-        self._known |= {
-            int(client) for record in self.checkpoint.records for client in record.missing
-        }
+        # The clients that have been asked so far, and the round in which they were last.
+        self._asked: dict[int, int] = {}
+        for record in self.checkpoint.records:
+            self._remember(record)
         self.blueprint = executor.describe(self.checkpoint.state.survey)
         if restored is None:
             with deterministic(experiment):
@@ -240,11 +239,20 @@ class Server:
                 began += time.perf_counter() - paused
                 record = self._aggregate(number, broadcast, outcome)
                 self._tick(asked, broadcast, outcome, record)
+                self._remember(record)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
                 now.records.append(record)
             self.checkpoints.save(now)
         return self._report([complete])
+
+    def _remember(self, record: RoundRecord) -> None:
+        self._asked |= dict.fromkeys([*record.clients, *map(int, record.missing)], record.round)
+
+    def _setup(self, broadcast: State, client: int) -> int:
+        """Return how many numbers a client downloads once in this round; see the method's."""
+        last = self._asked.get(client)
+        return self.method.setup_parameters(broadcast, self.blueprint.layout, last)
 
     def _coded(self, number: int, whole: ArrayState) -> CodedState | None:
         """Return what clients read of a round's broadcast; None if they read it as it is."""
@@ -292,7 +300,7 @@ class Server:
         layout, before = self.blueprint.layout, last.accepted_uploads
         down = 4 * self.method.download_parameters(tensors, layout, 0, before)
         down = down if coded is None else coded.size
-        traffic = Traffic(down, 4 * self.method.setup_parameters(tensors), up)
+        traffic = Traffic(down, 4 * self.method.setup_parameters(tensors, layout, None), up)
         chosen = None if self.private is None else self.cohort(number)
         return self.fleet.ask(number, clock, traffic, chosen)
 
@@ -308,21 +316,25 @@ class Server:
         def down(unsent: int) -> int:
             return method.download_parameters(tensors, layout, unsent, before)
 
-        size, setup = outcome.broadcast_bytes, method.setup_parameters(tensors)
-        new = asked.missing.keys() - self._known
-        self._known |= new
+        size, first = outcome.broadcast_bytes, method.setup_parameters(tensors, layout, None)
+        setup = sum(self._setup(tensors, client) for client in asked.missing)
         if record.downloaded_parameters is not None:
-            record.downloaded_parameters += asked.wasted * down(0) + len(new) * setup
+            record.downloaded_parameters += asked.wasted * down(0) + setup
         if record.downloaded_bytes is not None and size is not None:
-            record.downloaded_bytes += asked.wasted * size + 4 * len(new) * setup
+            record.downloaded_bytes += asked.wasted * size + 4 * setup
         record.missing = {str(client): fate for client, fate in asked.missing.items()}
-        first = ~np.isin(asked.clients, asked.state.past.client)
+        once = [
+            self._setup(tensors, client) if known else first
+            for client, known in zip(
+                asked.clients, np.isin(asked.clients, asked.state.past.client), strict=True
+            )
+        ]
         downs = [4 * down(r.unsent) if size is None else size for r in reports]
         ups = [4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes for r in reports]
         self.checkpoint.edge.clock, numbers = self.fleet.close(
             asked,
             number=record.round,
-            down_bytes=np.array(downs, dtype=np.float64) + 4 * setup * first,
+            down_bytes=np.array(downs, dtype=np.float64) + 4 * np.array(once, dtype=np.float64),
             up_bytes=np.array(ups, dtype=np.float64),
             loss=np.array([r.loss for r in reports]),
             squared=np.array([r.squared_loss for r in reports]),
@@ -469,7 +481,9 @@ class Server:
         singles: tuple[ClientUpload, ...] = ()
         if self.method.needs_uploads:
             singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
-        round_ = Round(number, count, fed.clients, torch.from_numpy(trained), singles)
+        round_ = Round(
+            number, count, fed.clients, torch.from_numpy(trained), singles, rounds=fed.rounds
+        )
         if self.edge.sends_changes:
             entries = np.repeat(trained, self.blueprint.expected.unit_sizes)
             mean = self.edge.move(now.state, mean, entries, now.edge)
@@ -536,8 +550,7 @@ class Server:
             self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
         )
-        setup = len(sent.keys() - self._known) * self.method.setup_parameters(tensors)
-        self._known |= sent.keys()
+        setup = sum(self._setup(tensors, client) for client in sent)
         size = outcome.broadcast_bytes
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(

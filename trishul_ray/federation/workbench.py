@@ -280,7 +280,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             "scalars": counts.scalars,
             "head": model.classifier_size,
         },
-        heads={block: int(a.heads) for block, a in adapters if hasattr(a, "heads")},
+        heads={b: int(a.trained_heads) for b, a in adapters if hasattr(a, "trained_heads")},
         block_norms={
             block: sum(bench.site.squared_norms[layer.name] for layer in layers)
             for block, layers in bench.site.blocks().items()

@@ -159,8 +159,8 @@ class LocalRun:
         capacity: Share of the full budget that this client can compute, in (0, 1].
         gradient: Fills ``grad`` with the gradient, at the current vector, of the mini-batch of the
             given local step (from 1).
-        active: [U] bool, the units this client trains; None means all. At first those of
-            :meth:`Method.round_wire`.
+        active: [U] bool on the host, the units this client trains; None means all. At first those
+            of :meth:`Method.round_wire`.
         scratch: What :meth:`Method.start` leaves for the later hooks: the method's own class.
         unsent: Numbers of the shared part that a real deployment would not send for this client,
             up or (see :meth:`Method.download_parameters`) down.
@@ -223,6 +223,7 @@ class Round:
         uploads: The accepted uploads by ascending client; empty unless the method
             :attr:`~Method.needs_uploads`.
         metrics: Numbers of :meth:`Method.aggregate` for the round's record, by name.
+        rounds: Number of rounds of the run.
     """
 
     number: int
@@ -231,6 +232,7 @@ class Round:
     trained: Tensor
     uploads: tuple[ClientUpload, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    rounds: int = 0
 
 
 class Method:
@@ -437,13 +439,20 @@ class Method:
         """
         return broadcast.shared.numel() + count_numbers(broadcast.extra) - unsent
 
-    def setup_parameters(self, broadcast: State) -> int:
-        """Return how many numbers a client downloads once, in its first round.
+    def setup_parameters(self, broadcast: State, layout: Layout, last: int | None) -> int:
+        """Return how many numbers a client downloads once, because it does not have them yet.
 
-        By default these are ``constants``, frozen tensors computed by the server, and the
-        answers of a survey that decides the adapters. Tensors drawn from the seed cost nothing,
-        since every client draws the same.
+        By default these are, in its first round, ``constants``, frozen tensors computed by the
+        server, and the answers of a survey that decides the adapters. Tensors drawn from the seed
+        cost nothing, since every client draws the same.
+
+        Args:
+            broadcast: What the simulation sends.
+            layout: Names of the trainables.
+            last: The round that the client took part in last; None before its first.
         """
+        if last is not None:
+            return 0
         constants = sum(map(count_numbers, broadcast.constants.values()))
         return constants + count_numbers(broadcast.survey)
 

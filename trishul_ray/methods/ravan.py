@@ -84,6 +84,8 @@ class Ravan(Method):
     takes_limits = True
     #: Basis initialization if the experiment does not set ``adapter.init``.
     default_init: ClassVar[BasisInit] = "random_normal"
+    #: Core heads of each matrix, beside those it has, that are not trained at first.
+    spare_heads: int = 0
 
     def __init__(self, config: RavanConfig) -> None:
         super().__init__(config)
@@ -116,7 +118,7 @@ class Ravan(Method):
         heads = self.heads_by_block(site, caps)
         return {
             layer.name: MultiHead(
-                heads=heads[layer.block],
+                heads=heads[layer.block] + self.spare_heads * (heads[layer.block] > 0),
                 rank=ranks[layer.name],
                 init=init,
                 sigma=options.sigma,
@@ -124,6 +126,7 @@ class Ravan(Method):
                 overflow="error" if options.overflow == "cap" else "independent",
                 train_scale=self.config.scalars == "trainable",
                 private=max(0, min(self.config.private_heads, heads[layer.block] - 1)),
+                spare=self.spare_heads * (heads[layer.block] > 0),
             )
             for layer in site.layers
         }
@@ -144,6 +147,7 @@ class Ravan(Method):
     def _choose(self, run: LocalRun) -> Tensor:
         """Return [U] bool: on each layer the ``ceil(share h)`` core heads of the largest score.
 
+        They are chosen of those that are active already.
         Ties (all cores are zero in round 1) are broken by the client's random stream. Otherwise the
         first core heads would be trained in round 1, have the largest norms afterwards, and be the
         only ones ever trained.
@@ -160,11 +164,16 @@ class Ravan(Method):
             on_host = torch.cat(norms).cpu().split([len(norm) for norm in norms])
             scores = dict(zip(cores, on_host, strict=True))
         flags: list[Tensor] = []
+        first = 0
         for name, group in groupby(run.layout.units(wire), lambda u: u.tensor):
             units = list(group)
             heads = len(units)
+            offered = torch.ones(heads, dtype=torch.bool)
+            if run.active is not None:
+                offered = run.active[first : first + heads]
+            first += heads
             if units[0].kind != "core":
-                flags.append(torch.ones(1, dtype=torch.bool))
+                flags.append(offered)
                 continue
             if selection == "random":
                 score = torch.rand(heads, generator=run.generator)
@@ -173,7 +182,8 @@ class Ravan(Method):
                 score = scores[name]
                 shuffled = torch.randperm(heads, generator=run.generator)
                 order = shuffled[score[shuffled].argsort(descending=True, stable=True)]
-            count = self._trained_heads(heads, run.capacity)
+            order = order[offered[order]]
+            count = self._trained_heads(len(order), run.capacity)
             chosen = torch.zeros(heads, dtype=torch.bool)
             chosen[order[:count]] = True
             flags.append(chosen)

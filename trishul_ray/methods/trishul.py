@@ -12,7 +12,8 @@ The three prongs of the paper (Algorithm 1):
    block.
 
 ``method.lam_rule`` sets the threshold otherwise than by λη, which under Adam is far below what a
-step adds; see :class:`TrishulConfig` and docs/what-the-paper-leaves-open.md.
+step adds, and ``method.reallocate_every`` lets heads change place during training; see
+:class:`TrishulConfig` and docs/what-the-paper-leaves-open.md.
 
 The paper leaves three choices open: which weights score a block (``method.block_scores``; by
 default its adapted matrices), s_max (default 10), and how the prox, defined for plain gradient
@@ -25,7 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
@@ -35,6 +36,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
+from trishul_ray.methods import slots
 from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
@@ -60,6 +62,12 @@ LEVELS = {"relative": 0.03, "entropy": 0.35, "continuation": 1.0}
 
 #: What is left of λ after a round, with continuation.
 DECAY = 0.9
+
+#: What is left of a running mean after a round, of those by which heads change place.
+MEMORY = 0.9
+
+#: Shares of the rounds before which, and after which, no head changes place.
+WARM_UP, STOP = 0.2, 0.8
 
 
 class TrishulConfig(RavanConfig):
@@ -97,6 +105,24 @@ class TrishulConfig(RavanConfig):
         "core", description="what the prox shrinks: the core, or its change since the broadcast"
     )
     scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
+    reallocate_every: int = in_id_if_set(
+        0,
+        "rounds after which heads may change place, between a fifth and four fifths of the run, by "
+        "what the means of uploads move and how far clients agree; 0: never",
+        ge=0,
+    )
+    spare_heads: int = in_id_if_set(
+        2, "reallocate_every: how many heads each matrix may receive in a run", ge=1, le=64
+    )
+
+    @model_validator(mode="after")
+    def _check_spare(self) -> Self:
+        default = type(self).model_fields["spare_heads"].default
+        if self.spare_heads != default and not self.reallocate_every:
+            raise ValueError(
+                f"spare_heads={self.spare_heads} is not read with reallocate_every=0; set that, too"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_rule(self) -> Self:
@@ -152,9 +178,11 @@ class Trishul(Ravan):
     reference = "TRISHUL, Algorithm 1"
     communication = "sum over matrices of h_l r^2 up and down"
     default_init = "gram_schmidt"
+    mean_is_enough = True  # what `broadcast` leaves out is not for clients
 
     def __init__(self, config: TrishulConfig) -> None:
         super().__init__(config)
+        self.spare_heads = config.spare_heads if config.reallocate_every else 0
         self.needs_uploads = config.lam_rule in ("edge", "sure")
         self.mean_is_enough = not self.needs_uploads
         self.least_clients = 2 if self.needs_uploads else 1
@@ -196,7 +224,8 @@ class Trishul(Ravan):
         if overflow == "cap" or (measured and overflow == "auto"):
             # Bases that need not be orthogonal may exceed the width even at the mean number.
             minimum = site.adapter.heads if overflow == "auto" else 0
-            return [max(caps[block], minimum) for block in site.blocks()]
+            spare = self.spare_heads if overflow == "cap" else 0  # they must be orthogonal, too
+            return [max(caps[block] - spare, minimum) for block in site.blocks()]
         return None
 
     def _score(self, layer: str, site: Site) -> float:
@@ -230,6 +259,9 @@ class Trishul(Ravan):
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Keep a copy of the broadcast if the prox acts on the change since."""
+        if self.spare_heads and run.training:
+            count = sum(1 for _ in run.layout.units(self.wire(run.layout)))
+            run.active = slots.active_units(run.broadcast.extra["status"], count)
         super().start(run, initial)
         if not run.training:
             return
@@ -324,6 +356,8 @@ class Trishul(Ravan):
         sent, kept = super().upload(run, steps)
         if self.config.lam_rule == "entropy":
             sent = replace(sent, extra=self._ranks(run))
+        if self.spare_heads:
+            sent = replace(sent, extra=sent.extra | self._moved(run, sent.shared))
         if not run.diagnosed or self.needs_uploads or not run.layout.core_banks(run.vector):
             return sent, kept
         # Without a threshold, λ is 0 and nothing was shrunk.
@@ -349,38 +383,102 @@ class Trishul(Ravan):
                 for bank in run.layout.core_banks(run.vector)
             ]
         )
-        trained = torch.ones_like(ranks)
-        if run.active is not None:
-            trained = run.active[: len(ranks)].to(ranks)
+        trained = self._trained(run).to(ranks)
         return {"trained": trained.float(), "rank": (ranks * trained).float()}
 
+    def _moved(self, run: LocalRun, shared: Tensor) -> Tensors:
+        """Return, by core head, whether it was trained, and its squared change since."""
+        new, old = (self.named_tensors(run.layout, x) for x in (shared, run.broadcast.shared))
+        cores = [name for name in new if run.layout.entry(name).kind == "core"]
+        moved = torch.cat([(new[n] - old[n]).double().square().sum(dim=(1, 2)) for n in cores])
+        trained = self._trained(run).to(moved)
+        return {"trained": trained.float(), "moved": (moved * trained).float()}
+
+    def _trained(self, run: LocalRun) -> Tensor:
+        """Return which core heads the client has trained, bool [n]."""
+        count = _core_heads(run.layout)
+        return torch.ones(count, dtype=torch.bool) if run.active is None else run.active[:count]
+
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
-        """Return two numbers for each core head beside its core, with the rule ``entropy``."""
-        lengths = super().upload_lengths(layout)
+        """Return the numbers for each core head that are sent beside its core, if any are."""
+        lengths, count = super().upload_lengths(layout), _core_heads(layout)
         if self.config.lam_rule == "entropy":
-            lengths |= dict.fromkeys(("trained", "rank"), _core_heads(layout))
+            lengths |= dict.fromkeys(("trained", "rank"), count)
+        if self.spare_heads:
+            lengths |= dict.fromkeys(("trained", "moved"), count)
         return lengths
 
     def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
-        """Start with the default ρ, with the rule ``entropy``."""
-        state = super().initial_state(layout, initial, survey)
-        if self.config.lam_rule != "entropy":
-            return state
-        start = torch.full((_core_heads(layout),), math.log(LEVELS["relative"]))
-        return replace(state, extra={"log_share": start})
+        """Start with the default ρ, with the rule ``entropy``, and with the first allocation."""
+        state, count = super().initial_state(layout, initial, survey), _core_heads(layout)
+        extra: Tensors = {}
+        if self.config.lam_rule == "entropy":
+            extra["log_share"] = torch.full((count,), math.log(LEVELS["relative"]))
+        if self.spare_heads:
+            extra["status"] = slots.first_status(layout, self.spare_heads)
+            zeros = torch.zeros(count, dtype=torch.float64)
+            extra |= {"energy": zeros, "spread": zeros.clone()}
+        return replace(state, extra=extra)
+
+    def broadcast(self, state: State) -> State:
+        """Leave out what only the server reads."""
+        extra = {k: v for k, v in state.extra.items() if k not in ("energy", "spread")}
+        return replace(state, extra=extra)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Return the mean; move ρ toward the target, or take noise off, by ``method.lam_rule``."""
+        """Return the mean; move ρ toward the target, or take noise off, by ``method.lam_rule``.
+
+        After some rounds, let heads change place (``method.reallocate_every``).
+        """
+        shared, extra = mean.shared, {}
         if self.needs_uploads:
-            return replace(mean, shared=self._denoised(state, mean, round_, layout))
-        if self.config.lam_rule != "entropy":
-            return mean
-        level, target = state.extra["log_share"], self.config.level
-        trained = mean.extra["trained"]  # share of the clients; the mean rank is over those
-        known = trained > 0
-        rank = mean.extra["rank"] / torch.where(known, trained, 1.0)
-        rank = torch.where(known, rank.clamp(0.0, 1.0), target)
-        return replace(mean, extra={"log_share": next_level(level, rank, target)})
+            shared = self._denoised(state, mean, round_, layout)
+        if self.config.lam_rule == "entropy":
+            level, target = state.extra["log_share"], self.config.level
+            trained = mean.extra["trained"]  # share of the clients; the mean rank is over those
+            known = trained > 0
+            rank = mean.extra["rank"] / torch.where(known, trained, 1.0)
+            rank = torch.where(known, rank.clamp(0.0, 1.0), target)
+            extra["log_share"] = next_level(level, rank, target)
+        if self.spare_heads:
+            extra |= self._next_heads(state, mean, round_, layout)
+        return replace(mean, shared=shared, extra=extra)
+
+    def _next_heads(self, state: State, mean: State, round_: Round, layout: Layout) -> Tensors:
+        """Return the status of each core head, and the running means by which they change place."""
+        status, number = state.extra["status"], round_.number
+        new, old = (self.named_tensors(layout, x) for x in (mean.shared, state.shared))
+        cores = [name for name in new if layout.entry(name).kind == "core"]
+        energy = torch.cat([(new[n] - old[n]).double().square().sum(dim=(1, 2)) for n in cores])
+        trained = mean.extra["trained"].double()
+        spread = mean.extra["moved"].double() / torch.where(trained > 0, trained, 1.0)
+        means = {
+            name: MEMORY * state.extra[name] + (1 - MEMORY) * now
+            for name, now in (("energy", energy), ("spread", spread))
+        }
+        for block in slots.blocks_of(layout):
+            round_.metrics[f"heads/{block.name}"] = float(len(block.active(status)))
+        every, rounds = self.config.reallocate_every, round_.rounds
+        if number % every == 0 and WARM_UP * rounds <= number <= STOP * rounds:
+            status = slots.moved_status(status, means["energy"], means["spread"], layout, number)
+        return {"status": status, **means}
+
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
+        """Leave out core heads that are zero or frozen; see :meth:`setup_parameters`."""
+        count = super().download_parameters(broadcast, layout, unsent, uploads)
+        if self.spare_heads:
+            count -= int(slots.sizes(layout)[broadcast.extra["status"] != slots.ACTIVE].sum())
+        return count
+
+    def setup_parameters(self, broadcast: State, layout: Layout, last: int | None) -> int:
+        """Add the core heads that were retired since a client took part last, once."""
+        count = super().setup_parameters(broadcast, layout, last)
+        if self.spare_heads:
+            new = broadcast.extra["status"] >= (last or 1)
+            count += int(slots.sizes(layout)[new].sum())
+        return count
 
     def _denoised(self, state: State, mean: State, round_: Round, layout: Layout) -> Tensor:
         """Return the mean [W] without the noise that the spread of the uploads tells.

@@ -15,7 +15,13 @@ from trishul_ray.federation.workbench import build_model_bench
 from trishul_ray.report.figures.clients import RowsData, ScoresData, draw_rows, draw_scores
 from trishul_ray.report.figures.curves import diagnostics_of_run, draw_curves, metric_of_run
 from trishul_ray.report.figures.drawing import save_png
-from trishul_ray.report.figures.heads import draw_bars, heads_of_run
+from trishul_ray.report.figures.heads import (
+    PREFIX,
+    draw_bars,
+    draw_rounds,
+    heads_of_run,
+    rounds_of_run,
+)
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
 from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_model
@@ -89,6 +95,9 @@ def _draw_figures(
         norms = result.blueprint.block_norms
         heads = heads_of_run(experiment.model.name, method, counts, norms)
         save_png(draw_bars, heads, figures / "heads_per_layer.png", note)
+        if any(name.startswith(PREFIX) for name in records[-1].diagnostics):
+            moved = rounds_of_run(method, counts, [record.row() for record in records])
+            save_png(draw_rounds, moved, figures / "heads_by_round.png", note)
     if diagnosed := [r.row() for r in records if "spectral_entropy" in r.diagnostics]:
         diagnostics = diagnostics_of_run(diagnosed)
         save_png(draw_curves, diagnostics, figures / "spectral_diagnostics.png", note)

@@ -166,11 +166,12 @@ def extend_shorter(
     """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
 
     Its rounds are the same where nothing but the end depends on that number: not with a schedule
-    over the run or noise for an epsilon of the run, nor where the last round was diagnosed because
-    it was the last, or rounds that are asked for have no score.
+    over the run, noise for an epsilon of the run or heads that change place, nor where the last
+    round was diagnosed because it was the last, or rounds that are asked for have no score.
     """
     own = open_checkpoints(experiment)
     by_rounds = depends_on_rounds(experiment.optimizer) or experiment.privacy.epsilon is not None
+    by_rounds = by_rounds or getattr(experiment.method, "reallocate_every", 0) > 0
     if by_rounds or own.store.names():
         return
     there = set(home.parent().names())

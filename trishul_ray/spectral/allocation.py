@@ -110,6 +110,63 @@ def round_to_total(
     return heads
 
 
+def reallocate(
+    scores: Sequence[float],
+    heads: Sequence[int],
+    spare: Sequence[int],
+    costs: Sequence[int],
+    most: int,
+    margin: float = 1.0,
+) -> list[tuple[int, int]]:
+    """Return which layer gives a head to which, so that sum_l a_l log(1 + h_l) grows.
+
+    One head at a time goes from the layer that loses least, ``a [log(1 + h) - log(h)]``, to the one
+    that gains most, ``a [log(2 + h) - log(1 + h)]``, while the gain exceeds ``margin`` times the
+    loss. With a margin of 1 and enough moves this ends at the optimum over integers. Ties go to the
+    first layer. Only layers whose heads cost the same exchange them, so that the budget is kept. No
+    layer gives its last head.
+
+    Args:
+        scores: a_l >= 0.
+        heads: h_l.
+        spare: How many heads a layer may still receive.
+        costs: Parameters of one head.
+        most: Largest number of moves.
+        margin: At least 1.
+
+    Returns:
+        Pairs of giver and receiver, in order.
+    """
+    now, left = list(heads), list(spare)
+    moves: list[tuple[int, int]] = []
+
+    def gain(layer: int) -> float:
+        return scores[layer] * math.log1p(1 / (1 + now[layer]))
+
+    def loss(layer: int) -> float:
+        return scores[layer] * math.log1p(1 / now[layer])
+
+    while len(moves) < most:
+        best: tuple[float, int, int] | None = None
+        for cost in dict.fromkeys(costs):
+            alike = [i for i in range(len(now)) if costs[i] == cost]
+            receiver = max((i for i in alike if left[i] > 0), key=gain, default=None)
+            giver = min((i for i in alike if now[i] > 1 and i != receiver), key=loss, default=None)
+            if receiver is None or giver is None or gain(receiver) <= margin * loss(giver):
+                continue
+            better = gain(receiver) - loss(giver)
+            if best is None or better > best[0]:
+                best = better, giver, receiver
+        if best is None:
+            break
+        _, giver, receiver = best
+        now[giver] -= 1
+        now[receiver] += 1
+        left[receiver] -= 1
+        moves.append((giver, receiver))
+    return moves
+
+
 def uniform(layers: int, total: int, caps: Sequence[int] | None = None) -> list[int]:
     """Allocate ``total`` heads evenly; the first layers get the remainder.
 

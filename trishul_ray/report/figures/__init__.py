@@ -53,6 +53,7 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "alpha_diagnostics": _BY_METHOD | _ALPHA | _LATE,
     "waterfilling": _BY_ALLOCATION,
     "waterfilling_layerwise": _BY_ALLOCATION,
+    "heads": _BY_ALLOCATION,
     "cost": _COST,
     "cost_to_target": _COST | {"reference": None, "shares": (0.9, 0.95, 0.99)},
     "privacy": _BY_METHOD | _BY_DATASET | {"x": "privacy.epsilon"},

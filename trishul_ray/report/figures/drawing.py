@@ -19,7 +19,13 @@ from trishul_ray.report.figures.curves import (
     spectral_alignment,
     spectral_diagnostics,
 )
-from trishul_ray.report.figures.heads import draw_bars, draw_layerwise, heads_by_series
+from trishul_ray.report.figures.heads import (
+    draw_bars,
+    draw_layerwise,
+    draw_rounds,
+    heads_by_round,
+    heads_by_series,
+)
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_by_series
 from trishul_ray.report.figures.overhead import draw_overhead, overhead
 from trishul_ray.report.figures.scatter import accuracy_inconsistency, draw_scatter
@@ -70,6 +76,7 @@ ARTISTS = {
     "alpha_diagnostics": Artist(alignment_and_entropy, draw_curves),
     "waterfilling": Artist(heads_by_series, draw_bars),
     "waterfilling_layerwise": Artist(heads_by_series, draw_layerwise),
+    "heads": Artist(heads_by_round, draw_rounds),
     "cost": Artist(metric_over_cost, draw_curves),
     "cost_to_target": Artist(cost_to_target, draw_targets),
     "privacy": Artist(accuracy_over_field, draw_curves),

@@ -1,10 +1,11 @@
-"""Figures of core heads per block, by allocation."""
+"""Figures of core heads per block, by allocation and over rounds."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,6 +25,10 @@ from trishul_ray.report.figures.style import (
 from trishul_ray.report.outcomes import CellOutcome
 
 _REMARK = "heads on each adapted matrix of a block"
+#: Columns of metrics.parquet with the heads of a block that clients trained in a round.
+PREFIX = "heads/"
+#: Of few colours, so that the bar beside them is drawn as vectors.
+_SHADES = matplotlib.colormaps["viridis"].resampled(24)
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,95 @@ def strip_common_parts(names: Sequence[str]) -> list[str]:
 
 def _backbone(cell: CellOutcome) -> tuple[str, tuple[str, ...]]:
     return cell.result.config["model"]["name"], tuple(cell.result.heads)
+
+
+@dataclass(frozen=True)
+class RoundHeads:
+    """Heads on each matrix of each block in each round, [blocks, rounds]: means over runs."""
+
+    title: str
+    blocks: tuple[str, ...]
+    rounds: tuple[int, ...]
+    heads: np.ndarray
+
+
+@dataclass(frozen=True)
+class RoundHeadsData:
+    """The content of a figure of heads over rounds."""
+
+    panels: tuple[RoundHeads, ...]
+    remarks: tuple[str, ...] = (_REMARK,)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for the heads of each block and round."""
+        return [
+            {"panel": panel.title, "block": block, "metric": "heads", "round": number}
+            | {"value": float(count)}
+            for panel in self.panels
+            for block, counts in zip(panel.blocks, panel.heads, strict=True)
+            for number, count in zip(panel.rounds, counts, strict=True)
+        ]
+
+    def describe(self) -> str:
+        """Return the heads of every block in the first and the last round in words."""
+        return "; ".join(
+            f"{panel.title}: "
+            + ", ".join(f"{counts[0]:g} to {counts[-1]:g}" for counts in panel.heads)
+            for panel in self.panels
+        )
+
+
+def heads_by_round(selection: Selection) -> RoundHeadsData | None:
+    """Collect the heads of each block in each round, a panel for each series and backbone."""
+    panels, pooled = [], []
+    for group in selection.groups(selection.axes("series")):
+        with_heads = [cell for cell in group.cells if cell.result.heads]
+        for model, blocks in dict.fromkeys(map(_backbone, with_heads)):
+            cells = [cell for cell in with_heads if _backbone(cell) == (model, blocks)]
+            runs = [_heads_over_rounds(c.result.heads, c.records) for c in cells]
+            last = min(len(each.rounds) for each in runs)
+            mean = np.mean([each.heads[:, :last] for each in runs], axis=0)
+            if last:
+                title = f"{group.name}, {model}"
+                panels.append(RoundHeads(title, runs[0].blocks, runs[0].rounds[:last], mean))
+                pooled.append(cells)
+    remarks = (_REMARK, *(["means over runs"] if any(len(c) > 1 for c in pooled) else []))
+    return RoundHeadsData(tuple(panels), (*remarks, *selection.pooled(pooled))) if panels else None
+
+
+def rounds_of_run(
+    method: str, heads: Mapping[str, int], records: Sequence[Mapping[str, Any]]
+) -> RoundHeadsData:
+    """Return the heads of each block in each round of one run."""
+    return RoundHeadsData((replace(_heads_over_rounds(heads, records), title=method),))
+
+
+def _heads_over_rounds(
+    heads: Mapping[str, int], records: Sequence[Mapping[str, Any]]
+) -> RoundHeads:
+    """Return the heads of a run in each round from 1; those of round 1 where they do not move."""
+    trained = [record for record in records if record["round"] > 0]
+    counts = [[r.get(PREFIX + block, first) for r in trained] for block, first in heads.items()]
+    rounds = tuple(int(record["round"]) for record in trained)
+    return RoundHeads("", tuple(strip_common_parts([*heads])), rounds, np.array(counts, float))
+
+
+def draw_rounds(data: RoundHeadsData, note: Sequence[str]) -> Figure:
+    """Draw a field of blocks and rounds for each panel, coloured by the heads of the block."""
+    figure, panels = new_panels(len(data.panels), note)
+    top = max(float(panel.heads.max()) for panel in data.panels)
+    for axes, panel in zip(panels, data.panels, strict=True):
+        rounds = np.arange(panel.rounds[0], panel.rounds[-1] + 2) - 0.5
+        blocks = np.arange(len(panel.blocks) + 1) - 0.5
+        image = axes.pcolormesh(rounds, blocks, panel.heads, cmap=_SHADES, vmin=0, vmax=top)
+        step = max(1, -(-len(panel.blocks) // 16))
+        axes.set_yticks(range(0, len(panel.blocks), step), panel.blocks[::step])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(False)
+        set_labels(axes, panel.title, "communication round", "block, from input to output")
+    bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02)
+    bar.set_label("heads per matrix", fontsize=NORMAL)
+    return figure
 
 
 def draw_bars(data: HeadsData, note: Sequence[str]) -> Figure:
