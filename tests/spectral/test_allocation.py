@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq, minimize
 
 from trishul_ray.errors import InputError
-from trishul_ray.spectral.allocation import reallocate, round_to_total, uniform, water_fill
+from trishul_ray.spectral.allocation import (
+    reallocate,
+    round_ranks,
+    round_to_total,
+    uniform,
+    water_fill,
+    water_fill_ranks,
+)
 
 SCORES = st.lists(st.floats(-4, 4).map(lambda e: 10.0**e), min_size=1, max_size=30)
 
@@ -249,3 +256,77 @@ def test_moves_by_hand():
     assert reallocate([3.0, 1.0], [1, 1], [1, 0], [1, 1], most=5) == []  # the last head stays
     assert reallocate([3.0, 1.0], [1, 2], [1, 0], [1, 2], most=5) == []  # another price
     assert reallocate([0.0, 0.0], [2, 2], [1, 1], [1, 1], most=5) == []
+
+
+@st.composite
+def rank_problems(draw, most_layers, prices):
+    count = draw(st.integers(1, most_layers))
+    scores = [draw(st.floats(0.01, 100)) for _ in range(count)]
+    caps = [draw(st.integers(8, 60)) for _ in range(count)]
+    prices = [draw(prices) for _ in range(count)]
+    most = sum(c * cap**2 for c, cap in zip(prices, caps, strict=True))
+    return scores, prices, draw(st.floats(0.05, 1.2)) * most, caps
+
+
+@settings(deadline=None, max_examples=200)
+@given(problem=rank_problems(6, st.floats(0.1, 4)))
+def test_ranks_meet_the_optimality_conditions_of_the_quadratic_price(problem):
+    scores, prices, budget, caps = problem
+    ranks = water_fill_ranks(scores, prices, budget, caps)
+    cost = sum(c * r * r for c, r in zip(prices, ranks, strict=True))
+    assert all(0 < r <= cap for r, cap in zip(ranks, caps, strict=True))
+    if cost < budget * (1 - 1e-9):
+        assert ranks == caps
+        return
+    assert cost <= budget * (1 + 1e-12)
+    per_price = [a / (1 + r) / (2 * c * r) for a, c, r in zip(scores, prices, ranks, strict=True)]
+    inside = [g for g, r, cap in zip(per_price, ranks, caps, strict=True) if r < cap]
+    full = [g for g, r, cap in zip(per_price, ranks, caps, strict=True) if r == cap]
+    assert not inside or max(inside) <= min(inside) * (1 + 1e-6)
+    assert not (inside and full) or min(full) >= max(inside) * (1 - 1e-6)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    problem=rank_problems(3, st.integers(1, 3)),
+    heads=st.integers(1, 4),
+    step=st.sampled_from([1, 4, 8]),
+)
+def test_rounded_ranks_are_within_a_step_of_the_best_integers(problem, heads, step):
+    scores, sizes, budget, caps = problem
+    budget = max(int(budget), sum(sizes) * step**2)
+
+    def worth(ranks):
+        return utility(scores, [heads * r for r in ranks])
+
+    prices = [size / heads**2 for size in sizes]
+    totals = water_fill_ranks(scores, prices, budget, [heads * cap for cap in caps])
+    ranks = round_ranks(totals, heads, scores, sizes, budget, caps, step)
+    assert all(r % step == 0 and step <= r <= cap for r, cap in zip(ranks, caps, strict=True))
+    assert sum(size * r * r for size, r in zip(sizes, ranks, strict=True)) <= budget
+    levels = [range(step, cap + 1, step) for cap in caps]
+    allowed = (
+        each
+        for each in itertools.product(*levels)
+        if sum(size * r * r for size, r in zip(sizes, each, strict=True)) <= budget
+    )
+    best = max(map(worth, allowed))
+    assert worth(ranks) <= best * (1 + 1e-12) <= utility(scores, totals) * (1 + 1e-9)
+    # What greedy steps miss is less than the one that did not fit.
+    steps = [
+        a * math.log1p(heads * step / (1 + heads * r))
+        for a, r, cap in zip(scores, ranks, caps, strict=True)
+        if r + step <= cap
+    ]
+    assert best - worth(ranks) <= max(steps, default=0.0) + 1e-9
+
+
+@settings(deadline=None, max_examples=100)
+@given(scores=st.lists(st.floats(0.01, 100), min_size=2, max_size=12), mean=st.integers(8, 120))
+def test_a_larger_score_has_no_smaller_rank(scores, mean):
+    heads, step, cap, count = 4, 8, 192, len(scores)
+    budget = heads * count * mean**2
+    totals = water_fill_ranks(scores, [1 / heads] * count, budget, [heads * cap] * count)
+    ranks = round_ranks(totals, heads, scores, [heads] * count, budget, [cap] * count, step)
+    pairs = sorted(zip(scores, ranks, strict=True))
+    assert all(r <= s for (a, r), (b, s) in itertools.pairwise(pairs) if a < b)

@@ -99,13 +99,17 @@ class Ravan(Method):
         """
         return dict.fromkeys(site.blocks(), site.adapter.heads)
 
+    def ranks(self, site: Site) -> dict[str, int]:
+        """Return the rank of each core head of a layer, by layer name: that of the budget."""
+        return {layer.name: core_rank(layer, site) for layer in site.layers}
+
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach cores of the budget's rank, as many as :meth:`heads_by_block` returns."""
         from trishul_ray.adapters.multihead import MultiHead  # imports torch
 
         options = site.adapter
         init = options.init or self.default_init
-        ranks = {layer.name: core_rank(layer, site) for layer in site.layers}
+        ranks = self.ranks(site)
         if init == "gram_schmidt" and options.overflow != "independent":
             for layer in site.layers:
                 check_heads_fit(

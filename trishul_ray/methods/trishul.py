@@ -39,7 +39,13 @@ from trishul_ray.lazy import torch
 from trishul_ray.methods import slots
 from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
-from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
+from trishul_ray.spectral.allocation import (
+    round_ranks,
+    round_to_total,
+    uniform,
+    water_fill,
+    water_fill_ranks,
+)
 from trishul_ray.spectral.diagnostics import effective_rank, stack_spectra
 from trishul_ray.spectral.svt import singular_values, svt, svt_stats, svt_summary
 from trishul_ray.spectral.thresholds import client_noise, denoise, hard_threshold, next_level
@@ -51,6 +57,12 @@ _log = logging.getLogger(__name__)
 
 #: ε of eq. layer_capacity: keeps a score positive where a weight is all zero.
 SCORE_FLOOR = 1e-12
+
+#: Allocations by the norms of the weights.
+BY_WEIGHTS = ("waterfill", "ranks")
+
+#: Ranks that are water-filled are multiples of the first, where equal ones are the second or more.
+RANK_STEPS = ((8, 64), (4, 32), (1, 1))
 
 
 LamRule: TypeAlias = Literal[
@@ -89,12 +101,13 @@ class TrishulConfig(RavanConfig):
         gt=0,
     )
     prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
-    allocation: Literal["waterfill", "uniform", "gradient", "curvature"] = Field(
+    allocation: Literal["waterfill", "uniform", "gradient", "curvature", "ranks"] = Field(
         "waterfill",
         description="core heads per block: water-filling of the squared weight norms, the same "
         "everywhere, or water-filling of what clients measure before round 1: the squared norm of "
         "a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace (both "
-        "capped at the heads that fit orthogonally, unless adapter.overflow=independent)",
+        "capped at the heads that fit orthogonally, unless adapter.overflow=independent). "
+        "ranks: as many heads everywhere, whose ranks are water-filled, of equal parameters",
     )
     block_scores: BlockScores = Field(
         "adapted",
@@ -192,15 +205,12 @@ class Trishul(Ravan):
         blocks = site.blocks()
         total = site.adapter.heads * len(blocks)
         limits = self._limits(site, caps)
+        if self.config.allocation == "ranks":
+            return super().heads_by_block(site, caps)
         if self.config.allocation == "uniform":
             heads = uniform(len(blocks), total, limits)
         else:
-            weights = site.scored if self.config.allocation == "waterfill" else site.layers
-            scores = [
-                sum(self._score(layer.name, site) for layer in weights if layer.block == block)
-                + SCORE_FLOOR
-                for block in blocks
-            ]
+            scores = self._scores(site)
             heads = round_to_total(water_fill(scores, total, limits), total, limits)
             if site.adapter.overflow == "auto" and limits is not None:
                 largest = max(round_to_total(water_fill(scores, total), total))
@@ -211,6 +221,39 @@ class Trishul(Ravan):
                         "(adapter.overflow=independent removes the limit)"
                     )
         return dict(zip(blocks, heads, strict=True))
+
+    def ranks(self, site: Site) -> dict[str, int]:
+        """Return the rank of each core head of a layer: with ``ranks``, by the block's score.
+
+        All matrices of a block have the same one, a multiple of 8 (of 4 or 1 where ranks are
+        small), and together the parameters of equal ranks at most.
+        """
+        equal = super().ranks(site)
+        if self.config.allocation != "ranks":
+            return equal
+        heads, fits = site.adapter.heads, site.adapter.overflow != "independent"
+        blocks = site.blocks()
+        widths = [min(min(m.d_out, m.d_in) for m in members) for members in blocks.values()]
+        sizes = [heads * len(members) for members in blocks.values()]
+        budget = sum(heads * rank**2 for rank in equal.values())
+        least = min(equal.values())
+        step = next(step for step, mean in RANK_STEPS if least >= mean)
+        caps = [max(width // heads if fits else width, step) for width in widths]
+        scores = self._scores(site)
+        prices = [size / heads**2 for size in sizes]
+        totals = water_fill_ranks(scores, prices, budget, [heads * cap for cap in caps])
+        ranks = round_ranks(totals, heads, scores, sizes, budget, caps, step)
+        by_block = dict(zip(blocks, ranks, strict=True))
+        return {layer.name: by_block[layer.block] for layer in site.layers}
+
+    def _scores(self, site: Site) -> list[float]:
+        """Return the score of each block."""
+        weights = site.scored if self.config.allocation in BY_WEIGHTS else site.layers
+        return [
+            sum(self._score(layer.name, site) for layer in weights if layer.block == block)
+            + SCORE_FLOOR
+            for block in site.blocks()
+        ]
 
     def _limits(self, site: Site, caps: dict[str, int]) -> list[int] | None:
         """Return the largest number of core heads of each block; None if unlimited.
@@ -229,7 +272,7 @@ class Trishul(Ravan):
         return None
 
     def _score(self, layer: str, site: Site) -> float:
-        if self.config.allocation == "waterfill":
+        if self.config.allocation in BY_WEIGHTS:
             return site.squared_norms[layer]
         measured = site.survey.get(layer)
         return 0.0 if measured is None else float(measured)
@@ -238,7 +281,7 @@ class Trishul(Ravan):
     def block_scores(self) -> BlockScores:
         """Return ``method.block_scores`` where weights are scored, and the default otherwise."""
         chosen: BlockScores = self.config.block_scores
-        return chosen if self.config.allocation == "waterfill" else "adapted"
+        return chosen if self.config.allocation in BY_WEIGHTS else "adapted"
 
     @property
     def survey_plan(self) -> SurveyPlan | None:

@@ -7,6 +7,12 @@ The continuous problem (TRISHUL, eq. waterfill_opt, with optional caps) is
 Its solution is ``h_l = clip(a_l / mu - 1, 0, cap_l)`` (eq. waterfill_sol). The total is piecewise
 linear and increasing in ``1/mu``, so the water level is exact: bisect the sorted breakpoints for
 the right piece, then solve one linear equation.
+
+Ranks instead of heads have a quadratic price: with total rank R_l on a layer,
+
+    max sum_l a_l log(1 + R_l)   subject to   sum_l c_l R_l^2 <= B,  R_l <= cap_l,
+
+is solved by ``R_l = min((-1 + sqrt(1 + 2 a_l / (c_l mu))) / 2, cap_l)``.
 """
 
 import bisect
@@ -108,6 +114,100 @@ def round_to_total(
         residue = {i: round(continuous[i] - heads[i], _RESIDUE_DECIMALS) for i in open_layers}
         heads[max(open_layers, key=lambda i: (residue[i], -i))] += 1
     return heads
+
+
+def water_fill_ranks(
+    scores: Sequence[float],
+    prices: Sequence[float],
+    budget: float,
+    caps: Sequence[float],
+) -> list[float]:
+    """Return the continuous total rank of each layer, by bisection on the water level.
+
+    Args:
+        scores: a_l > 0.
+        prices: c_l > 0: a total rank of R costs c R^2; with h heads of rank R/h, c is 1/h.
+        budget: B >= 0.
+        caps: The largest R_l.
+
+    Returns:
+        R_l, one per layer; together they cost the budget up to rounding, never more than it, or
+        are the caps if all of these fit into it.
+    """
+
+    def ranks_at(inverse_level: float) -> list[float]:
+        # (sqrt(1 + x) - 1) / 2, without cancellation for small x.
+        terms = [2 * a * inverse_level / c for a, c in zip(scores, prices, strict=True)]
+        found = [x / (2 * (math.sqrt(1 + x) + 1)) for x in terms]
+        return [min(r, cap) for r, cap in zip(found, caps, strict=True)]
+
+    def cost(ranks: Sequence[float]) -> float:
+        return math.fsum(c * r * r for c, r in zip(prices, ranks, strict=True))
+
+    if cost(caps) <= budget:
+        return list(map(float, caps))
+    low, high = 0.0, 1.0 / max(scores)
+    while cost(ranks_at(high)) < budget:
+        low, high = high, 2 * high
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(ranks_at(middle)) <= budget else (low, middle)
+    return ranks_at(low)
+
+
+def round_ranks(
+    continuous: Sequence[float],
+    heads: int,
+    scores: Sequence[float],
+    sizes: Sequence[int],
+    budget: int,
+    caps: Sequence[int],
+    step: int,
+) -> list[int]:
+    """Return the rank of each of a layer's heads, a multiple of ``step`` of at least one step.
+
+    Round down, give up least utility for its price where the smallest ranks cost too much, and then
+    raise what gains most for its price, one step at a time, while the budget allows it. Ties go to
+    the first layer.
+
+    Args:
+        continuous: R_l, total ranks.
+        heads: h, heads of each layer.
+        scores: a_l.
+        sizes: A rank of r on a layer costs its size times r^2.
+        budget: Largest sum of costs; at least that of one step everywhere.
+        caps: Largest rank of a head on each layer, at least one step.
+        step: At least 1.
+    """
+    layers = range(len(continuous))
+    tops = [max(cap // step * step, step) for cap in caps]
+    ranks = [
+        min(max(int(total / heads) // step * step, step), top)
+        for total, top in zip(continuous, tops, strict=True)
+    ]
+    left = budget - sum(size * r * r for size, r in zip(sizes, ranks, strict=True))
+
+    def price(layer: int) -> int:
+        """Return the price of the last step."""
+        return sizes[layer] * (ranks[layer] ** 2 - (ranks[layer] - step) ** 2)
+
+    def next_price(layer: int) -> int:
+        return sizes[layer] * ((ranks[layer] + step) ** 2 - ranks[layer] ** 2)
+
+    def gain(layer: int, low: int) -> float:
+        """Return the utility of the step from a rank."""
+        return scores[layer] * math.log1p(heads * step / (1 + heads * low))
+
+    while left < 0:
+        larger = [i for i in layers if ranks[i] > step]
+        least = min(larger, key=lambda i: gain(i, ranks[i] - step) / price(i))
+        left += price(least)
+        ranks[least] -= step
+    while fitting := [i for i in layers if ranks[i] < tops[i] and next_price(i) <= left]:
+        best = max(fitting, key=lambda i: gain(i, ranks[i]) / next_price(i))
+        left -= next_price(best)
+        ranks[best] += step
+    return ranks
 
 
 def reallocate(
