@@ -20,28 +20,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.config import in_id_if_set
+from trishul_ray.config import COMPUTE_LEVELS, in_id_if_set
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import FIELDS_READ, core_rank
 from trishul_ray.methods.base import (
     LocalRun,
     Method,
     MethodConfig,
+    Round,
     Site,
     State,
     Tensors,
     exact_share,
     register,
 )
+from trishul_ray.methods.leading import Leading, level_of, over_holders
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 
 if TYPE_CHECKING:
@@ -62,12 +65,25 @@ class RavanConfig(MethodConfig):
         description="core heads a limited client trains, chosen each round: at random, those of "
         "largest norm, or those of largest gradient on one mini-batch; ties are broken at random",
     )
+    limits: Literal["heads", "ranks"] = in_id_if_set(
+        "heads",
+        "what a limited client trains less of: core heads, or ranks: the leading rows and columns "
+        "of every core, each entry averaged over the clients that hold it",
+    )
     private_heads: int = in_id_if_set(
         0,
         "core heads of each matrix that stay with the client: trained in each of its rounds, never "
         "sent; a matrix of no more heads shares one",
         ge=0,
     )
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        for name in ("head_fraction", "selection"):
+            value = getattr(self, name)
+            if self.limits == "ranks" and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value} is not read with limits='ranks'")
+        return self
 
 
 @register("ravan")
@@ -91,6 +107,7 @@ class Ravan(Method):
         super().__init__(config)
         self.personal = config.private_heads > 0
         self.takes_limits = not self.personal
+        self.mean_is_enough = config.limits == "heads"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, by transformer block.
@@ -145,8 +162,35 @@ class Ravan(Method):
         views = run.layout.views(run.vector)
         for name, kept in run.client_state.items():
             views[name].copy_(kept)
-        if run.training and min(self.config.head_fraction, run.capacity) < 1.0:
+        if run.training and self.config.limits == "ranks":
+            if run.capacity < 1.0:
+                run.scratch = Leading.of(run.layout, run.vector, run.capacity)
+                cores = (e for e in run.layout.entries if e.kind == "core")
+                run.unsent = sum(
+                    e.shape[0] * (e.shape[-1] ** 2 - run.scratch.rank(e.shape[-1]) ** 2)
+                    for e in cores
+                )
+                if run.active is None:  # all units, but not all of each
+                    units = sum(1 for _ in run.layout.units(self.wire(run.layout)))
+                    run.active = torch.ones(units, dtype=torch.bool)
+        elif run.training and min(self.config.head_fraction, run.capacity) < 1.0:
             run.active = self._choose(run)
+
+    def before_step(self, run: LocalRun) -> None:
+        """Leave out the gradient of what a client of limited ranks does not hold."""
+        if (leading := self._leading(run)) is not None:
+            run.grad.mul_(leading.entries)
+
+    def after_step(self, run: LocalRun, step: int, steps: int) -> None:
+        """Put back what it does not hold: weight decay moves it, too."""
+        leading = self._leading(run)
+        if leading is not None and run.optimizer.weight_decay > 0:
+            run.vector.copy_(torch.where(leading.entries, run.vector, leading.start))
+
+    def _leading(self, run: LocalRun) -> Leading | None:
+        """Return what a client of limited ranks trains; None for others."""
+        leading: Leading | None = run.scratch
+        return leading
 
     def _choose(self, run: LocalRun) -> Tensor:
         """Return [U] bool: on each layer the ``ceil(share h)`` core heads of the largest score.
@@ -215,4 +259,28 @@ class Ravan(Method):
                 core = views[entry.name.removesuffix("scale") + "core"]  # [h, r, r]
                 core *= views[entry.name][:, None, None]
         kept = {e.name: views[e.name].clone() for e in run.layout.entries if e.kind == "adapter"}
-        return State(self.pack(run.layout, vector)), kept
+        extra = {"level": level_of(run.capacity)} if self.config.limits == "ranks" else {}
+        return State(self.pack(run.layout, vector), extra), kept
+
+    def upload_lengths(self, layout: Layout) -> dict[str, int]:
+        """Return those of the cores and, where ranks are limited, of the client's level."""
+        lengths = super().upload_lengths(layout)
+        if self.config.limits == "ranks":
+            lengths["level"] = len(COMPUTE_LEVELS)
+        return lengths
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """Return the mean, of each entry of a core over the clients that hold it."""
+        if self.config.limits == "ranks":
+            shared = mean.shared.clone()
+            new, old = (self.named_tensors(layout, each) for each in (shared, state.shared))
+            over_holders(new, old, mean.extra["level"], layout)
+            mean = replace(mean, shared=shared, extra={})
+        return mean
+
+    def download_parameters(
+        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+    ) -> int:
+        """Count all cores: what a client of limited ranks does not hold is in its model."""
+        unsent = 0 if self.config.limits == "ranks" else unsent
+        return super().download_parameters(broadcast, layout, unsent, uploads)

@@ -38,6 +38,7 @@ from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
 from trishul_ray.methods import slots
 from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
+from trishul_ray.methods.leading import Leading
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import (
     round_ranks,
@@ -140,6 +141,11 @@ class TrishulConfig(RavanConfig):
     @model_validator(mode="after")
     def _check_rule(self) -> Self:
         rule, fields = self.lam_rule, type(self).model_fields
+        if self.limits == "ranks" and rule in ("edge", "sure"):
+            raise ValueError(
+                f"limits='ranks' cannot be set with lam_rule={rule!r}, which reads whole cores of "
+                "each client"
+            )
         reads = {
             "lam": ("fixed", "continuation"),
             "lam_level": tuple(LEVELS),
@@ -173,6 +179,7 @@ class Prox:
         shares: ρ of the trained cores, with the rule ``entropy``.
         before: What the last prox of a diagnosed round has shrunk, as it was before, and τ or its
             share of sigma_1.
+        leading: What a client of limited ranks trains of each core; None for others.
     """
 
     heads: list[Tensor | None]
@@ -180,6 +187,7 @@ class Prox:
     scalars: Tensor | None = None
     shares: list[Tensor] = field(default_factory=list)
     before: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
+    leading: Leading | None = None
 
 
 @register("trishul")
@@ -197,7 +205,7 @@ class Trishul(Ravan):
         super().__init__(config)
         self.spare_heads = config.spare_heads if config.reallocate_every else 0
         self.needs_uploads = config.lam_rule in ("edge", "sure")
-        self.mean_is_enough = not self.needs_uploads
+        self.mean_is_enough &= not self.needs_uploads
         self.least_clients = 2 if self.needs_uploads else 1
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
@@ -311,7 +319,7 @@ class Trishul(Ravan):
         banks = run.layout.core_banks(run.vector)
         on_change = self.config.prox_on == "change"
         origins = [bank.clone() for bank in banks] if on_change else []
-        prox = run.scratch = Prox([None] * len(banks), origins)
+        prox = run.scratch = Prox([None] * len(banks), origins, leading=run.scratch)
         if run.active is not None:
             # Which core heads and scalars are trained, on the device: the steps must not ask the
             # host. Core heads are the first units of the wire, in the order of the banks.
@@ -324,6 +332,8 @@ class Trishul(Ravan):
                 if active and unit.scalar is not None:
                     scalars[unit.scalar] = True
             prox.scalars = scalars[run.layout.scalars].to(device)
+        if prox.leading is not None:
+            prox.scalars = prox.leading.entries[run.layout.scalars]  # none
         if self.config.lam_rule == "entropy":
             shares = run.broadcast.extra["log_share"].double().exp().clamp(max=1.0)
             each = zip(shares.split([len(bank) for bank in banks]), prox.heads, strict=True)
@@ -331,6 +341,7 @@ class Trishul(Ravan):
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to trained cores (prong 2)."""
+        super().after_step(run, step, steps)
         self._clip_scalars(run)
         strengths = self._strengths(run, step, steps)
         if strengths is not None:
@@ -369,14 +380,18 @@ class Trishul(Ravan):
     def _shrink_cores(self, run: LocalRun, strengths: list[float | Tensor], keep: bool) -> None:
         """Apply the prox to all trained cores of each rank at once.
 
-        What is thresholded is a core minus its origin: zero, or the core that was broadcast. With
-        ``keep``, what it was before is kept for the statistics of :meth:`upload`.
+        What is thresholded is a core minus its origin: zero, or the core that was broadcast; of a
+        client of limited ranks, the part that it trains. With ``keep``, what it was before is kept
+        for the statistics of :meth:`upload`.
         """
         prox: Prox = run.scratch
         for number, bank in enumerate(run.layout.core_banks(run.vector)):
-            trained = prox.heads[number]
-            origin = _take(prox.origins[number], trained) if prox.origins else None
-            cores = _take(bank, trained)
+            trained, part = prox.heads[number], slice(None)
+            if prox.leading is not None:
+                part = slice(prox.leading.rank(bank.shape[-1]))
+                bank = bank[:, part, part]
+            origin = _take(prox.origins[number][:, part, part], trained) if prox.origins else None
+            cores = _take(bank, trained).contiguous()
             if origin is not None:
                 cores = cores - origin
             strength = strengths[number] if strengths else hard_threshold(singular_values(cores))
@@ -390,6 +405,10 @@ class Trishul(Ravan):
             else:
                 bank.index_copy_(0, trained, shrunk)
 
+    def _leading(self, run: LocalRun) -> Leading | None:
+        prox: Prox = run.scratch
+        return prox.leading
+
     @property
     def _relative(self) -> bool:
         return self.config.lam_rule in ("relative", "entropy")
@@ -398,7 +417,7 @@ class Trishul(Ravan):
         """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
         sent, kept = super().upload(run, steps)
         if self.config.lam_rule == "entropy":
-            sent = replace(sent, extra=self._ranks(run))
+            sent = replace(sent, extra=sent.extra | self._ranks(run))
         if self.spare_heads:
             sent = replace(sent, extra=sent.extra | self._moved(run, sent.shared))
         if not run.diagnosed or self.needs_uploads or not run.layout.core_banks(run.vector):
@@ -473,7 +492,7 @@ class Trishul(Ravan):
 
         After some rounds, let heads change place (``method.reallocate_every``).
         """
-        shared, extra = mean.shared, {}
+        shared, extra = super().aggregate(state, mean, round_, layout).shared, {}
         if self.needs_uploads:
             shared = self._denoised(state, mean, round_, layout)
         if self.config.lam_rule == "entropy":
@@ -484,7 +503,7 @@ class Trishul(Ravan):
             rank = torch.where(known, rank.clamp(0.0, 1.0), target)
             extra["log_share"] = next_level(level, rank, target)
         if self.spare_heads:
-            extra |= self._next_heads(state, mean, round_, layout)
+            extra |= self._next_heads(state, replace(mean, shared=shared), round_, layout)
         return replace(mean, shared=shared, extra=extra)
 
     def _next_heads(self, state: State, mean: State, round_: Round, layout: Layout) -> Tensors:

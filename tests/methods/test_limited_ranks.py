@@ -1,0 +1,140 @@
+"""Clients of limited compute that train the leading part of every core."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from method_runs import Recording, run, server_of
+from pydantic import ValidationError
+from tiny_run import untimed
+
+from trishul_ray.config import COMPUTE_LEVELS
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.capacities import capacities
+from trishul_ray.federation.checkpoint import state_digest
+from trishul_ray.methods.leading import leading_rank
+from trishul_ray.methods.trishul import TrishulConfig
+
+RANKS = ("method.limits=ranks", "federation.compute=uniform", "federation.local_steps=3")
+METHODS = [
+    ("method=ravan",),
+    ("method=trishul", "method.lam=1.0"),
+    ("method=trishul", "method.lam_rule=relative", "method.prox_on=change"),
+    ("method=trishul", "method.lam_rule=entropy", "optimizer.weight_decay=0.1"),
+    ("method=trishul", "method.lam_rule=unknown", "method.scalars=fixed"),
+    ("method=trishul", "method.reallocate_every=1", "federation.weighting=size"),
+]
+
+
+def cores(server, shared):
+    layout = server.blueprint.layout
+    named = server.method.named_tensors(layout, torch.from_numpy(np.array(shared)))
+    return {n: v.double() for n, v in named.items() if layout.entry(n).kind == "core"}
+
+
+@pytest.mark.parametrize("words", METHODS)
+def test_an_entry_is_the_mean_of_those_who_hold_it(words, executor, tmp_path):
+    inline = Recording(executor(*words, *RANKS))
+    server = server_of(inline, tmp_path)
+    fed = server.experiment.federation
+    share = capacities("uniform", server.experiment.seed, fed.clients)
+    seen = set()
+    for _ in range(fed.rounds):
+        server.step()
+        old, new = (
+            cores(server, inline.broadcast.shared),
+            cores(server, server.checkpoint.state.shared),
+        )
+        sent = {u.client: cores(server, u.arrays.shared) for u in inline.uploads}
+        rows = {u.client: u.rows for u in inline.uploads}
+        masks = {u.client: u.active for u in inline.uploads}
+        first = 0
+        for name, before in old.items():
+            heads, rank, _ = before.shape
+            for i, j in itertools.product(range(heads), range(rank)):
+                holders = [c for c in sent if j < leading_rank(rank, share[c])]
+                holders = [c for c in holders if masks[c] is None or masks[c][first + i]]
+                expected = before[i, j, : j + 1]  # up to the diagonal, all have one lead
+                if holders:
+                    by_size = fed.weighting == "size"
+                    weights = [rows[c] if by_size else 1.0 for c in holders]
+                    terms = [
+                        w * sent[c][name][i, j, : j + 1]
+                        for w, c in zip(weights, holders, strict=True)
+                    ]
+                    expected = sum(terms) / sum(weights)
+                torch.testing.assert_close(new[name][i, j, : j + 1], expected, atol=1e-6, rtol=1e-4)
+                seen.add(len(holders))
+            for client, found in sent.items():  # what a client does not hold is as it was
+                lead = leading_rank(rank, share[client])
+                assert torch.equal(found[name][:, lead:], before[:, lead:])
+                assert torch.equal(found[name][:, :, lead:], before[:, :, lead:])
+                if masks[client] is None or masks[client][first : first + heads].any():
+                    assert not torch.equal(found[name], before)
+            first += heads
+    assert len(seen) > 1 and "aggregation_error" not in server.checkpoint.records[-1].diagnostics
+
+
+@pytest.mark.parametrize("words", METHODS[:2])
+def test_traffic_counts_the_leading_part_up_and_all_of_it_down(words, executor, tmp_path):
+    server = run(executor(*words, *RANKS), tmp_path)
+    whole = run(executor(*words), tmp_path).checkpoint.records
+    share = capacities("uniform", server.experiment.seed, server.experiment.federation.clients)
+    shapes = [e.shape for e in server.blueprint.layout.entries if e.kind == "core"]
+    for record, full in zip(server.checkpoint.records[1:], whole[1:], strict=True):
+        left = sum(
+            h * (r * r - leading_rank(r, share[c]) ** 2)
+            for c in record.clients
+            for h, r, _ in shapes
+        )
+        told = len(COMPUTE_LEVELS) * len(record.clients)
+        assert record.uploaded_parameters == full.uploaded_parameters - left + told
+        assert record.downloaded_parameters == full.downloaded_parameters
+
+
+def test_with_full_compute_it_is_the_method_to_the_bit(executor, tmp_path):
+    both = [run(executor("method.lam=1.0", w), tmp_path) for w in ("method.limits=ranks", "seed=0")]
+    assert np.array_equal(*(server.checkpoint.state.shared for server in both))
+
+
+def test_a_resumed_run_has_the_same_bytes(executor, tmp_path):
+    inline = executor(*METHODS[1], *RANKS)
+    whole = run(inline, tmp_path, "whole")
+    server_of(inline, tmp_path, "parts").step()
+    resumed = run(inline, tmp_path, "parts")
+    assert state_digest(resumed.checkpoint.state) == state_digest(whole.checkpoint.state)
+    assert untimed(resumed.checkpoint.records) == untimed(whole.checkpoint.records)
+
+
+def test_by_default_heads_are_limited_and_the_id_stays():
+    for name in ("ravan", "trishul"):
+        one = load_experiment(None, ["dataset=digits", f"method={name}"])
+        other = load_experiment(None, ["dataset=digits", f"method={name}", "method.limits=heads"])
+        assert one.id == other.id and "limits" not in one.identity()["method"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(8, (4, 5, 6, 8)), (110, (55, 77, 95, 110)), (1, (1,) * 4)]
+)
+def test_leading_ranks_by_hand(rank, expected):
+    assert tuple(leading_rank(rank, share) for share in COMPUTE_LEVELS) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_fraction": 0.5}, "head_fraction=0.5 is not read with limits='ranks'"),
+        ({"selection": "weight"}, "selection=weight is not read with limits='ranks'"),
+        ({"lam_rule": "edge"}, "limits='ranks' cannot be set with lam_rule='edge'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        TrishulConfig(name="trishul", limits="ranks", **fields)
+
+
+def test_what_needs_the_mean_alone_is_refused():
+    with pytest.raises(InputError, match=r"uploads: .*method.limits='ranks'"):
+        load_experiment(None, ["dataset=digits", "method.limits=ranks", "uploads.codec=int8"])
