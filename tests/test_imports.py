@@ -235,7 +235,8 @@ def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
         "            pass\n"
         "    print(repr((words, out.getvalue())))\n"
         "    heavy = {'torch', 'transformers', 'ray', 'mlflow', 'datasets', 'pandas'}\n"
-        "    heavy |= {'pyarrow.parquet', 'pyarrow.compute', 'matplotlib', 'dp_accounting'}\n"
+        "    heavy |= {'pyarrow.parquet', 'pyarrow.compute', 'matplotlib', 'dp_accounting',"
+        " 'bitsandbytes'}\n"
         "    heavy |= {'pyarrow', 'PIL'} if words[-1] in ('--help', 'methods') else set()\n"
         "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
         # Rows of clients need tensors, but nothing that draws or exports.

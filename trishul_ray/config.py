@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -201,6 +201,10 @@ class TaskConfig(Section):
     )
 
 
+#: How frozen linear weights are stored.
+Quantization: TypeAlias = Literal["none", "nf4", "int8"]
+
+
 class ModelConfig(Section):
     """The frozen backbone."""
 
@@ -224,6 +228,11 @@ class ModelConfig(Section):
         "fp32",
         description="precision of the frozen backbone; adapters and optimizer stay fp32. tf32: "
         "fp32 with TensorFloat-32 matrix products on a GPU (on a CPU the same as fp32)",
+    )
+    quantize: Quantization = in_id_if_set(
+        "none",
+        "how the linear weights of the backbone's blocks are stored, by bitsandbytes (extra "
+        "`quant`): nf4 (4.1 bits) or int8; they are dequantized to model.precision to compute",
     )
     dropout: bool = Field(False, description="keep the backbone's dropout in training")
     gradient_checkpointing: bool = Field(

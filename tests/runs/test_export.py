@@ -4,11 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import trishul_ray
+import trishul_ray.runs.export
 from trishul_ray.methods.base import method_names
 
 #: Runs the code of each model card and prints the score of the given rows.
@@ -100,6 +102,23 @@ def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
     for result, accuracy in zip(results, found, strict=True):
         # One row may be at the border of two classes.
         assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0101), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantized_backbone_is_named_and_written_as_it_was_trained_with(kind, run, tmp_path):
+    result = run(method="fedex", model={"quantize": kind}, evaluation={"limit": 100})
+    adapter, test = Path(result.adapter_path), trishul_ray_rows(result)
+    note = trishul_ray.runs.export.export_run(
+        result.id, tmp_path / "merged", merged=True, runs=str(tmp_path / "runs")
+    ).note
+    assert f"those of {kind}, dequantized" in note
+    assert f"{kind}; those in backbone/ are the same" in result.summary["export"]["note"]
+    for folder in (adapter, tmp_path / "merged"):
+        assert f"\n- quantized: {kind}\n" in (folder / "README.md").read_text()
+    classes = list(result.classes)
+    found = score([(str(f), test, classes) for f in (adapter, tmp_path / "merged")], tmp_path)
+    assert found == pytest.approx([result.final["accuracy"]] * 2, abs=0.0101)
 
 
 def trishul_ray_rows(result):

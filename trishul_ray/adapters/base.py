@@ -57,17 +57,24 @@ class FrozenLinear:
         constants: the adapter's frozen tensors by name, in the weight's dtype.
         remainder: [d_out, d_in], only in low precision: the second part of a weight that was split
             by :func:`trishul_ray.adapters.linear.split`.
+        quantized: the weight is stored in fewer bits, and dense only in this call.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     remainder: Tensor | None = None
+    quantized: bool = False
 
     @property
     def low_precision(self) -> bool:
         """Whether adding an update to the weight would round it away."""
         return is_low_precision(self.weight.dtype)
+
+    @property
+    def factored(self) -> bool:
+        """Whether the forward must not form the adapted weight: it is rounded, or takes memory."""
+        return self.quantized or self.low_precision
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
@@ -75,6 +74,8 @@ def export_peft(
     Raises:
         InputError: the folder is not empty, or no layer is adapted.
     """
+    from peft import LoraConfig  # takes seconds, more so where bitsandbytes is installed
+
     ranks: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     error = 0.0

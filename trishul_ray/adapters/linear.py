@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, is_low_precision
+from trishul_ray.adapters.quantized import QuantizedLinear
 
 
 class AdaptedLinear(nn.Module):
@@ -30,14 +31,20 @@ class AdaptedLinear(nn.Module):
         path: ComputePath,
     ) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        #: Holds the weight in the place of ``weight`` where it is quantized.
+        self.stored: QuantizedLinear | None = None
+        if isinstance(linear, QuantizedLinear):
+            self.stored, self.dtype = linear, linear.dtype
+        else:
+            self.weight, self.dtype = linear.weight, linear.weight.dtype
+        self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.adapter, self.path = adapter, path
-        self.low_precision = is_low_precision(linear.weight.dtype)
+        self.low_precision = is_low_precision(self.dtype)
         self.constants = constants  # float32, for exact updates
         self._bound_constants = constants
         # In the weight's dtype, for the forward; cast once.
-        self._cast_constants = {k: v.to(linear.weight.dtype) for k, v in constants.items()}
+        self._cast_constants = {k: v.to(self.dtype) for k, v in constants.items()}
         self.params: dict[str, Tensor] | None = None
         #: Frozen weight plus the bound base, or None without a base.
         self.moved_weight: Tensor | None = None
@@ -55,25 +62,35 @@ class AdaptedLinear(nn.Module):
         """Compute with trainables by suffix, or as the frozen layer for None.
 
         While bound, ``base`` [d_out, d_in] float32 is added to the frozen weight (in low precision
-        as two tensors, so that a small base is not rounded away), and ``constants`` replace those
-        of the layer.
+        as two tensors, so that a small base is not rounded away; a quantized weight and its base
+        are one dense weight while bound), and ``constants`` replace those of the layer.
         """
         self.params, self.merged = params, None
         self.moved_weight, self.remainder = None, None
         if base is not None:
-            self.moved_weight, self.remainder = self._parts(self.weight.detach().float() + base)
+            weight = self.weight if self.stored is None else self.stored.weight
+            self.moved_weight, self.remainder = self._parts(weight.detach().float() + base)
         used = self.constants if constants is None else constants
         if constants is not None or self._bound_constants is not self.constants:
-            self._cast_constants = {k: v.to(self.weight.dtype) for k, v in used.items()}
+            self._cast_constants = {k: v.to(self.dtype) for k, v in used.items()}
         self._bound_constants = used
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the adapted layer, [..., d_in] -> [..., d_out]."""
+        if self.moved_weight is not None:
+            return self._compute(x, self.moved_weight)
+        if self.stored is None:
+            return self._compute(x, self.weight)
+        with self.stored.dense() as weight:
+            return self._compute(x, weight)
+
+    def _compute(self, x: Tensor, frozen: Tensor) -> Tensor:
         if self.params is None:
-            return nn.functional.linear(x, self.weight, self.bias)
-        frozen = self.weight if self.moved_weight is None else self.moved_weight
+            return nn.functional.linear(x, frozen, self.bias)
         if not self._uses_merged(self.params):
-            layer = FrozenLinear(frozen, self.bias, self._cast_constants, self.remainder)
+            layer = FrozenLinear(
+                frozen, self.bias, self._cast_constants, self.remainder, self._is_quantized
+            )
             return self.adapter.forward(x, layer, self.params, self.path)
         if self.merged is None:
             if self.remainder is not None:
@@ -88,18 +105,24 @@ class AdaptedLinear(nn.Module):
 
     def _parts(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return ``weight`` in the layer's dtype and, in low precision, its remainder."""
-        dtype = self.weight.dtype
-        return split(weight, dtype) if self.low_precision else (weight.to(dtype), None)
+        if self.low_precision:
+            return split(weight, self.dtype)
+        return weight.to(self.dtype), None
+
+    @property
+    def _is_quantized(self) -> bool:
+        """Whether the frozen weight in use is dense during a product alone."""
+        return self.stored is not None and self.moved_weight is None
 
     def _uses_merged(self, params: dict[str, Tensor]) -> bool:
         """Return whether the bound state is merged once for all its forwards.
 
         In low precision a merged weight takes two products. That pays only with a base, where the
-        frozen weight takes two as well.
+        frozen weight takes two as well. Beside a quantized weight none is kept.
         """
         trains = any(p.requires_grad for p in params.values())
         exact = not self.low_precision or self.remainder is not None
-        return not trains and self.path != "factored" and exact
+        return not (trains or self._is_quantized) and self.path != "factored" and exact
 
 
 def split(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ class LoRA(LayerAdapter):
         if path == "auto":
             backward = torch.is_grad_enabled() and factor_B.requires_grad
             merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=backward)
-        if merged and not frozen.low_precision:
+        if merged and not frozen.factored:
             return functional.linear(x, self.merged_weight(weight, frozen.constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
         x2 = x.reshape(-1, d_in)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.adapters.linear import AdaptedLinear
+from trishul_ray.adapters.quantized import dequantize_layers
 from trishul_ray.adapters.targets import classifier_parameters, spec_of
 from trishul_ray.errors import InputError
 
@@ -252,10 +253,12 @@ class AdaptedModel:
 
         Sums are taken in float64 and cast once; a zero update leaves a weight bitwise unchanged.
         This model stays adapted and bound. ``dtype`` is that of the copy, by default the model's;
-        bfloat16 rounds away updates below 2^-9 of a weight.
+        bfloat16 rounds away updates below 2^-9 of a weight. Quantized weights are dequantized,
+        and so those that were trained with.
         """
         with self._original_modules():
             merged = copy.deepcopy(self.model)
+        dequantize_layers(merged)
         if dtype is not None:
             merged = merged.to(dtype)
         for name, delta in self.deltas(trained).items():

@@ -132,7 +132,7 @@ class MultiHead(LayerAdapter):
             x.numel() // d_in, d_out, d_in, self.heads, self.rank,
             core_grad=grad and product.requires_grad, input_grad=grad and x.requires_grad,
         )  # fmt: skip
-        routes = choose_routes(call, path, low_precision=frozen.low_precision)
+        routes = choose_routes(call, path, low_precision=frozen.factored)
         return multihead_linear(x, product, frozen, routes)
 
     def merged_weight(

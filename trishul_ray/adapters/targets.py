@@ -158,8 +158,11 @@ def classifier_module(name: str) -> str | None:
 
 
 def _all_linear_layers(model: nn.Module) -> list[LayerSpec]:
+    from trishul_ray.adapters.quantized import QuantizedLinear  # imports this module
+
     # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
-    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    kinds = (torch.nn.Linear, QuantizedLinear)
+    names = [name for name, module in model.named_modules() if type(module) in kinds]
     inner = [name for name in names if classifier_module(name) is None]
     if not inner:
         raise InputError(

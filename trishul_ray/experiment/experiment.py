@@ -169,6 +169,11 @@ class Experiment(Section):
                 f"federation.clients_per_round={fed.clients_per_round} must be at least {least} "
                 f"with {self._method_as_set()}"
             )
+        if self.model.quantize != "none" and method_class(self.method.name).train_all:
+            raise ValueError(
+                f"model.quantize={self.model.quantize!r} stores frozen weights, and method="
+                f"{self.method.name!r} trains them: use none, or a method with adapters"
+            )
         self._check_edge()
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
@@ -297,6 +302,8 @@ class Experiment(Section):
         for section in EDGE_SECTIONS:
             if getattr(self, section) == type(self).model_fields[section].default:
                 del fields[section]
+        if self.model.quantize == "none":
+            del fields["model"]["quantize"]
         if not self.plugins:
             del fields["plugins"]
         for plugin in fields.get("plugins", ()) if not sources else ():

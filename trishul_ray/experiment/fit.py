@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import torch
 
+from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.config import Places
 from trishul_ray.data.dataset import DatasetInfo
@@ -119,8 +120,9 @@ def check_fits(experiment: Experiment) -> None:
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
             if something is wrong with own data, too, then that; or there is no GPU for
-            ``resources.device=cuda``.
+            ``resources.device=cuda``, or no library for ``model.quantize``.
     """
+    check_library(experiment.model.quantize)
     if experiment.resources.device == "cuda" and not _may_have_gpu():
         raise InputError(
             "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
@@ -193,10 +195,10 @@ def build_site(
     norms = {}
     for layer in dict.fromkeys((*layers, *scored)):
         if layer.name not in known:
-            weight = model.get_submodule(layer.name).weight
-            assert isinstance(weight, torch.Tensor)
-            on_meta = weight.device.type == "meta"
-            known[layer.name] = 0.0 if on_meta else float(weight.detach().double().square().sum())
+            linear = model.get_submodule(layer.name)
+            assert isinstance(linear, torch.nn.Linear)
+            square = squared_norm(linear)
+            known[layer.name] = 0.0 if square.is_meta else float(square)
         norms[layer.name] = known[layer.name]
     return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
 

@@ -9,13 +9,13 @@ Legend: P trainables of a client, S local steps, b batch size.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -242,31 +242,55 @@ def _answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport
     size = plan.batch_size or settings.federation.batch_size
     shard = bench.shards.shard(job.client)
     batches = batch_order(shard, plan.batches, size, rng)
-    weights = {
-        spec.name: bench.model.model.get_parameter(f"{spec.name}.weight")
-        for spec in bench.model.specs
-    }
+    layers = {spec.name: bench.model.model.get_submodule(spec.name) for spec in bench.model.specs}
 
     def gradients() -> Iterator[Tensors]:
         for rows in batches:
-            loss = _loss(bench, _prepare(bench, bench.train, rows))
-            grads = torch.autograd.grad(loss, list(weights.values()))
-            yield {name: grad.float() for name, grad in zip(weights, grads, strict=True)}
+            with weight_gradients(layers) as found:
+                _loss(bench, _prepare(bench, bench.train, rows)).backward()
+            yield {name: found[name].float() for name in layers}
 
     began = time.perf_counter()
-    for weight in weights.values():
-        weight.requires_grad_(True)
-    try:
-        with _client_stream(bench, "survey-dropout", job.client):
-            answer = State(torch.empty(0), extra=bench.method.survey(gradients()))
-    finally:
-        for weight in weights.values():
-            weight.requires_grad_(False)
+    with _client_stream(bench, "survey-dropout", job.client):
+        answer = State(torch.empty(0), extra=bench.method.survey(gradients()))
     seconds, numbers = time.perf_counter() - began, count_numbers(answer.extra)
     return (
         Upload(job.client, len(shard), answer.map(to_array)),
         TrainReport(job.client, {}, math.nan, seconds, uploaded=numbers),
     )
+
+
+@contextmanager
+def weight_gradients(layers: Mapping[str, nn.Module]) -> Iterator[Tensors]:
+    """Collect the gradients of linear layers' weights from the backward passes inside.
+
+    Each is the sum of ``dY^T X`` over the layer's calls, [d_out, d_in] in the dtype of X, whether
+    or not the weight is a tensor that autograd could differentiate by.
+    """
+    found: Tensors = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            x = inputs[0].detach()
+            x = x.reshape(-1, x.shape[-1])
+            if not output.requires_grad:  # nothing before it is trained
+                output = output.detach().requires_grad_().clone()
+
+            def add(dy: Tensor) -> None:
+                gradient = dy.reshape(-1, dy.shape[-1]).t() @ x
+                found[name] = found[name] + gradient if name in found else gradient
+
+            output.register_hook(add)
+            return output
+
+        return after
+
+    hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def evaluate_chunk(bench: Workbench, broadcast: ArrayState, job: EvalJob) -> EvalReport:

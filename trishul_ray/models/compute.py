@@ -1,7 +1,7 @@
 """Configure how a loaded backbone computes: precision, attention, activation checkpointing.
 
-All functions change modules of transformers in place. Apart from :func:`cast`, none changes a
-weight.
+All functions change models in place. Apart from :func:`cast` and :func:`quantize_layers`, none
+changes a weight.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trishul_ray.adapters.quantized import QuantizedLinear, check_library
+from trishul_ray.adapters.targets import classifier_module
+from trishul_ray.errors import InputError
+
 if TYPE_CHECKING:
-    from trishul_ray.config import ModelConfig
+    from trishul_ray.config import ModelConfig, Quantization
 
 
 def run_dtype(config: "ModelConfig") -> torch.dtype:
@@ -33,6 +37,35 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
             full_name = f"{prefix}.{name}" if prefix else name
             if buffer.is_floating_point() and full_name in persistent:
                 module._buffers[name] = buffer.to(dtype)
+
+
+def quantize_layers(model: nn.Module, kind: "Quantization", dtype: torch.dtype) -> None:
+    """Replace the linear layers of a model's blocks, in place; ``none`` changes nothing.
+
+    Embeddings, normalization and all heads stay as they are.
+
+    Raises:
+        InputError: no layer is in a block, i.e. has a number in its path, or bitsandbytes is not
+            installed.
+    """
+    if kind == "none":
+        return
+    check_library(kind)
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
+        if type(module) is nn.Linear
+        and any(part.isdigit() for part in name.split("."))
+        and classifier_module(name) is None
+    ]
+    if not layers:
+        raise InputError(
+            f"model.quantize={kind!r}: {type(model).__name__} has no linear layer in a block (with "
+            "a number in its path, as in layers.0.query); use none"
+        )
+    for name, linear in layers:
+        model.set_submodule(name, QuantizedLinear(linear, kind, dtype).train(linear.training))
 
 
 def configure_compute(model: nn.Module, config: "ModelConfig") -> None:

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.compute import cast, configure_compute, run_dtype
+from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import PASSED, ModelFiles, ModelKind, Preprocessing
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import tokenizer_key
@@ -191,6 +191,7 @@ class PythonBackbone(Backbone, prefix=PASSED):
     def load_resident(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Resident:
         """Return a copy of the model in the run's precision."""
         model = self._copy(kind, run_dtype(self.config))
+        quantize_layers(model, self.config.quantize, run_dtype(self.config))
         if isinstance(getattr(model, "config", None), PretrainedConfig):
             configure_compute(model, self.config)
         return Resident(model, self.passed.content, ())

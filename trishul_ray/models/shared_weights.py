@@ -1,16 +1,18 @@
 """Share the weights of a frozen backbone between all processes of a machine.
 
-The prepared weights (read and checked, positions resized, cast to the run's precision) are written
-once to ``<cache>/weights/<key>.pt``. Every process builds the modules on the meta device and points
-them at the memory-mapped file. The pages exist once in the page cache, and the system can reclaim
-them. The mapping is private: a write copies the page and never reaches the file. A head that a run
-draws from its seed is not in the file; each process holds its own.
+The prepared weights (read and checked, positions resized, cast to the run's precision, quantized
+where ``model.quantize`` says so) are written once to ``<cache>/weights/<key>.pt``. Every process
+builds the modules on the meta device and points them at the memory-mapped file. The pages exist
+once in the page cache, and the system can reclaim them. The mapping is private: a write copies the
+page and never reaches the file. A head that a run draws from its seed is not in the file; each
+process holds its own.
 
 ``torch.save`` lets tensors begin at multiples of 64 bytes, as PyTorch allocates them. At another
 alignment a matrix product may round differently.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -24,7 +26,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 from trishul_ray.files import make_cache_folder, remove_unused, stamp
-from trishul_ray.models.compute import cast, configure_compute, run_dtype
+from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
 
@@ -63,6 +65,7 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
             remove_unused_weights(cache)
             model, drawn = build_weights(plan)
             cast(model, run_dtype(config))
+            quantize_layers(model, config.quantize, run_dtype(config))
             commit = getattr(plan.architecture, "_commit_hash", None)
             source = weights_source(plan.files, commit, drawn=config.init == "random")
             _write(file, {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source})
@@ -73,6 +76,7 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
         os.utime(file)
     with torch.device("meta"):
         model = plan.module()
+        quantize_layers(model, config.quantize, run_dtype(config))
     drawn = stored["drawn"]
     heads = {name: torch.empty(model.get_parameter(name).shape) for name in drawn}
     _assign(model, stored["tensors"] | heads)
@@ -103,6 +107,8 @@ def weights_key(plan: Plan) -> str:
         plan.config.image_size,
         plan.architecture.to_json_string(),
     ]
+    if (kind := plan.config.quantize) != "none":
+        key += [kind, importlib.metadata.version("bitsandbytes")]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 

@@ -166,10 +166,14 @@ def write_model(
     """
     bench, trained = run.bench, run.trained
     notes = {"rounds": str(run.round)} | notes
+    if (quantize := bench.settings.model.quantize) != "none":
+        notes["quantized"] = quantize
     name_classes(bench.model.model, bench)
     with deterministic(bench.settings), quiet_transformers():
         if merged or not fits_adapter(bench):
             why = "" if merged else f", since {bench.settings.method.name} trains every weight"
+            if quantize != "none":
+                why += f", which are those of {quantize}, dequantized, as in training"
             note = f"the whole model, with the update in its weights{why}"
             notes |= {"weights": note}
             export_merged(
@@ -180,6 +184,13 @@ def write_model(
             )
             return Export("model", run.round, note)
         backbone = name_backbone(bench, place or str(directory.absolute()))
+        if quantize != "none":
+            notes["weights"] = f"trained beside backbone weights in {quantize}; " + (
+                f"those in {COPY}/ are the same, dequantized"
+                if backbone.copied
+                else f"those of {backbone.name} are not quantized, and with them the model "
+                "differs: `trishul export --merged` writes the trained one"
+            )
         adapter = export_peft(
             bench.model,
             trained,
@@ -190,6 +201,8 @@ def write_model(
         )
     low, high = ranks = [min(adapter.ranks.values()), max(adapter.ranks.values())]
     note = f"PEFT LoRA adapter of rank {low}" + (f" to {high}" if low != high else "")
+    if quantize != "none":
+        note += f", {notes['weights']}"
     if adapter.folded:
         note += ", which holds the changes of the frozen weights, too "
         note += f"(relative error {adapter.error:.1g})"

@@ -134,7 +134,7 @@ def work_of(experiment: Experiment) -> Work:
                 batch * shape.tokens_through(layer.name, n, m),
                 training=training,
                 path=experiment.adapter.path,
-                low_precision=model.precision == "bf16",
+                low_precision=model.precision == "bf16" or model.quantize != "none",
             )
             for layer in site.layers
             if layer.name in adapters

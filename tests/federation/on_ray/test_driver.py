@@ -28,6 +28,8 @@ VALIDATED = ["data.validation_share=0.2", "evaluation.per_client=true"]
 CODED = [
     "method=scaffold", "uploads.codec=qsgd", "uploads.error_feedback=true", "downloads.codec=topk"
 ]  # fmt: skip
+#: Stored in four bits, read from one file by all actors, and differentiated by hooks.
+QUANTIZED = ["model.quantize=nf4", "method=fedsb"]
 
 
 @ray.remote(num_cpus=2)
@@ -48,6 +50,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         (["method.allocation=gradient", "resources.actors=2"], 2),
         ([*MASKED, "resources.actors=2"], 2),
         ([*CODED, "resources.actors=2"], 2),
+        ([*QUANTIZED, "resources.actors=2"], 2),
         ([*DROPPED, "resources.actors=1"], 1),
         ([*DROPPED, "resources.actors=2"], 2),
     ],
@@ -56,6 +59,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         "surveyed heads",
         "masked heads",
         "coded",
+        "quantized",
         "dropout, 1",
         "dropout, 2",
     ],

@@ -1,0 +1,158 @@
+"""Runs on quantized backbones: they are runs on the dequantized ones, and folds stay outside."""
+
+import copy
+
+import pytest
+import torch
+from tiny_run import untimed
+from torch import nn
+
+import trishul_ray
+from trishul_ray.adapters.quantized import QuantizedLinear, dequantize_layers
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.fit import check_fits
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.local import weight_gradients
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.workbench import build_model_bench, build_workbench
+from trishul_ray.models.backbone import Backbone
+
+ROUNDS = ["federation.rounds=2", "federation.local_steps=2"]
+KINDS = ("nf4", "int8")
+#: Each way in which a method uses a frozen weight, and a path that never merges: a dense weight
+#: may be merged otherwise, which sums in another order.
+WAYS = {
+    "thin factors": ["method=fedit"],
+    "core heads": ["method=trishul", "method.allocation=uniform"],
+    "folded changes": ["method=fedex"],
+    "fresh factors": ["method=flora"],
+    "principal components": ["method=frlora"],
+    "dense gradients": ["method=fedsb"],
+    "measured gradients": ["method=trishul", "method.allocation=gradient"],
+}
+
+
+def resident(experiment):
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    return backbone.load_resident("image-classification", 10, seed=experiment.seed).model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_by_hooks_are_those_of_autograd(dtype):
+    torch.manual_seed(0)
+    shared = nn.Linear(12, 12, bias=False)
+    layers = [nn.Linear(7, 12), nn.GELU(), shared, nn.Tanh(), shared, nn.Linear(12, 3)]
+    model = nn.Sequential(*layers).to(dtype)
+    watched = {name: model.get_submodule(name) for name in ("0", "2", "5")}
+    x = torch.randn(2, 5, 7, dtype=dtype)
+    wanted = torch.autograd.grad(
+        model(x).float().square().sum(), [layer.weight for layer in watched.values()]
+    )
+    model.requires_grad_(False)
+    with weight_gradients(watched) as found:
+        model(x).float().square().sum().backward()
+    for (name, gradient), want in zip(sorted(found.items()), wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=0, atol=0, msg=name)
+    assert not any(layer._forward_hooks for layer in watched.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_that_on_the_dequantized_backbone(way, kind, small, inline_result, tmp_path):
+    """Bit for bit: no method ever writes to a quantized weight, or reads another one."""
+    shared = [*WAYS[way], *ROUNDS, "adapter.path=factored"]
+    run = small(f"model.quantize={kind}", *shared)
+    dense = resident(run)
+    before = copy.deepcopy(dense)
+    dequantize_layers(dense)
+    dense.save_pretrained(tmp_path / "dense")
+    twin = small(*shared, "model.init=pretrained", f"model.name={tmp_path / 'dense'}")
+    ours, theirs = inline_result(run), inline_result(twin)
+    assert ours.checkpoint.state.shared.tobytes() == theirs.checkpoint.state.shared.tobytes()
+    assert untimed(ours.checkpoint.records) == untimed(theirs.checkpoint.records)
+    for name, stored in resident(run).named_buffers():
+        assert torch.equal(stored, before.get_buffer(name)), name
+
+
+def test_bytes_are_equal_twice_and_differ_from_those_without(small, tmp_path):
+    def drive(*fields):
+        run = small(*ROUNDS, *fields)
+        driver = InlineDriver(run, prepare_run(run), "inline")
+        standing = driver.begin()
+        while not standing.finished:
+            standing = driver.step()
+        return driver.final().checkpoint.state.shared.tobytes()
+
+    first = drive("model.quantize=nf4", "model.precision=bf16")
+    again = drive(
+        "model.quantize=nf4", "model.precision=bf16", f"storage.cache={tmp_path}",
+        f"storage.runs={tmp_path}",
+    )  # fmt: skip
+    assert first == again
+    assert first != drive("model.precision=bf16")
+
+
+def test_heads_are_divided_by_the_unquantized_weights(small):
+    blocks = []
+    for kind in ("none", "nf4", "int8"):
+        run = small("method=trishul", f"model.quantize={kind}")
+        bench = build_model_bench(run, prepare_run(run).dataset.info)
+        linear = bench.site.layers[0].name
+        stored = getattr(bench.model.model.get_submodule(linear), "stored", None)
+        assert (stored is None) == (kind == "none")
+        blocks.append((bench.site.squared_norms, bench.model.layout))
+    assert blocks[0] == blocks[1] == blocks[2]
+
+
+def test_an_id_and_a_file_know_it_only_where_it_is_set(small):
+    plain, four, eight = (small(*f) for f in ((), *([f"model.quantize={k}"] for k in KINDS)))
+    assert small("model.quantize=none").id == plain.id
+    assert len({plain.id, four.id, eight.id}) == 3
+    assert b"quantize" not in plain.to_yaml() and b"quantize: nf4" in four.to_yaml()
+
+
+def test_what_cannot_be_is_refused_in_one_line(small, monkeypatch):
+    with pytest.raises(InputError, match=r"^model\.quantize='nf4' stores frozen weights, and meth"):
+        small("method=fullft", "model.quantize=nf4")
+    with pytest.raises(InputError, match=r"model\.quantize.*int4.*'none', 'nf4' or 'int8'"):
+        small("model.quantize=int4")
+    run = small("model.quantize=nf4")
+    check_fits(run)
+    from trishul_ray.adapters import quantized
+
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs bitsandbytes: .*'trishul-ray\[quant\]'"):
+        check_fits(run)
+
+
+def test_a_model_from_python_is_quantized_too(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+            self.classifier = nn.Linear(64, 10)
+
+        def forward(self, pixel_values):
+            x = pixel_values.flatten(1)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return self.classifier(x)
+
+    fields = {"backend": "inline", "rounds": 1, "local_steps": 1, "mlflow": False, "budget": 4}
+    torch.manual_seed(0)
+    result = trishul_ray.run(
+        "digits", model=Net(), runs=tmp_path, cache=tmp_path, progress="off", lr=0.01,
+        method="fedit", **{"model.quantize": "nf4"}, **fields,
+    )  # fmt: skip
+    bench = result._trained.bench
+    kinds = [type(layer.stored) for layer in bench.model.model.layers]
+    assert kinds == [QuantizedLinear, QuantizedLinear]
+
+
+def test_a_survey_of_a_quantized_model_holds_no_dense_parameters(small):
+    run = small("method=fedsb", "model.quantize=nf4")
+    bench = build_workbench(run, prepare_run(run))
+    names = {spec.name for spec in bench.model.specs}
+    held = {name.rpartition(".")[0] for name, _ in bench.model.model.named_parameters()}
+    assert not names & {name for name in held if name + ".weight" in held}
+    assert all(f"{name}.weight" not in bench.model.model.state_dict() for name in names)

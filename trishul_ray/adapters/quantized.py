@@ -1,0 +1,175 @@
+"""Frozen linear layers whose weights are stored in 4 or 8 bits, through bitsandbytes.
+
+``nf4`` is that of QLoRA (Dettmers et al., arXiv 2305.14314): 4-bit quantiles of a normal
+distribution in blocks of 64 weights, whose scales have 8 bits themselves, in blocks of 256: 4.13
+bits a weight. ``int8`` has the rows of LLM.int8() (Dettmers et al., arXiv 2208.07339): steps of
+1/127 of a row's largest weight. Inputs are not quantized.
+
+A layer computes with the dequantized weight, which exists during the product alone and is made
+again for the gradient of the input. No fused kernel is used: those of bitsandbytes are chosen by
+the batch's shape. A stored weight never changes; what is added to it stays beside it.
+
+Legend: d_out, d_in the layer's widths; n = d_out d_in.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from trishul_ray.config import Quantization
+from trishul_ray.errors import InputError
+
+# It warns of missing kernels for fused products, which are not used here.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+#: Weights that share a scale, and scales that share theirs.
+BLOCK, NESTED_BLOCK = 64, 256
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer, with ``weight`` as it is dequantized: another tensor at every access.
+
+    Args:
+        linear: the layer; on the meta device, only the shapes of what is stored follow from it.
+        kind: how its weight is stored.
+        dtype: that of ``weight``.
+
+    Attributes:
+        squared_norm: ``||W||_F^2`` of the weight before it was quantized, float64.
+    """
+
+    def __init__(self, linear: nn.Linear, kind: Quantization, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias, self.kind, self.dtype = linear.bias, kind, dtype
+        weight = linear.weight.detach()
+        stored = _empty(kind, *weight.shape) if weight.is_meta else _quantize(weight, kind)
+        for name, tensor in stored.items():
+            self.register_buffer(name, tensor)
+        self.squared_norm: Tensor
+        self.register_buffer("squared_norm", weight.double().square().sum())
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dequantized weight [d_out, d_in], rounded once from float32: the same anywhere."""
+        library, stored = _functional(), dict(self.named_buffers(recurse=False))
+        size = self.out_features * self.in_features
+        if self.kind == "int8":
+            dense = library.int8_vectorwise_dequant(stored["codes"], stored["scales"])
+        else:
+            scales = library.QuantState(
+                stored["nested_scales"],
+                code=stored["nested_code"],
+                blocksize=NESTED_BLOCK,
+                dtype=torch.float32,
+            )
+            state = library.QuantState(
+                stored["scales"],
+                # On a CPU, bitsandbytes 0.50 takes another block's scales in rows that are no
+                # multiple of a block, and compiles code for odd ones. Here all weights are one
+                # row, of even length.
+                shape=torch.Size([1, size + size % 2]),
+                blocksize=BLOCK,
+                quant_type=self.kind,
+                dtype=torch.float32,
+                offset=stored["offset"],
+                state2=scales,
+            )
+            dense = library.dequantize_4bit(stored["codes"], state)
+        weight: Tensor = dense.view(-1)[:size].view(self.out_features, self.in_features)
+        return weight.to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer, [..., d_in] -> [..., d_out]."""
+        with self.dense() as weight:
+            return nn.functional.linear(x, weight, self.bias)
+
+    @contextmanager
+    def dense(self) -> Iterator[Tensor]:
+        """Yield :attr:`weight`; what is computed inside does not keep it for the backward pass."""
+        weight = self.weight
+        memory = weight.untyped_storage().data_ptr()
+
+        def pack(saved: Tensor) -> Any:
+            if saved.untyped_storage().data_ptr() == memory:
+                return saved.shape, saved.stride(), saved.storage_offset()
+            return saved
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if torch.is_tensor(packed) else self.weight.as_strided(*packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield weight
+
+
+def dequantize_layers(model: nn.Module) -> None:
+    """Replace quantized layers by plain ones of their dequantized weights, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            with torch.device("meta"):
+                linear = nn.Linear(module.in_features, module.out_features, bias=False)
+            linear.weight = nn.Parameter(module.weight, requires_grad=False)
+            linear.bias = module.bias
+            model.set_submodule(name, linear.train(module.training))
+
+
+def squared_norm(linear: nn.Linear) -> Tensor:
+    """Return ``||W||_F^2`` of a layer, float64; of the unquantized weight where it is quantized."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.squared_norm
+    return linear.weight.detach().double().square().sum()
+
+
+def check_library(kind: Quantization) -> None:
+    """Raise InputError if bitsandbytes is needed and not installed."""
+    if kind != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            f"model.quantize={kind!r} needs bitsandbytes: install the extra "
+            "(pip install 'trishul-ray[quant]')"
+        )
+
+
+def _functional() -> Any:
+    import bitsandbytes.functional  # takes two seconds
+
+    return bitsandbytes.functional
+
+
+def _empty(kind: Quantization, d_out: int, d_in: int) -> dict[str, Tensor]:
+    """Return what :func:`_quantize` does, on the meta device."""
+    blocks = -(-d_out * d_in // BLOCK)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": ((-(-d_out * d_in // 2), 1), torch.uint8),
+        "scales": ((blocks,), torch.uint8),
+        "nested_scales": ((-(-blocks // NESTED_BLOCK),), torch.float32),
+        "nested_code": ((256,), torch.float32),
+        "offset": ((), torch.float32),
+    }
+    if kind == "int8":
+        shapes = {"codes": ((d_out, d_in), torch.int8), "scales": ((d_out,), torch.float32)}
+    return {n: torch.empty(size, dtype=t, device="meta") for n, (size, t) in shapes.items()}
+
+
+def _quantize(weight: Tensor, kind: Quantization) -> dict[str, Tensor]:
+    """Return what is stored of a weight [d_out, d_in] on the CPU."""
+    library = _functional()
+    if kind == "int8":
+        codes, scales, _ = library.int8_vectorwise_quant(weight)
+        return {"codes": codes, "scales": scales}
+    codes, state = library.quantize_4bit(weight.reshape(1, -1), blocksize=BLOCK, quant_type=kind)
+    # In float64, so that the number of threads cannot change the mean that is stored.
+    offset = state.absmax.double().mean().float()
+    scales, nested = library.quantize_blockwise(state.absmax - offset, blocksize=NESTED_BLOCK)
+    return {
+        "codes": codes,
+        "scales": scales,
+        "nested_scales": nested.absmax,
+        "nested_code": nested.code.clone(),
+        "offset": offset,
+    }
