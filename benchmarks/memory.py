@@ -71,10 +71,11 @@ class Holder:
             configure_compute(model, config)
         took = time.perf_counter() - began
         self.model = model.requires_grad_(False)
-        for tensor in self.model.parameters():
+        tensors = [*model.parameters(), *model.buffers()]
+        for tensor in tensors:
             tensor.sum()  # every page is read: a forward looks up a few rows of an embedding
         _run_once(self.model, backbone.model_config(kind, classes))
-        return took, sum(p.numel() * p.element_size() for p in model.parameters())
+        return took, sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _run_once(model: Any, shape: Any) -> None:
@@ -99,7 +100,12 @@ def weigh(pids: list[int]) -> list[tuple[float, float]]:
 
 def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
     """Start the actors, let them take the backbone by turns, weigh them all after each turn."""
-    config = ModelConfig(name=options.model, init="random", precision=options.precision)
+    config = ModelConfig(
+        name=options.model,
+        init="random",
+        precision=options.precision,
+        quantize=options.quantize,
+    )
     holders = [Holder.remote(options.threads) for _ in range(options.actors)]
     pids = ray.get([holder.pid.remote() for holder in holders])
     before = weigh(pids)
@@ -137,9 +143,12 @@ def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
             Goal("PSS of each further actor / backbone, worst", _worst(own, 0) / backbone, BOUND),
             Goal("USS of each further actor / backbone, worst", _worst(own, 1) / backbone, BOUND),
         ]
+    folder = Path(options.model)
+    name = folder.name if folder.is_dir() else options.model
+    kind = options.precision if options.quantize == "none" else options.quantize
     how = "shared through the page cache" if shared else "of each actor's own"
     return Section(
-        f"{options.model}, {backbone:.0f} MiB in {options.precision}, weights {how}",
+        f"{name}, {backbone:.0f} MiB in {kind}, weights {how}",
         ["actor", "interpreter MiB", "added MiB", "PSS MiB", "USS MiB", "added / backbone", "s"],
         rows,
         ["s: seconds of loading; the first actor also prepares the file that the others map"]
@@ -159,7 +168,7 @@ def main() -> None:
     options = _arguments()
     report = Report("memory", options)
     with tempfile.TemporaryDirectory() as folder, ray_session():
-        for shared in (True, False):
+        for shared in (True, False)[: 2 if options.quantize == "none" else 1]:
             report.add(measure(options, Path(folder), shared))
 
 
@@ -169,6 +178,7 @@ def _arguments() -> argparse.Namespace:
     add("--model", default="google/vit-base-patch16-224-in21k", help="a backbone by name")
     add("--actors", type=int, default=4)
     add("--precision", choices=["fp32", "bf16"], default="fp32")
+    add("--quantize", choices=["none", "nf4", "int8"], default="none", help="weights shared alone")
     add("--threads", type=int, default=1, help="CPU threads of an actor")
     options = parser.parse_args()
     if options.actors < 2:

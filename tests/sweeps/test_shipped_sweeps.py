@@ -261,6 +261,22 @@ def test_newer_methods_stand_beside_the_papers_own_runs(profile):
         assert cell.experiment.federation.compute == "full" or method.takes_limits
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_quantized_backbones_differ_by_their_weights_alone(profile):
+    (quantized,) = find_sweeps(["quantized"], profile)
+    runs = distinct([quantized]).values()
+    datasets = {"paper": 3, "small": 1, "smoke": 2}[profile]
+    assert len(runs) == 2 * 4 * datasets * (1 if profile == "smoke" else 3)
+    kinds = {(run.model.precision, run.model.quantize) for run in runs}
+    assert kinds == {("fp32", "none"), ("bf16", "none"), ("bf16", "int8"), ("bf16", "nf4")}
+    alike = {run.model_copy(update={"model": runs_model(run)}).id for run in runs}
+    assert 4 * len(alike) == len(runs) and quantized.name not in NAMES
+
+
+def runs_model(run):
+    return run.model.model_copy(update={"precision": "fp32", "quantize": "none"})
+
+
 @pytest.mark.parametrize("profile", ["small", "smoke"])
 def test_other_profiles_have_labels_of_the_paper(profile):
     ours = 0

@@ -1,0 +1,298 @@
+"""What 4 and 8 bits save, what they cost a step, and what they change in what is learned.
+
+    python benchmarks/quantized.py [PART ...] [options]
+
+Parts (all by default):
+
+    shape    LLaMA-3.2-1B on the meta device: bytes of its weights by how they are stored
+    actors   memory of Ray actors that hold a small LLaMA (see memory.py), and of a process's step
+    fold     an update of 1 % of a weight, quantized again with the weight: its error
+    step     a local step of LoRA on the small LLaMA beside that without quantization, by turns
+    learned  FedIT and TRISHUL on real rows (needs the mirror): loss and accuracy beside bf16
+
+The small LLaMA has random weights, which cost what pretrained ones do. Seconds are CPU time of the
+one thread that runs. Results go to benchmarks/results/.
+"""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import memory
+import torch
+from _results import Report, Section, Times, paired, told_by
+from _runs import Run, add_places, run_all, words_of
+from torch import nn
+from transformers import LlamaConfig
+
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.model import AdaptedModel, Trained
+from trishul_ray.adapters.quantized import QuantizedLinear
+from trishul_ray.adapters.targets import find_layers
+from trishul_ray.config import ModelConfig, Places, Quantization
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.compute import quantize_layers, run_dtype
+
+ALL = ("shape", "actors", "fold", "step", "learned")
+MIB = 2**20
+#: How weights are stored: precision, and what of it is quantized.
+WEIGHTS = {
+    "fp32": ("fp32", "none"),
+    "bf16": ("bf16", "none"),
+    "int8": ("bf16", "int8"),
+    "nf4": ("bf16", "nf4"),
+}
+#: Data and backbones of runs that learn.
+LEARNED = {
+    "SST-2, llama-tiny": ["dataset=glue/sst2", "model=llama-tiny", "task.max_length=160"],
+    "CIFAR-100, ViT 128x6": ["dataset=cifar100", "model=trishul/vit-cifar10-128x6"],
+}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    options = _arguments()
+    torch.set_num_threads(1)
+    report = Report("quantized", options, "processes")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        options.model = str(small_llama(folder / "llama", options.width, options.blocks))
+        if "shape" in options.parts:
+            report.add(shape())
+        if "actors" in options.parts:
+            with ray_session():
+                for name in ("bf16", "int8", "nf4"):
+                    options.precision, options.quantize = WEIGHTS[name]
+                    report.add(memory.measure(options, folder, shared=True))
+            report.add(peaks(options, folder))
+        if "fold" in options.parts:
+            report.add(fold())
+        if "step" in options.parts:
+            report.add(step(options, folder))
+    if "learned" in options.parts:
+        report.add(learned(options, report))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = told_by(__doc__, ALL)
+    add = parser.add_argument
+    add("--width", type=int, default=768, help="of the small LLaMA")
+    add("--blocks", type=int, default=12, help="of the small LLaMA")
+    add("--actors", type=int, default=3)
+    add("--threads", type=int, default=1, help="CPU threads of an actor")
+    add("--batch", type=int, default=4, help="rows of a timed step")
+    add("--tokens", type=int, default=64, help="of a row of a timed step")
+    add("--steps", type=int, default=9, help="timed steps")
+    add("--rounds", type=int, default=8, help="of a run that learns")
+    add("--local-steps", type=int, default=20)
+    add("--seeds", type=int, default=3)
+    add("--test-rows", type=int, default=500)
+    add("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: CPUs)")
+    add_places(parser)
+    return parser.parse_args()
+
+
+def small_llama(folder: Path, width: int, blocks: int) -> Path:
+    """Write the configuration of a LLaMA of the given size; return its folder."""
+    LlamaConfig(
+        hidden_size=width, num_hidden_layers=blocks, num_attention_heads=width // 64,
+        num_key_value_heads=max(width // 256, 1), intermediate_size=4 * width, vocab_size=16_000,
+        tie_word_embeddings=True,
+    ).save_pretrained(str(folder))  # fmt: skip
+    return folder
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a model."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def shape() -> Section:
+    """LLaMA-3.2-1B by how its weights are stored."""
+    rows, data = [], {}
+    for name, (precision, kind) in WEIGHTS.items():
+        config = ModelConfig(name="meta-llama/Llama-3.2-1B", precision=precision)
+        dtype = run_dtype(config)
+        model = Backbone(config, Places(Path("unused"), None)).meta_model().to(dtype)
+        quantize_layers(model, _kind(kind), dtype)
+        size = stored_bytes(model)
+        layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+        weights = sum(m.in_features * m.out_features for m in layers)
+        bits = 8 * sum(map(stored_bytes, layers)) / weights if layers else 8 * dtype.itemsize
+        rows.append([name, f"{bits:.3f}", f"{size / 2**30:.2f}"])
+        data[name] = size
+    return Section(
+        "LLaMA-3.2-1B on the meta device", ["weights", "bits in blocks", "GiB"], rows, data=data
+    )
+
+
+def _kind(text: str) -> Quantization:
+    assert text in get_args(Quantization)
+    return text  # type: ignore[return-value]
+
+
+def _adapted(options: argparse.Namespace, weights: str, cache: Path) -> AdaptedModel:
+    precision, kind = WEIGHTS[weights]
+    config = ModelConfig.model_validate(
+        {"name": options.model, "init": "random", "precision": precision, "quantize": kind}
+    )
+    backbone = Backbone(config, Places(cache, None))
+    model = backbone.load_resident("causal-lm", None, seed=0).model
+    adapters = {spec.name: LoRA(rank=8) for spec in find_layers(model)}
+    return AdaptedModel(model, adapters, seed=0, train_head=False)
+
+
+def _step(options: argparse.Namespace, adapted: AdaptedModel) -> None:
+    vector = adapted.initial()
+    grad = torch.zeros_like(vector)
+    tokens = torch.arange(options.batch * options.tokens).view(options.batch, -1)
+    adapted.bind(Trained(vector), grad)
+    adapted.forward(input_ids=tokens, labels=tokens).loss.backward()
+    adapted.unbind()
+
+
+def _peak(options: argparse.Namespace, weights: str, cache: Path) -> tuple[float, float]:
+    """MiB: resident with the model, every page read, and at most during a step."""
+    torch.set_num_threads(1)
+    adapted = _adapted(options, weights, cache)
+    for tensor in (*adapted.model.parameters(), *adapted.model.buffers()):
+        tensor.sum()
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _step(options, adapted)
+    return loaded / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def peaks(options: argparse.Namespace, cache: Path) -> Section:
+    """What a step takes beside the weights, by how they are stored, each in a new process."""
+    rows, data = [], {}
+    for name in WEIGHTS:
+        for _ in range(2):  # the first one prepares the file of weights
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                loaded, peak = pool.apply(_peak, (options, name, cache))
+        rows.append([name, f"{loaded:.0f}", f"{peak:.0f}", f"{peak - loaded:.0f}"])
+        data[name] = (loaded, peak)
+    return Section(
+        f"One process and a step of {options.batch} x {options.tokens} tokens",
+        ["weights", "loaded, MiB", "peak, MiB", "the step, MiB"],
+        rows,
+        ["largest resident set, with interpreter and libraries; quantized ones also import "
+         "bitsandbytes"],
+        data=data,
+    )  # fmt: skip
+
+
+def fold() -> Section:
+    """An update of a share of the weight, written into a quantized weight."""
+    generator = torch.Generator().manual_seed(0)
+    weight, update = torch.randn(2, 768, 768, generator=generator) * 0.02
+    rows, data = [], {}
+    for kind in ("int8", "nf4"):
+        for share in (0.01, 0.1):
+            added = share * update
+            dense = [_dequantized(weight, kind), _dequantized(weight + added, kind)]
+            moved = dense[1] - dense[0]
+            again = _dequantized(dense[0] + added, kind) - dense[0]
+            errors = [float((m - added).norm() / added.norm()) for m in (moved, again)]
+            rows.append([kind, f"{share:.0%}", *(f"{e:.2f}" for e in errors)])
+            data[f"{kind} {share}"] = errors
+    return Section(
+        "An update written into a quantized weight, 768 x 768 normal entries",
+        ["weights", "update / weight", "error, weight known", "error, weight dequantized"],
+        rows,
+        ["error: of what the weight moved by, over the update (Frobenius); quantized again from "
+         "the unquantized weight plus the update, or from the dequantized one plus it; no method "
+         "does either"],
+        data=data,
+    )  # fmt: skip
+
+
+def _dequantized(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    linear = nn.Linear(*weight.shape, bias=False)
+    linear.weight.data = weight
+    return QuantizedLinear(linear, _kind(kind), torch.float32).weight
+
+
+def step(options: argparse.Namespace, cache: Path) -> Section:
+    """A step by how weights are stored, by turns."""
+    models = {name: _adapted(options, name, cache) for name in WEIGHTS}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(options.steps + 1):
+        for name, adapted in models.items():
+            began = time.process_time()
+            _step(options, adapted)
+            if turn:  # the first one warms up
+                seconds[name].append(time.process_time() - began)
+    times = {name: Times.of(values) for name, values in seconds.items()}
+    base = times["bf16"]
+    rows = [
+        [name, t.show(1e3, 0), f"{t.median / base.median:.2f}", paired(t, base).show()]
+        for name, t in times.items()
+    ]
+    return Section(
+        f"A local step of LoRA, rank 8, {options.batch} x {options.tokens} tokens, LLaMA of "
+        f"{options.blocks} blocks of width {options.width}",
+        ["weights", "CPU ms", "/ bf16", "/ bf16, neighbours"],
+        rows,
+        ["int8 and NF4 compute in bf16; every layer is dequantized in both passes"],
+        data=seconds,
+    )
+
+
+def learned(options: argparse.Namespace, report: Report) -> Section:
+    """Whole runs on real rows by how the backbone is stored."""
+    cells: dict[tuple[str, str, str, int], Any] = {}
+    for data, words in LEARNED.items():
+        for method in ("fedit", "trishul"):
+            for name, (precision, kind) in WEIGHTS.items():
+                for seed in range(options.seeds):
+                    fields = [
+                        *words, f"method={method}", f"seed={seed}", "budget=8", "optimizer.lr=2e-3",
+                        f"model.precision={precision}", f"model.quantize={kind}",
+                        f"federation.rounds={options.rounds}", "federation.batch_size=16",
+                        f"federation.local_steps={options.local_steps}", "evaluation.every=0",
+                        f"evaluation.limit={options.test_rows}", "partition.kind=dirichlet",
+                        "evaluation.diagnostics_every=0", *words_of(options),
+                    ]  # fmt: skip
+                    cells[data, method, name, seed] = load_experiment(None, fields)
+    labels = {" ".join(map(str, key)): key for key in cells}
+    done = run_all(
+        {label: cells[key] for label, key in labels.items()}, options.processes, report.console
+    )
+    runs: dict[tuple[str, str, str], list[Run]] = {}
+    for label, (*key, _) in labels.items():
+        runs.setdefault(tuple(key), []).append(done[label])
+    rows = [
+        [
+            *key,
+            f"{statistics.fmean(run.summary['untouched']['loss'] for run in found):.4f}",
+            _spread([run.summary["final"]["loss"] for run in found], 4),
+            _spread([100 * run.final for run in found], 1),
+        ]
+        for key, found in runs.items()
+    ]
+    return Section(
+        f"Runs on real rows, {options.rounds} rounds of 3 clients x {options.local_steps} steps of "
+        f"16, {options.seeds} seeds",
+        ["data, backbone", "method", "weights", "loss, untouched", "loss", "accuracy, %"],
+        rows,
+        [f"mean and spread (largest less smallest) over seeds, {options.test_rows} test rows, "
+         "Dirichlet(0.3), learning rate 2e-3 for all; the backbones are small and trained here or "
+         "on CIFAR-10: the scores compare weights, not methods"],
+        data={label: run.told() for label, run in done.items()},
+    )  # fmt: skip
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return f"{statistics.fmean(values):.{digits}f} ({max(values) - min(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
