@@ -89,6 +89,8 @@ def test_bytes_are_equal_twice_and_differ_from_those_without(small, tmp_path):
         f"storage.runs={tmp_path}",
     )  # fmt: skip
     assert first == again
+    checkpointing = "model.gradient_checkpointing=true"
+    assert first == drive("model.quantize=nf4", "model.precision=bf16", checkpointing)
     assert first != drive("model.precision=bf16")
 
 
