@@ -60,7 +60,7 @@ class TableCell:
         difference: Mean minus the paper's number; None unless the two may be compared.
         best: Whether it is the best of its column within the group of rows.
         left_out: Number of columns that an average lacks, because the sweep leaves them out.
-        decimals: How many an amount is shown with.
+        decimals: How many it is shown with; None: as many as make four significant digits.
     """
 
     runs: tuple[CellOutcome, ...]
@@ -70,7 +70,7 @@ class TableCell:
     difference: float | None = None
     best: bool = False
     left_out: int = 0
-    decimals: int = 4
+    decimals: int | None = 2
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -112,7 +112,10 @@ class TableCell:
 
     def format(self, value: float) -> str:
         """Return a value as text, without unit."""
-        return f"{value:.2f}" if self.percent else f"{value:.{self.decimals}f}"
+        if self.decimals is None:
+            digits = 3 - math.floor(math.log10(abs(value))) if value else 0
+            return f"{value:.{max(0, digits)}f}"
+        return f"{value:.{self.decimals}f}"
 
     def format_difference(self, value: float) -> str:
         """Return a difference as text, with its sign; one that is displayed as 0 has none."""
@@ -513,12 +516,13 @@ def _mean(cells: Sequence[TableCell]) -> TableCell:
     if len({cell.percent for cell in planned}) > 1:
         seeds = {}  # a mean of different units says nothing
     percent = all(cell.percent for cell in planned)
-    decimals = max((cell.decimals for cell in planned), default=4)
+    decimals = planned[0].decimals if planned else 2
     return TableCell((), seeds, percent, left_out=len(cells) - len(planned), decimals=decimals)
 
 
-def _decimals(metrics: Iterable[str]) -> int:
-    return 4 if any(map(is_loss, metrics)) else 3
+def _decimals(metrics: Iterable[str]) -> int | None:
+    found = [*metrics]
+    return None if any(name in COSTS for name in found) else 4 if any(map(is_loss, found)) else 2
 
 
 def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:
