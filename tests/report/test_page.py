@@ -115,7 +115,7 @@ def test_the_page_is_self_contained_and_valid(full):
 def test_tables_are_accessible(full):
     page, _ = full
     tables = page.find("table")
-    assert len(tables) == 3 * 2 + 2
+    assert len(tables) == 3 * 2 + 3
     for table in tables:
         assert len(table.find("caption")) == 1
         assert all(
@@ -327,6 +327,7 @@ def test_the_same_outcomes_give_the_same_bytes(tmp_path):
         "tables/paper-vision.tex",
         "tables/paper-initialization.csv",
         "tables/paper-initialization.tex",
+        "tables/claims.csv",
         *(f"figures/figure-paper-vision-curve.{suffix}" for suffix in ("csv", "pdf", "svg")),
     }
 
@@ -420,7 +421,7 @@ def test_a_sweep_may_have_no_table_and_a_table_no_column(report):
 def test_markdown_has_every_table(full):
     _, folder = full
     text = (folder / "report.md").read_text(encoding="utf-8")
-    assert text.count("\n| ---") == 3 + 1
+    assert text.count("\n| ---") == 3 + 2
     assert "**Profile paper.**" in text
     assert "](figures/figure-paper-vision-curve.svg)" in text
     assert "| optimizer" not in text

@@ -63,6 +63,7 @@ for command in (
     sweeps.rates,
     sweeps.plan,
     sweeps.report,
+    sweeps.claims,
     cluster.submit,
     cluster.status,
     cluster.stop,

@@ -267,6 +267,57 @@ def report(
     print_field("report", path)
 
 
+def claims(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE ...]",
+            help="The overrides that the tables were run with.",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Profile = "paper",
+    runs: Runs = None,
+    output: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Also write every comparison.")
+    ] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Print what the paper claims beside what finished runs show: seen or not, with the numbers.
+
+    - `trishul claims --profile smoke`
+    - `trishul claims --profile small --csv claims.csv`
+
+    Runs nothing. Where runs are missing it says which command would make them. The page of the
+    command `report` has the same, with every comparison.
+    """
+    from trishul_ray.report.claims import claims as all_claims
+    from trishul_ray.report.claims import claims_csv, claims_table, judge
+    from trishul_ray.report.page import comparable
+    from trishul_ray.sweeps.cells import distinct
+    from trishul_ray.sweeps.status import collect, examine
+    from trishul_ray.tracking.progress import RunProgress
+
+    names, overrides = split_arguments(arguments or [])
+    if names:
+        raise InputError(f"{names[0]!r} is no override: write FIELD=VALUE")
+    needed = dict.fromkeys(claim.sweep for claim in all_claims())
+    sweeps = load_sweeps([*needed, *overrides], profile, runs)
+    with RunProgress(1, err) as progress:
+        states = examine(distinct(sweeps), progress.task_progress("reading results"))
+    outcomes = collect(sweeps, states)
+    findings = judge(outcomes)
+    print_whole(claims_table(findings))
+    print_line(f"{profile}: {comparable(outcomes)}")
+    missing = dict.fromkeys(finding.command for finding in findings if finding.command)
+    for command in missing:
+        place = f" {shlex.quote(f'storage.runs={runs}')}" if runs is not None else ""
+        print_field("missing", as_typed(command + place))
+    if output is not None:
+        output.write_text(claims_csv(findings), encoding="utf-8")
+        print_field("written", output)
+
+
 def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
     """Load the sweeps of ``NAME...|all|SWEEP.yaml [KEY=VALUE ...]``, random samples as cells.
 

@@ -22,6 +22,7 @@ from markupsafe import Markup
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.files import digest
 from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
     CellOutcome,
@@ -183,6 +184,7 @@ class Page:
     """What the templates show."""
 
     parts: tuple[SweepPart, ...]
+    claims: tuple[Finding, ...] = ()
 
     @property
     def title(self) -> str:
@@ -216,6 +218,11 @@ class Page:
     def reproduces(self) -> bool:
         """Whether some sweep is one of the paper's, and not all a user's own."""
         return any(part.sweep.profile != "custom" for part in self.parts)
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """Number of claims by verdict, but those about seconds; each dataset counts."""
+        return Counter(finding.verdict for finding in self.claims if not finding.timed)
 
     @property
     def slips(self) -> tuple[str, ...]:
@@ -296,10 +303,10 @@ def write_report(
     """Write the report on sweeps into a folder, and return the path of its HTML page.
 
     The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
-    LaTeX) and ``figures/`` (SVG, PDF, and what they show as CSV). A report that was made from the
-    same results by the same code, which ``made-from.json`` says, stays as it is. Any number of
-    cells may be missing. ``tables`` are made if they are not given and the report is not there
-    already.
+    LaTeX; the paper's claims as CSV) and ``figures/`` (SVG, PDF, and what they show as CSV). A
+    report that was made from the same results by the same code, which ``made-from.json`` says,
+    stays as it is. Any number of cells may be missing. ``tables`` are made if they are not given
+    and the report is not there already.
     """
     made_from = _made_from(outcomes) if figures is None else None
     if made_from is not None and _is_current(folder, made_from):
@@ -309,7 +316,7 @@ def write_report(
 
         figures = draw
     tables = build_tables(outcomes) if tables is None else tables
-    page = Page(tuple(_parts(outcomes, tables, figures)))
+    page = Page(tuple(_parts(outcomes, tables, figures)), judge(outcomes))
     templates = Environment(
         loader=PackageLoader("trishul_ray.report"),
         autoescape=select_autoescape(("html",)),
@@ -325,6 +332,7 @@ def write_report(
         "comparable": comparable,
         "labels_text": labels_text,
         "statuses": _STATUSES,
+        "verdicts": VERDICTS,
         "to_markdown": to_markdown,
     }
     files: dict[str, str | bytes] = {}
@@ -336,12 +344,15 @@ def write_report(
             if image := drawing.image:
                 for kind, content in (("svg", image.svg), ("csv", image.csv), ("pdf", image.pdf)):
                     files[f"figures/{drawing.slug}.{kind}"] = content
+    if page.claims:
+        files["tables/claims.csv"] = claims_csv(page.claims)
     for name in ("report.md", "report.html"):
         files[name] = templates.get_template(name).render(page=page)
     for name, content in files.items():
         _write(folder / name, content)
-    # A broken figure is tried again, since its files may be back.
+    # What could not be read is tried again, since its files may be back.
     broken = any(drawing.broken for part in page.parts for drawing in part.drawings)
+    broken |= any(finding.problem for finding in page.claims)
     if made_from is not None and not broken:
         hashes = {name: digest(folder / name) for name in files}
         _write(folder / _MADE_FROM, json.dumps({"made_from": made_from, "files": hashes}, indent=1))
