@@ -182,5 +182,7 @@ def test_ranks_are_by_the_score_of_a_block_within_the_budget(executor, words):
 def test_equal_scores_have_the_equal_ranks_of_uniform_heads(executor, tmp_path):
     words = ("budget=4", "federation.rounds=1")  # random weights: norms are all but the same
     ranks = run(executor("method.allocation=ranks", *words), tmp_path).checkpoint
-    equal = run(executor("method.allocation=uniform", *words), tmp_path).checkpoint
+    uniform = run(executor("method.allocation=uniform", *words), tmp_path)
+    assert {*uniform.blueprint.ranks.values()} == {11}  # floor of sqrt(4 (64 + 64) / 4 heads)
+    equal = uniform.checkpoint
     assert torch.equal(*(torch.from_numpy(c.state.shared.copy()) for c in (ranks, equal)))

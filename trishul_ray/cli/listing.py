@@ -85,16 +85,17 @@ def models_table() -> Table:
     return table
 
 
-def heads_table(blocks: Mapping[str, tuple[float, int]]) -> Table:
-    """List blocks: squared norm of the adapted matrices, and core heads on each of them."""
-    mean = sum(heads for _, heads in blocks.values()) / len(blocks)
+def heads_table(blocks: Mapping[str, tuple[float, int, int]]) -> Table:
+    """List blocks: squared norm of the adapted matrices, core heads on each, and their rank."""
+    mean = sum(heads for _, heads, _ in blocks.values()) / len(blocks)
     table = Table(
         Column("block", no_wrap=True, overflow="fold"),
         Column("squared norm of its adapted matrices", justify="right"),
         Column(f"heads on each (mean {mean:g})", justify="right"),
+        Column("rank", justify="right"),
     )
-    for name, (norm, heads) in blocks.items():
-        table.add_row(name, f"{norm:.4g}", str(heads))
+    for name, (norm, heads, rank) in blocks.items():
+        table.add_row(name, f"{norm:.4g}", str(heads), str(rank))
     return table
 
 

@@ -154,8 +154,8 @@ def _check_fits(experiment: Experiment) -> None:
             )
 
 
-def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int]]:
-    """Return the squared norm of a block's adapted matrices, and the heads on each, by block.
+def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int, int]]:
+    """Return the squared norm of a block's adapted matrices, the heads on each and their rank.
 
     Heads that only clients can decide are an InputError.
     """
@@ -169,6 +169,7 @@ def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int]]:
         block: (
             sum(site.squared_norms[layer.name] for layer in layers),
             int(getattr(adapters[layers[0].name], "trained_heads", 0)),
+            max(int(getattr(adapters[layer.name], "rank", 0)) for layer in layers),
         )
         for block, layers in site.blocks().items()
     }

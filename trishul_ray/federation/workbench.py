@@ -5,6 +5,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
+from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.config import OptimizerConfig
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
@@ -267,6 +269,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     wire = method.wire(layout)
     counts = count_parameters(model.adapters, model.specs)
     adapters = [(spec.block, model.adapters[spec.name]) for spec in model.specs]
+    with_cores = [(block, a) for block, a in adapters if isinstance(a, MultiHead)]
     return Blueprint(
         info=bench.info,
         layout=layout,
@@ -280,7 +283,11 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             "scalars": counts.scalars,
             "head": model.classifier_size,
         },
-        heads={b: int(a.trained_heads) for b, a in adapters if hasattr(a, "trained_heads")},
+        heads={block: a.trained_heads for block, a in with_cores},
+        ranks={
+            block: max(a.rank for _, a in group)
+            for block, group in groupby(with_cores, lambda pair: pair[0])
+        },
         block_norms={
             block: sum(bench.site.squared_norms[layer.name] for layer in layers)
             for block, layers in bench.site.blocks().items()

@@ -107,7 +107,7 @@ class Ravan(Method):
         super().__init__(config)
         self.personal = config.private_heads > 0
         self.takes_limits = not self.personal
-        self.mean_is_enough = config.limits == "heads"
+        self.mean_is_enough &= config.limits == "heads"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, by transformer block.

@@ -191,6 +191,7 @@ class RunSummary:
         wall_seconds: Of the process that finished the run, and of the rounds before it was resumed.
         diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
         heads: How many heads each adapted block has, if the method has heads.
+        ranks: The rank of each of them, by block; the largest of its matrices.
         block_squared_norms: What they were allocated by.
         attempt: Names this run of the experiment, of all that started over.
         identity: What the id is the hash of.
@@ -242,6 +243,7 @@ class RunSummary:
     logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
     privacy: dict[str, Any] | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
     checksum: str = ""
 
     @classmethod
@@ -291,6 +293,7 @@ class RunSummary:
             wall_seconds=round(wall_seconds, 3),
             diagnostics=_last_diagnostics(records),
             heads=blueprint.heads,
+            ranks=blueprint.ranks,
             block_squared_norms=blueprint.block_norms,
             state_sha256=result.digest,
             attempt=result.checkpoint.attempt,
