@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 
 from trishul_ray.adapters.export import FOLDED_ERROR, decompose, export_merged, export_peft
@@ -57,6 +57,11 @@ def test_ranks_differ_by_layer_and_headless_layers_are_left_out(make, tmp_path):
         assert config["alpha_pattern"].get(name, config["lora_alpha"]) == ranks[name]
     assert config["base_model_name_or_path"] == "tiny/vit"
     assert config["modules_to_save"] == ["classifier"]
+    # What is not written has PEFT's default, and what is written has PEFT's name.
+    read = LoraConfig.from_pretrained(tmp_path / "adapter").to_dict()
+    usual = LoraConfig(peft_type="LORA").to_dict()
+    assert config.keys() <= read.keys()
+    assert {name for name in read if read[name] != usual[name]} <= config.keys()
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         for name in config["target_modules"]:
             factor_A = file.get_tensor(f"base_model.model.{name}.lora_A.weight")
