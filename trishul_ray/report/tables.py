@@ -40,7 +40,7 @@ SYMBOLS = {"alpha": "α", "lam": "λ"}
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 _REFERENCE_METHOD = "fullft"
 #: Why runs have no number, the gravest first.
-GAPS = ("failed", "corrupt", "stale", "missing", "stopped", "not measured", "not reached")
+GAPS = ("failed", "corrupt", "stale", "not reached", "missing", "stopped", "not measured")
 
 
 def is_amount(metric: str) -> bool:
