@@ -209,6 +209,20 @@ def by_allocation(folder, unfinished=lambda labels: None):
     return sweep_of({"allocation": ("uniform", "water-filling"), "seed": SEEDS}, cell)
 
 
+def by_client(folder, unfinished=lambda labels: None):
+    """Methods x seeds, with clients scored by the global model and by their own."""
+
+    def cell(labels):
+        scores = {name: 0.1 * place for place, name in enumerate("abcde")}
+        gain = {"a": -0.1, "b": 0.0, "c": 0.2, "d": 0.1, "e": 0.05 * int(labels["seed"])}
+        own = {name: score + gain[name] for name, score in scores.items()}
+        own = own if labels["method"] == "TRISHUL" else {}
+        config = {"method": METHODS[labels["method"]]}
+        return cell_of(folder, labels, config, unfinished, per_client=scores, personal=own)
+
+    return sweep_of({"method": WITH_CORES, "seed": SEEDS}, cell)
+
+
 _ONE_DATASET = {"dataset": ("cifar100",)}
 #: For each kind of figure, a sweep and what the figure shows of it.
 CASES = {
@@ -228,6 +242,7 @@ CASES = {
     "cost": (by_method, {}),
     "cost_to_target": (by_method, {}),
     "privacy": (by_epsilon, {}),
+    "personal": (by_client, {}),
     "covariance": (by_method, {"method": ("RAVAN", "TRISHUL")} | _ONE_DATASET),
 }
 

@@ -3,10 +3,12 @@
 The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, Adam.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -380,6 +382,18 @@ class FederationConfig(Section):
     quorum: float = Field(
         0.5, gt=0, le=1, description="minimum share of the cohort with valid uploads"
     )
+    held_out: float = in_id_if_set(
+        0.0,
+        "share of the clients, rounded up, that the seed draws to take no part: what they score "
+        "beside the others is the participation gap (needs evaluation.per_client)",
+        ge=0,
+        le=0.5,
+    )
+
+    @property
+    def participants(self) -> int:
+        """How many clients may take part: all but those held out."""
+        return self.clients - math.ceil(Fraction(str(self.held_out)) * self.clients)
 
     @field_validator("compute_shares")
     @classmethod

@@ -38,6 +38,7 @@ class Result:
         per_client: The global model's headline metric of every client after the last round. Empty
             without ``evaluation.per_client``.
         personal: The same of every client's own model; empty for a method whose clients have none.
+        participation: In how many rounds each client has counted; without those held out.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Result:
         self.config, self.final, self.best = summary.config, summary.final, summary.best
         self.untouched, self.recall = summary.untouched, summary.recall
         self.per_client, self.personal = summary.per_client, summary.personal
+        self.participation = summary.participation
 
     def __repr__(self) -> str:
         final, headline = self.final, self.summary["headline"]

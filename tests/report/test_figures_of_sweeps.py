@@ -18,6 +18,7 @@ from fake_cells import (
     accuracy,
     by_allocation,
     by_alpha,
+    by_client,
     by_epsilon,
     by_lambda,
     by_method,
@@ -545,12 +546,13 @@ def test_styles_differ_without_colour():
 
 @pytest.fixture(scope="module")
 def real_sweep(tmp_path_factory):
-    """Two real runs of two rounds: RAVAN and TRISHUL on digits."""
+    """Two real runs of two rounds: RAVAN and TRISHUL, with a private head, on digits."""
+    own = ["method.private_heads=1", "evaluation.per_client=true"]
     runs = str(tmp_path_factory.mktemp("runs"))
     cells = []
     for label, fields in (
         ("RAVAN", ["method=ravan"]),
-        ("TRISHUL", ["method=trishul", "method.lam=1.0"]),
+        ("TRISHUL", ["method=trishul", "method.lam=1.0", *own]),
     ):
         experiment = load_experiment(None, [*TINY, *fields, f"storage.runs={runs}"])
         with RunProgress(2, Console(quiet=True)) as progress:
@@ -569,3 +571,13 @@ def test_every_kind_is_drawn_from_real_runs(kind, real_sweep):
     svg = draw(figure_of(kind, where), real_sweep).svg
     assert "Profile smoke" in svg and "1 seed" in svg and "32 of 497 test rows" in svg
     assert "without these" not in svg and "averaged over" not in svg
+
+
+def test_what_own_models_gain_is_sorted_and_averaged_by_place(tmp_path):
+    (panel,) = data_of(figure_of("personal"), by_client(tmp_path)).panels
+    (line,) = panel.lines  # RAVAN's clients have no model of their own
+    assert (line.label, panel.percent, panel.levels) == ("TRISHUL", True, {"": 0.0})
+    assert line.x == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
+    gains = [sorted([-0.1, 0.0, 0.2, 0.1, 0.05 * int(seed)]) for seed in SEEDS]
+    assert [band.centre for band in line.y] == pytest.approx(np.mean(gains, axis=0).tolist())
+    assert {band.count for band in line.y} == {len(SEEDS)}

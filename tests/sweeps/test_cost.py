@@ -83,6 +83,16 @@ def test_the_operations_of_a_run_are_those_that_are_counted_while_it_runs(small,
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.08)
 
 
+def test_clients_own_models_are_scored_on_all_rows_again():
+    words = ["dataset=cifar100", "method=fedsa", "federation.rounds=1", "evaluation.every=0"]
+    plain, more = (
+        work_of(load_experiment(None, [*words, *asked])).evaluation.backbone
+        for asked in ([], ["evaluation.per_client=true"])
+    )
+    # The untouched and the last model, and those of the three clients of the only round.
+    assert more == pytest.approx(plain * 5 / 2)
+
+
 def test_other_settings_cost_what_they_add():
     def flops(*words):
         work = work_of(load_experiment(None, ["dataset=cifar100", "method=fedit", *words]))

@@ -11,6 +11,7 @@ from trishul_ray.tasks.sums import (
     EvalSums,
     Metrics,
     RowScores,
+    client_metrics,
     score_by_mix,
     summarize_clients,
 )
@@ -92,3 +93,42 @@ def test_the_worst_decile(clients, worst):
     found = summarize_clients("per_client", scores)
     assert found["per_client_mean"] == pytest.approx((clients - 1) / 200)
     assert found["per_client_worst_decile"] == pytest.approx((worst - 1) / 200)
+
+
+SCORES = st.lists(st.integers(0, 100), min_size=1, max_size=40)
+
+
+@given(SCORES)
+def test_the_spread_over_clients_is_that_of_all_pairs(found):
+    values = np.array(found) / 100
+    spread = summarize_clients("own", dict(enumerate(values.tolist())))
+    assert spread["own_sd"] == pytest.approx(values.std(), abs=1e-12)
+    assert spread["own_min"] == values.min() <= spread["own_worst_decile"]
+    assert spread["own_best_decile"] <= values.max()
+    pairs = np.abs(values[:, None] - values[None]).mean()
+    gini = pairs / (2 * values.mean()) if values.any() else 0.0
+    assert spread["own_gini"] == pytest.approx(gini, abs=1e-12)
+
+
+def test_what_clients_say_together():
+    of_global = {"ann": 0.5, "bob": 0.7, "cy": 0.6, "dan": 0.4}
+    own = of_global | {"ann": 0.9, "bob": 0.6}
+    found = client_metrics(of_global, own, {"ann": 3, "bob": 1, "cy": 0})
+    assert found["per_client_mean"] == pytest.approx(0.55)
+    assert found["personal_mean"] == pytest.approx(0.625)
+    assert found["personal_gain"] == pytest.approx((0.4 - 0.1) / 2)
+    assert found["personal_hurt"] == 0.5
+    correlation = np.corrcoef([3, 1, 0], [0.9, 0.6, 0.6])[0, 1]
+    assert found["participation_correlation"] == pytest.approx(correlation)
+    assert found["never_sampled_mean"] == pytest.approx((0.6 + 0.4) / 2)
+    assert found["participation_gap"] == pytest.approx(0.6 - 0.4)
+
+
+def test_without_own_models_the_personal_score_is_the_global_one():
+    found = client_metrics({0: 0.2, 1: 0.6}, {}, {0: 1, 1: 1})
+    names = ("mean", "worst_decile", "best_decile", "min", "sd", "gini")
+    assert {n: found[f"personal_{n}"] for n in names} == {
+        n: found[f"per_client_{n}"] for n in names
+    }
+    # All have taken part as often, nobody is held out, and nobody has a model of its own.
+    assert len(found) == 2 * len(names)

@@ -222,6 +222,12 @@ def client_sentence(summary: "RunSummary") -> str:
     line = _scores_line(f"mean {headline}", summary.per_client)
     if own := summary.personal:
         line = f"global model: {line}; own models: {_scores_line(f'mean {headline}', own)}"
+        found = summary.client_metrics
+        if "personal_gain" in found:
+            line += (
+                f"; personal minus global of those who took part: {found['personal_gain']:+.2%}, "
+                f"negative for {found['personal_hurt']:.0%}"
+            )
     return line
 
 

@@ -19,6 +19,7 @@ from trishul_ray.edge.availability import next_time, source_of
 from trishul_ray.edge.clock import Fate, Plan, Times, jain, plan
 from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_class, utility
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
+from trishul_ray.edge.privacy.draws import participants
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
@@ -147,6 +148,7 @@ class Fleet:
     ) -> None:
         self.options, self.cohort, self.federation = devices, cohort, federation
         self.seed, self.rows, self.clients = seed, rows, federation.clients
+        self.members = participants(federation, seed)
         self.strategy = strategy_class(cohort.select)()
         self.wanted, self.steps = federation.clients_per_round, federation.local_steps
         self.asks = asked_clients(cohort, federation)
@@ -254,7 +256,7 @@ class Fleet:
         while True:
             state = self._charged(first, now)
             there = self.source.between(now, now).at(now, self.clients)
-            ready = there.copy()
+            ready = there & np.isin(np.arange(self.clients), self.members)
             if self.options.battery is not None:
                 ready &= state.battery >= self.options.battery_low * self.options.battery
             if ready.sum() >= self.asks:
@@ -384,7 +386,7 @@ class Fleet:
             "late": fates.count("late"),
             "lost": fates.count("lost"),
             "abandoned": len(asked.plans) - 1,
-            "jain_joules": jain(past.of_all(past.joules, self.clients, 0.0)),
+            "jain_joules": jain(past.of_all(past.joules, self.clients, 0.0)[self.members]),
         }
         if self.cohort.late == "partial":
             numbers["partial"] = len(asked.steps)
@@ -427,10 +429,11 @@ def check_fleet(
         raise ValueError(f"{on_clock[0]} needs a clock: set devices.kind=lognormal or file")
     if needs == "batteries" and devices.battery is None:
         raise ValueError(f"cohort.select={cohort.select} needs devices.battery, in joules")
-    if (asks := asked_clients(cohort, federation)) > federation.clients:
+    if (asks := asked_clients(cohort, federation)) > federation.participants:
         raise ValueError(
             f"cohort.extra={cohort.extra:g} asks {asks} of federation.clients={federation.clients} "
-            "clients; it must ask at most all"
+            + f"(less federation.held_out={federation.held_out:g}) " * (federation.held_out > 0)
+            + "clients; it must ask at most all"
         )
 
 

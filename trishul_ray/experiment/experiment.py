@@ -147,6 +147,17 @@ class Experiment(Section):
                 f"federation.clients_per_round={fed.clients_per_round} exceeds "
                 f"federation.clients={fed.clients}"
             )
+        if fed.clients_per_round > fed.participants:
+            raise ValueError(
+                f"federation.held_out={fed.held_out:g} leaves {fed.participants} of "
+                f"federation.clients={fed.clients}, fewer than "
+                f"federation.clients_per_round={fed.clients_per_round}"
+            )
+        if fed.held_out and not self.evaluation.per_client:
+            raise ValueError(
+                f"federation.held_out={fed.held_out:g} needs evaluation.per_client=true, which "
+                "scores those clients, too"
+            )
         if fed.compute != "full" and not build_method(self.method).takes_limits:
             supported = [name for name in method_names() if method_class(name).takes_limits]
             raise ValueError(
@@ -198,7 +209,7 @@ class Experiment(Section):
         if self.privacy.on:
             refused = refusal(
                 self.privacy,
-                clients=fed.clients,
+                clients=fed.participants,
                 cohort=fed.clients_per_round,
                 weighting=fed.weighting,
                 selection=getattr(self.method, "selection", "random"),

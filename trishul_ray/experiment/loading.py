@@ -173,7 +173,7 @@ def _within_budget(experiment: Experiment) -> Experiment:
 
     fed = experiment.federation
     paid = affordable(
-        experiment.privacy, experiment.seed, fed.clients, fed.clients_per_round, fed.rounds
+        experiment.privacy, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds
     )
     return experiment.model_copy(update={"federation": fed.model_copy(update={"rounds": paid})})
 

@@ -14,6 +14,7 @@ from trishul_ray.edge.changes import Change, Sender, UploadFilter
 from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm
+from trishul_ray.edge.privacy.draws import participants
 from trishul_ray.edge.privacy.mechanism import Mechanism, PrivacyReport, reported
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
@@ -49,7 +50,7 @@ class Edge:
         self.ring: Ring | None = None
         if server.sum == "ring":
             poisson = privacy.on and privacy.sampling == "poisson"
-            most = fed.clients if poisson else fed.clients_per_round
+            most = fed.participants if poisson else fed.clients_per_round
             self.ring = Ring(server.fraction_bits, most, plain)
         clip = Clip(self.ring.step / 2 if self.ring else 0.0) if privacy.on else None
         chain: tuple[UploadFilter | None, ...] = (codec, clip, self.ring)
@@ -143,7 +144,7 @@ def promised(experiment: Experiment) -> Guarantee:
         InputError: No noise that is tried keeps the promise, or dp-accounting is missing.
     """
     fed, options = experiment.federation, experiment.privacy
-    found = guarantee(options, experiment.seed, fed.clients, fed.clients_per_round, fed.rounds)
+    found = guarantee(options, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds)
     change_noise(options, found.release)  # the private count must leave some of it
     return found
 
@@ -153,7 +154,7 @@ def privacy_report(experiment: Experiment, records: Sequence[RoundRecord]) -> Pr
     fed = experiment.federation
     if not experiment.privacy.on:
         return None
-    simulated = (fed.clients, fed.clients_per_round)
+    simulated = (fed.participants, fed.clients_per_round)
     return reported(promised(experiment), simulated, records[-1].edge)
 
 
@@ -169,13 +170,14 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
     lengths = dict(blueprint.expected.lengths)
     numbers = sum(lengths.values())
     del lengths["shared"]
-    shares = capacities(fed.compute, experiment.seed, fed.clients, fed.compute_shares)
+    every = capacities(fed.compute, experiment.seed, fed.clients, fed.compute_shares)
+    shares = [every[client] for client in participants(fed, experiment.seed).tolist()]
     automatic = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
     return Mechanism(
         options=options,
         seed=experiment.seed,
         promised=promised(experiment),
-        clients=fed.clients,
+        clients=fed.participants,
         cohort=fed.clients_per_round,
         units=tuple(layout.units(blueprint.wire)),
         shares=method.unit_shares(layout, shares),

@@ -33,6 +33,7 @@ class RoundRecord:
         per_client: The headline on each client's test rows; of the last scored round alone.
         edge: What filters, stages and the clock report, by name.
         personal: The headline of each client's own model on them, likewise.
+        participation: In how many rounds each client has counted, likewise; without those held out.
     """
 
     round: int
@@ -51,6 +52,7 @@ class RoundRecord:
     recall: list[float | None] = field(default_factory=list)
     per_client: dict[str, float] = field(default_factory=dict)
     personal: dict[str, float] = field(default_factory=dict)
+    participation: dict[str, int] = field(default_factory=dict, metadata=OPTIONAL)
     edge: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
     missing: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
 

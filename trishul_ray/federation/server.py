@@ -8,9 +8,10 @@ evaluation and training run together, and the record of round t is complete one 
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
-from trishul_ray.edge.privacy.draws import poisson_cohort, uniform_cohort
+from trishul_ray.edge.privacy.draws import participants, poisson_cohort, uniform_cohort
 from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
@@ -52,7 +53,9 @@ from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
-from trishul_ray.tasks.sums import EvalSums, score_by_mix, summarize_clients
+from trishul_ray.tasks.sums import EvalSums, client_metrics, score_by_mix
+
+A = TypeVar("A", int, float)
 
 
 class Executor(Protocol):
@@ -111,6 +114,7 @@ class Server:
     Attributes:
         checkpoint: Everything that the next round needs; saved after every step.
         blueprint: What is known of the workers' benches.
+        participants: The clients that may take part, ascending.
         events: What has happened since the last report, a line each.
 
     Raises:
@@ -123,6 +127,7 @@ class Server:
         self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
         self.edge = Edge(experiment)
+        self.participants = participants(experiment.federation, experiment.seed)
         restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
         if restored is not None:
@@ -188,7 +193,7 @@ class Server:
         if plan is None:
             return {}
         rng = numpy_rng(self.experiment.seed, "survey-cohort")
-        clients = rng.choice(fed.clients, min(plan.clients, fed.clients), replace=False)
+        clients = rng.choice(self.participants, min(plan.clients, fed.participants), replace=False)
         cohort = sorted(clients.tolist())
         state, record = self.checkpoint.state, self.checkpoint.records[0]
         outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
@@ -369,24 +374,44 @@ class Server:
         if self.experiment.evaluation.per_client:
             mix = self.blueprint.client_mix
             by_client = metrics.by_client(sums) if mix is None else score_by_mix(recall, mix)
-            found |= summarize_clients("per_client", by_client)
             if self.method.personal:
                 # The model of a client that has kept nothing yet is the global one.
                 own = by_client | self._personal_scores(reports)
-                found |= summarize_clients("personal", own)
+            took_part = self._participation()
+            found |= client_metrics(by_client, own, took_part)
         record.scores |= {score_name(name, rows): value for name, value in found.items()}
         if rows == "validation":
             return
         record.recall = recall
         if by_client:
             for earlier in self.checkpoint.records:
-                earlier.per_client, earlier.personal = {}, {}
-            names = info.clients
-            if self.blueprint.client_mix is not None:
-                clients = self.experiment.federation.clients
-                names = client_names(info, self.experiment.partition, clients)
-            record.per_client = {names[c] if names else str(c): s for c, s in by_client.items()}
-            record.personal = {names[c] if names else str(c): s for c, s in own.items()}
+                earlier.per_client, earlier.personal, earlier.participation = {}, {}, {}
+            names = info.clients if self.blueprint.client_mix is None else self._client_names()
+
+            def named(values: dict[int, A]) -> dict[str, A]:
+                return {names[c] if names else str(c): value for c, value in values.items()}
+
+            record.per_client, record.personal = named(by_client), named(own)
+            record.participation = named(took_part)
+
+    def _client_names(self) -> tuple[str, ...]:
+        fed, partition = self.experiment.federation, self.experiment.partition
+        return client_names(self.blueprint.info, partition, fed.clients)
+
+    def _participation(self) -> dict[int, int]:
+        """Return in how many rounds each client has counted, of those that may take part.
+
+        Empty if what is scored are clients of the data, and not those of the run.
+        """
+        if self.blueprint.client_mix is None and not self._client_names():
+            return {}
+        counts = Counter(
+            client
+            for record in self.checkpoint.records
+            for client in record.clients
+            if str(client) not in record.refused
+        )
+        return {client: counts[client] for client in self.participants.tolist()}
 
     def _personal_scores(self, reports: list[EvalReport]) -> dict[int, float]:
         """Return the score of each client's own model on this client's rows, or by its mix."""
@@ -408,7 +433,11 @@ class Server:
         fed, options = self.experiment.federation, self.experiment.privacy
         poisson = options.on and options.sampling == "poisson"
         draw = poisson_cohort if poisson else uniform_cohort
-        return draw(self.experiment.seed, round_number, fed.clients, fed.clients_per_round)
+        seed, size = self.experiment.seed, len(self.participants)
+        drawn: list[int] = self.participants[
+            draw(seed, round_number, size, fed.clients_per_round)
+        ].tolist()
+        return drawn
 
     def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""
@@ -445,7 +474,8 @@ class Server:
         has_cores = any(unit.rank is not None for unit in layout.units(wire))
         if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
             return {}
-        others = sorted({*range(fed.clients)} - {report.client for report in outcome.reports})
+        trained = [report.client for report in outcome.reports]
+        others = np.setdiff1d(self.participants, trained).tolist()
         jobs = [self._job(number, client) for client in others]
         try:
             more = self.executor.run(broadcast, jobs)
@@ -482,7 +512,7 @@ class Server:
         if self.method.needs_uploads:
             singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
         round_ = Round(
-            number, count, fed.clients, torch.from_numpy(trained), singles, rounds=fed.rounds
+            number, count, fed.participants, torch.from_numpy(trained), singles, rounds=fed.rounds
         )
         if self.edge.sends_changes:
             entries = np.repeat(trained, self.blueprint.expected.unit_sizes)

@@ -321,19 +321,22 @@ def _client_rows(bench: Workbench) -> dict[RowSet, np.ndarray]:
     Raises:
         InputError: Test rows belong to clients, but not to those of the run.
     """
-    settings = bench.settings
-    clients = settings.federation.clients
-    if not (bench.method.personal and settings.evaluation.per_client):
-        return {}
-    if "client" not in bench.test.columns:
-        return {name: np.full(clients, len(rows)) for name, (_, rows) in bench.scored.items()}
-    if not client_names(bench.info, settings.partition, clients):
+    settings, by_client = bench.settings, "client" in bench.test.columns
+    clients, held_out = settings.federation.clients, settings.federation.held_out
+    own = bench.method.personal and settings.evaluation.per_client
+    known = not by_client or client_names(bench.info, settings.partition, clients)
+    if (own or held_out) and not known:
+        what = f"method={settings.method.name} has a model for each client"
+        what = what if own else f"federation.held_out={held_out:g} leaves out clients of the run"
         raise InputError(
-            f"evaluation.per_client: method={settings.method.name} has a model for each client, "
-            f"but the test rows of dataset {bench.info.name} belong to {len(bench.info.clients)} "
-            f"clients of its own: set partition.kind=natural and "
-            f"federation.clients={len(bench.info.clients)}"
+            f"evaluation.per_client: {what}, but the test rows of dataset {bench.info.name} "
+            f"belong to {len(bench.info.clients)} clients of its own: set partition.kind=natural "
+            f"and federation.clients={len(bench.info.clients)}"
         )
+    if not own:
+        return {}
+    if not by_client:
+        return {name: np.full(clients, len(rows)) for name, (_, rows) in bench.scored.items()}
     return {
         name: np.bincount(split.column("client")[rows], minlength=clients)
         for name, (split, rows) in bench.scored.items()

@@ -18,7 +18,6 @@ from pydantic_core import PydanticCustomError
 from trishul_ray.config import Section
 from trishul_ray.lazy import pq
 from trishul_ray.storage import Store
-from trishul_ray.tasks.sums import summarize_clients
 
 if TYPE_CHECKING:
     from trishul_ray.runs.summary import RunSummary
@@ -139,11 +138,7 @@ class CellOutcome:
         """
         if self.summary is None:
             return None
-        found = dict(self.summary.final)
-        clients = {"per_client": self.summary.per_client, "personal": self.summary.personal}
-        for name, scores in clients.items():
-            found |= summarize_clients(name, scores) if scores else {}
-        value = found.get(self.metric)
+        value = (self.summary.final | self.summary.client_metrics).get(self.metric)
         return None if value is None else float(value)
 
     @property

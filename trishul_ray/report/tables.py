@@ -43,9 +43,13 @@ _REFERENCE_METHOD = "fullft"
 GAPS = ("failed", "corrupt", "stale", "not reached", "missing", "stopped", "not measured")
 
 
+#: Metrics over clients that are better if lower, or no share: see ``client_metrics``.
+_UNEVEN = ("_sd", "_gini", "_hurt", "participation_gap", "participation_correlation")
+
+
 def is_amount(metric: str) -> bool:
-    """Return whether a metric is a loss or a cost: not a percentage, and better if lower."""
-    return is_loss(metric) or metric in COSTS
+    """Return whether a metric is a loss, a cost or unevenness: no percentage, better if lower."""
+    return is_loss(metric) or metric in COSTS or metric.endswith(_UNEVEN)
 
 
 @dataclass(frozen=True)

@@ -455,8 +455,11 @@ def central_twin(experiment: Experiment) -> Experiment:
             "client; compare with --central of fedit"
         )
     federation = experiment.federation.model_copy(
-        update={"clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None}
-    )
+        update={
+            "clients": 1, "clients_per_round": 1, "compute": "full", "compute_shares": None,
+            "held_out": 0.0,
+        }
+    )  # fmt: skip
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     changes = {"federation": federation, "partition": partition}
     fields = type(experiment).model_fields

@@ -29,6 +29,7 @@ from trishul_ray.files import digest
 from trishul_ray.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
+from trishul_ray.tasks.sums import client_metrics
 from trishul_ray.version import NUMERICS, __version__
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ class RunSummary:
         recall: Of the test rows of each class, after the last round.
         per_client: The headline of the global model on each client's test rows.
         personal: The headline of each client's own model on them.
+        participation: In how many rounds each client has counted; without those held out.
         parameters: Trained parameters, by group.
         round_seconds: How long each round took.
         wall_seconds: Of the process that finished the run, and of the rounds before it was resumed.
@@ -244,6 +246,7 @@ class RunSummary:
     unread_fields: list[str] = field(default_factory=list)
     privacy: dict[str, Any] | None = None
     ranks: dict[str, int] = field(default_factory=dict)
+    participation: dict[str, int] = field(default_factory=dict)
     checksum: str = ""
 
     @classmethod
@@ -283,6 +286,7 @@ class RunSummary:
             recall=dict(zip(blueprint.info.classes, last.recall, strict=False)),
             per_client=last.per_client,
             personal=last.personal,
+            participation=last.participation,
             parameters=blueprint.parameters,
             uploaded_parameters=total("uploaded_parameters"),
             downloaded_parameters=total("downloaded_parameters"),
@@ -342,6 +346,13 @@ class RunSummary:
         """Return the bytes of result.json."""
         content = vars(self.written())
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    @property
+    def client_metrics(self) -> dict[str, float]:
+        """What the scores of clients say together; empty if they were not scored."""
+        if not self.per_client:
+            return {}
+        return client_metrics(self.per_client, self.personal, self.participation)
 
     @property
     def trained_parameters(self) -> int:

@@ -140,7 +140,9 @@ def work_of(experiment: Experiment) -> Work:
             if layer.name in adapters
         )
 
-    compared = fed.clients - fed.clients_per_round if options.diagnostics_cohort == "all" else 0
+    compared = (
+        fed.participants - fed.clients_per_round if options.diagnostics_cohort == "all" else 0
+    )
     steps = (fed.rounds * fed.clients_per_round + compared) * fed.local_steps
     forward, attention = shape.products(n, m), shape.attention(n, m)
     # The gradient of a product's input costs as much as the product; an attention has two inputs.
@@ -152,7 +154,11 @@ def work_of(experiment: Experiment) -> Work:
         adapters=steps * extra(fed.batch_size, training=True),
         layers=steps * 3 * len(shape.widths),
     )
-    evaluations = len(experiment.scored_rounds)
+    evaluations = float(len(experiment.scored_rounds))
+    if method.personal and options.per_client:
+        # At most all rows again for each client that has taken part by then, on average.
+        absent = 1 - fed.clients_per_round / fed.participants
+        evaluations += sum(fed.participants * (1 - absent**r) for r in experiment.scored_rounds)
     scored = evaluated_rows(experiment)
     rows = sum(scored)
     batches = evaluations * sum(-(-each // options.batch_size) for each in scored)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_C = TypeVar("_C", int, str)
 
 
 @dataclass(frozen=True)
@@ -233,13 +235,63 @@ def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, f
 
 
 def summarize_clients(name: str, scores: Mapping[Any, float]) -> dict[str, float]:
-    """Return the mean over the clients, and over the tenth of them with the lowest scores.
+    """Return how a score is spread over the clients, as ``<name>_mean`` and so on.
 
-    They are ``<name>_mean`` and ``<name>_worst_decile``.
+    The names end in ``mean``, ``sd`` (of all clients, not of a sample), ``worst_decile`` and
+    ``best_decile`` (means of the tenth with the lowest and the highest), ``min`` and ``gini`` (of
+    two clients drawn at random, the mean difference over twice the mean).
     """
     ordered = sorted(scores.values())
-    worst = ordered[: max(1, math.ceil(len(ordered) / 10))]
+    count, total = len(ordered), math.fsum(ordered)
+    mean, tenth = total / count, max(1, math.ceil(count / 10))
+    ranks = math.fsum((2 * rank - count + 1) * value for rank, value in enumerate(ordered))
     return {
-        f"{name}_mean": math.fsum(ordered) / len(ordered),
-        f"{name}_worst_decile": math.fsum(worst) / len(worst),
+        f"{name}_mean": mean,
+        f"{name}_worst_decile": math.fsum(ordered[:tenth]) / tenth,
+        f"{name}_best_decile": math.fsum(ordered[-tenth:]) / tenth,
+        f"{name}_min": ordered[0],
+        f"{name}_sd": math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / count),
+        f"{name}_gini": ranks / (count * total) if total else 0.0,
     }
+
+
+def client_metrics(
+    per_client: Mapping[_C, float], personal: Mapping[_C, float], rounds: Mapping[_C, int]
+) -> dict[str, float]:
+    """Return what the scores of clients say together; numbers that are not defined are left out.
+
+    Args:
+        per_client: The global model's score on each client's rows.
+        personal: That of the client's own model; empty if clients have no part of the model.
+        rounds: In how many rounds each client that may take part has counted; empty if unknown.
+
+    Returns:
+        :func:`summarize_clients` of both, which are equal without own models. With own models,
+        over the clients that have taken part: ``personal_gain``, the mean of personal minus global,
+        and ``personal_hurt``, the share for whom it is negative. ``participation_correlation`` of
+        rounds and the score of the client's model. Of the global model: ``never_sampled_mean`` of
+        clients that no round has counted, and ``participation_gap``, the mean of those that may
+        take part minus that of those held out.
+    """
+
+    def mean(clients: Iterable[_C]) -> float:
+        scores = [per_client[client] for client in clients]
+        return math.fsum(scores) / len(scores)
+
+    found = summarize_clients("per_client", per_client)
+    found |= summarize_clients("personal", personal or per_client)
+    gains = [own - per_client[c] for c, own in personal.items() if not rounds or rounds.get(c)]
+    if gains:
+        found["personal_gain"] = math.fsum(gains) / len(gains)
+        found["personal_hurt"] = sum(gain < 0 for gain in gains) / len(gains)
+    if not rounds:
+        return found
+    members = [client for client in per_client if client in rounds]
+    pairs = np.array([(rounds[c], (personal or per_client)[c]) for c in members]).reshape(-1, 2)
+    if len(pairs) > 1 and (np.ptp(pairs, axis=0) > 0).all():
+        found["participation_correlation"] = float(np.corrcoef(pairs.T)[0, 1])
+    if never := [client for client in per_client if not rounds.get(client)]:
+        found["never_sampled_mean"] = mean(never)
+    if members and (out := [client for client in per_client if client not in rounds]):
+        found["participation_gap"] = mean(members) - mean(out)
+    return found

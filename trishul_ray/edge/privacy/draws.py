@@ -2,7 +2,19 @@
 
 import numpy as np
 
+from trishul_ray.config import FederationConfig
 from trishul_ray.rng import numpy_rng
+
+
+def participants(federation: FederationConfig, seed: int) -> np.ndarray:
+    """Return the clients that may take part, ascending int64: all but those held out.
+
+    Yuan et al.: "What Do We Mean by Generalization in Federated Learning?", ICLR 2022, arXiv
+    2110.14216.
+    """
+    count = federation.clients - federation.participants
+    out = numpy_rng(seed, "held-out").choice(federation.clients, count, replace=False)
+    return np.setdiff1d(np.arange(federation.clients), out)
 
 
 def uniform_cohort(seed: int, number: int, clients: int, size: int) -> list[int]:

@@ -57,6 +57,7 @@ KINDS: dict[str, Mapping[str, Any]] = {
     "cost": _COST,
     "cost_to_target": _COST | {"reference": None, "shares": (0.9, 0.95, 0.99)},
     "privacy": _BY_METHOD | _BY_DATASET | {"x": "privacy.epsilon"},
+    "personal": _BY_METHOD | _BY_DATASET,
     "covariance": _BY_METHOD | {"matrix": "cosine"},
 }
 

@@ -245,7 +245,8 @@ class _Collector:
         lines = [line for panel in self.panels for line in panel.lines]
         seeds = [band.count for line in lines for band in line.y]
         printed = any(math.isfinite(value) for line in lines for value in line.paper)
-        notes = [BAND if self.scale == "rounds" else _BARS] * (max(seeds) > 1)
+        lined = self.scale in ("rounds", "amount")
+        notes = [BAND if lined else _BARS] * (max(seeds) > 1)
         notes += [_ONE_SEED] * (min(seeds) == 1) + [_PAPER] * printed
         notes += [*remarks, *self.selection.pooled(self.points)]
         if self.empty:
@@ -386,6 +387,25 @@ def alignment_and_entropy(selection: Selection) -> CurveData | None:
     for prefix, title in _subjects(selection):
         found.add(title, "spectral entropy", _by_field(x, late(f"{prefix}spectral_entropy", last)))
     return found.data(late_remark(selection), *_chance_remark(chance))
+
+
+def personal_gain(selection: Selection) -> CurveData | None:
+    """Collect what each client's own model scores more than the global one, the least first.
+
+    A panel for each of ``panels``; methods whose clients have no model of their own have no line.
+    """
+    found = _Collector(selection, "amount", "share of clients, sorted by gain")
+
+    def gains(cell: CellOutcome) -> Points:
+        own, of_global = cell.result.personal, cell.result.per_client
+        ordered = sorted(score - of_global[client] for client, score in own.items())
+        return [((place + 0.5) / len(ordered), gain) for place, gain in enumerate(ordered)]
+
+    for panel in selection.groups(selection.axes("panels")):
+        headline = " or ".join(dict.fromkeys(cell.result.headline for cell in panel.cells))
+        title = f"{headline}: own model − global"
+        found.add(panel.name, title, gains, within=panel, percent=True, expected=0.0, optional=True)
+    return found.data("a client that has never taken part has the global model: 0")
 
 
 def _over(selection: Selection) -> _Collector:

@@ -16,6 +16,7 @@ from trishul_ray.report.figures.curves import (
     alignment_and_entropy,
     convergence,
     draw_curves,
+    personal_gain,
     spectral_alignment,
     spectral_diagnostics,
 )
@@ -80,6 +81,7 @@ ARTISTS = {
     "cost": Artist(metric_over_cost, draw_curves),
     "cost_to_target": Artist(cost_to_target, draw_targets),
     "privacy": Artist(accuracy_over_field, draw_curves),
+    "personal": Artist(personal_gain, draw_curves),
     "covariance": Artist(matrices_by_series, draw_matrices),
 }
 #: Kinds that show measured seconds, so that a repetition differs.
