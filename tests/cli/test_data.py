@@ -139,8 +139,9 @@ def test_the_heads_of_a_backbone_are_those_of_a_run_and_need_none(called, small,
     printed = [
         line.replace("│", " ").split() for line in shown.splitlines() if "vit.layers" in line
     ]
-    assert {block: int(heads) for block, _, heads in printed} == blueprint.heads
-    norms = {block: float(norm) for block, norm, _ in printed}
+    assert {block: int(heads) for block, _, heads, _ in printed} == blueprint.heads
+    assert {int(rank) for *_, rank in printed} == {16}
+    norms = {block: float(norm) for block, norm, *_ in printed}
     assert norms == {b: float(f"{norm:.4g}") for b, norm in blueprint.block_norms.items()}
 
 

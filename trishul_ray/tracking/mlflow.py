@@ -294,7 +294,9 @@ def is_outage(error: BaseException) -> bool:
     False for a wrong password and for input that the store refuses.
     """
     cause = error.__cause__ if isinstance(error, InputError) else error
-    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
+    # BAD_REQUEST says that the server's database gave up, e.g. on a request that timed out and was
+    # sent again while the first went on. Input that it refuses is INVALID_PARAMETER_VALUE.
+    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "BAD_REQUEST")
     return isinstance(cause, mlflow.MlflowException) and cause.error_code in temporary
 
 
@@ -538,7 +540,7 @@ class MlflowRun(Tracker):
                 code = getattr(error, "error_code", None)
                 if what.startswith("round") and code == "INVALID_PARAMETER_VALUE":
                     raise  # a metric's name is invalid: a bug here, not a fault of the store
-                self._rejected.append(what)
+                self._rejected.append(f"{what} ({redact(first_line(error))})")
             self._unsent.popleft()
 
 
