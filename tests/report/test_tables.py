@@ -13,6 +13,7 @@ from invented_outcomes import (
     vision,
 )
 
+from trishul_ray.report.formats import to_latex, to_markdown
 from trishul_ray.report.outcomes import SweepOutcome, TableLayout
 from trishul_ray.report.paper import paper_value
 from trishul_ray.report.tables import TableCell, build_tables, make_slug
@@ -163,6 +164,31 @@ def test_a_loss_is_better_if_lower():
     (table,) = build(dataclasses.replace(mixed, cells=tuple(runs)))
     assert {row.verdict.kind for row in table.rows} == {"none"}
     assert not table.groups[0].rows[0].cells[-1].planned
+
+
+def test_several_measures_of_the_same_runs_have_no_common_verdict():
+    axes = {"method": ("a", "b"), "measure": ("accuracy", "f1"), "seed": ("0", "1", "2")}
+
+    def table_of(same_runs):
+        made = invent_sweep("measures", axes, ("method",), ("measure",))
+        runs = [
+            dataclasses.replace(
+                cell,
+                metric=cell.labels["measure"],
+                id=f"{cell.labels['method']}-{cell.labels['seed']}" if same_runs else cell.id,
+            )
+            for cell in made.cells
+        ]
+        (table,) = build(dataclasses.replace(made, cells=tuple(runs)))
+        return table
+
+    judged, table = table_of(same_runs=False), table_of(same_runs=True)
+    assert judged.judged and {row.verdict.kind for row in judged.rows} != {"none"}
+    assert not table.judged and {row.verdict.kind for row in table.rows} == {"none"}
+    for shown in (to_markdown, to_latex):
+        assert "against the best" in shown(judged) and "against the best" not in shown(table)
+    (row,) = (line for line in to_markdown(table).splitlines() if line.startswith("| a |"))
+    assert row.count("|") == 4
 
 
 def test_verdicts():

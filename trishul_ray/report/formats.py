@@ -55,6 +55,7 @@ def to_markdown(table: SweepTable) -> str:
         for row in group.rows:
             verdict = escape_markdown(row.verdict.text)
             rows.append([escape_markdown(row.label), *map(_md_cell, row.cells), verdict])
+    rows = rows if table.judged else [row[:-1] for row in rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -99,6 +100,7 @@ def to_latex(table: SweepTable) -> str:
     The paper's numbers have rows of their own, where the two may be compared.
     """
     width = len(table.columns)
+    span = 1 + width + table.judged
     lines = [
         r"% Needs \usepackage{booktabs,adjustbox}; the latter fits the table to the line.",
         r"\begin{table}",
@@ -106,16 +108,16 @@ def to_latex(table: SweepTable) -> str:
         rf"\label{{tab:{table.slug}}}",
         r"\centering",
         r"\begin{adjustbox}{max width=\linewidth}",
-        rf"\begin{{tabular}}{{l{'r' * width}l}}",
+        rf"\begin{{tabular}}{{l{'r' * width}{'l' * table.judged}}}",
         r"\toprule",
         *_tex_header(table),
     ]
     for group in table.groups or [RowGroup("", ())]:
         lines.append(r"\midrule")
         if group.label:
-            lines.append(rf"\multicolumn{{{width + 2}}}{{l}}{{\emph{{{_tex(group.label)}}}}} \\")
+            lines.append(rf"\multicolumn{{{span}}}{{l}}{{\emph{{{_tex(group.label)}}}}} \\")
         for row in group.rows:
-            lines += _tex_rows(row, with_paper=table.comparable)
+            lines += _tex_rows(row, with_paper=table.comparable, judged=table.judged)
     ends = [r"\bottomrule", r"\end{tabular}", r"\end{adjustbox}", r"\end{table}"]
     return "\n".join([*lines, *ends]) + "\n"
 
@@ -130,8 +132,9 @@ def _tex_header(table: SweepTable) -> list[str]:
             cells.append(_tex_span(label, span))
             rules += [rf"\cmidrule(lr){{{start}-{start + span - 1}}}"] * bool(label)
             start += span
-        lines += [_tex_row(*cells, ""), " ".join(rules)]
-    return [*lines, _tex_row(_tex(table.row_axis), *(_tex_span(*each) for each in last), _VERDICT)]
+        lines += [_tex_row(*cells, *[""] * table.judged), " ".join(rules)]
+    heads = [_tex(table.row_axis), *(_tex_span(*each) for each in last)]
+    return [*lines, _tex_row(*heads, *[_VERDICT] * table.judged)]
 
 
 def _tex_span(label: str, span: int) -> str:
@@ -142,13 +145,13 @@ def _tex_row(*cells: str) -> str:
     return rf"{' & '.join(cells)} \\"
 
 
-def _tex_rows(row: TableRow, *, with_paper: bool) -> list[str]:
+def _tex_rows(row: TableRow, *, with_paper: bool, judged: bool) -> list[str]:
     cells = [_plain_cell(c, lambda text: rf"\textbf{{{text}}}", _tex, r"$\pm$") for c in row.cells]
     verdict = ": ".join(filter(None, (row.verdict.label, row.verdict.p_value)))
-    lines = [_tex_row(_tex(row.label), *cells, _tex(verdict))]
+    lines = [_tex_row(_tex(row.label), *cells, *[_tex(verdict)] * judged)]
     numbers = ["" if cell.paper is None else cell.format(cell.paper) for cell in row.cells]
     if with_paper and any(numbers):
-        lines.append(_tex_row(r"\quad\emph{paper}", *numbers, ""))
+        lines.append(_tex_row(r"\quad\emph{paper}", *numbers, *[""] * judged))
     return lines
 
 
@@ -217,7 +220,8 @@ def to_rich(table: SweepTable, width: int) -> Group:
         for head, width in zip(heads, widths, strict=True)
     ]
     views = [_rich_part(table, columns, part, left) for part in parts]
-    views.append(_rich_verdicts(table))
+    if table.judged:
+        views.append(_rich_verdicts(table))
     views[0].title = escape(f"{table.layout.title} [{table.profile}]")
     views[-1].caption = escape(caption(table))
     return Group(*views)

@@ -220,6 +220,8 @@ class SweepTable:
             average over columns is ``("average", "", ...)``.
         metrics: Metrics that are shown, in order.
         cells: The runs that it shows.
+        judged: Whether rows are compared. They are not if columns have different units, or are
+            several measures of the same runs, whose average would be a measure of nothing.
         pairs: Number of pairs of rows that its verdicts are about.
     """
 
@@ -229,6 +231,7 @@ class SweepTable:
     groups: tuple[RowGroup, ...]
     metrics: tuple[str, ...]
     cells: tuple[CellOutcome, ...]
+    judged: bool = True
     pairs: int = 0
 
     @property
@@ -429,16 +432,15 @@ def _verdict(
 def _oriented(table: SweepTable) -> list[Array]:
     """Return the values [rows, seeds, columns] of each group to compare, larger is better.
 
-    References have none, and nothing is compared over columns in different units.
+    References have none, and neither has any row of a table that is not judged.
     """
     columns = len(table.columns) - table.layout.average
     seeds = list(dict.fromkeys(s for row in table.rows for cell in row.cells for s in cell.seeds))
-    comparable = len({is_amount(metric) for metric in table.metrics}) == 1
     found = []
     for group in table.groups:
         values = np.full((len(group.rows), len(seeds), columns), np.nan)
         for r, row in enumerate(group.rows):
-            shown = row.cells[:columns] if comparable and not row.is_reference else ()
+            shown = row.cells[:columns] if table.judged and not row.is_reference else ()
             for c, cell in enumerate(shown):
                 sign = 1.0 if cell.percent else -1.0
                 for seed, value in cell.seeds.items():
@@ -492,7 +494,11 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     if layout.average:
         names.append((AVERAGE, *[""] * (len(layout.columns) - 1)))
     metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
-    return SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells))
+    one_unit = len({is_amount(metric) for metric in metrics}) == 1
+    one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
+    return SweepTable(
+        sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), one_unit and one_measure
+    )
 
 
 def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
