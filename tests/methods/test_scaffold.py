@@ -71,3 +71,14 @@ def test_scaffold_server_step(executor, tmp_path):
         server.step()
         moved[rate] = server.checkpoint.state.shared - start
     np.testing.assert_allclose(moved[0.5], 0.5 * moved[1], atol=1e-6)
+
+
+def test_the_classification_head_may_stay_uncorrected(executor, tmp_path):
+    """Its variates stay zero, and without drift of the adapter it is averaged as FedIT's."""
+    words = ["method=scaffold", "method.corrects=adapter"]
+    server = run(executor(*words), tmp_path)
+    layout = executor(*words).bench.model.layout
+    control = server.checkpoint.state.extra["control"]
+    for entry in layout.entries:
+        part = control[entry.offset : entry.offset + entry.numel]
+        assert np.any(part) == (entry.kind != "classifier"), entry.name

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, Tensors, register
 from trishul_ray.methods.fedit import FedIT
@@ -44,6 +45,9 @@ class ScaffoldConfig(MethodConfig):
         "broadcast (I), or its movement over steps x learning rate (II)",
     )
     server_lr: float = Field(1.0, gt=0, description="η_g: the server's step; 1 takes the mean")
+    corrects: Literal["all", "adapter"] = in_id_if_set(
+        "all", "what control variates correct: all that is trained, or not the classification head"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,10 @@ class Scaffold(FedIT):
             control = (moved - drift.correction).float()
         else:
             control = drift.gradients / steps
+        if self.config.corrects == "adapter":
+            for entry in run.layout.entries:
+                if entry.kind == "classifier":
+                    control.narrow(0, entry.offset, entry.numel).zero_()
         change = {"control": control - drift.control}
         return State(self.pack(run.layout, run.vector), change), {"control": control}
 
