@@ -10,7 +10,7 @@ import pytest
 from fake_cells import parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from invented_outcomes import invent_run, product, square
+from invented_outcomes import invent_run, product, random_of, square
 from rich.console import Console
 from scipy import stats
 
@@ -26,7 +26,7 @@ from trishul_ray.report.claims import (
 )
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.page import write_report
-from trishul_ray.report.paper import figure_numbers, paper_keys
+from trishul_ray.report.paper import figure_numbers, paper_keys, paper_value
 from trishul_ray.report.statistics import estimate
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.storage import Store
@@ -127,6 +127,33 @@ def test_the_verdict_of_one_comparison(differences, verdict):
     assert part.seeds == len(known)
     assert part.number == (pytest.approx(np.mean(known)) if known else None)
     assert bool(finding.command) == (verdict == "no runs")
+
+
+TABLES = {
+    "nuclear": "tab:ablation_nuclear", "lambda": "tab:lambda_sensitivity", "vision": "tab:vision",
+    "allocation": "tab:ablation_waterfilling", "heterogeneity": "tab:extreme_heterogeneity",
+    "scaling": "tab:ablation_scaling", "language": "tab:language",
+    "initialization": "tab:ablation_init", "compute": "tab:ablation_heterogeneity",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_papers_own_numbers_show_its_claims(name):
+    """With hardly any spread, and with room: half of each difference would still count."""
+    (found,) = find_sweeps([name], "paper", [])
+    axes = {axis: labels for axis, labels in found.axes.items() if axis != "seed"}
+
+    def value(labels):
+        where = {axis: label for axis, label in labels.items() if axis != "seed"}
+        number = paper_value(TABLES[name], where)
+        return None if number is None else number + 1e-3 * random_of(*labels.values()).normal()
+
+    findings = [f for f in judge([sweep(name, axes, value)]) if "score" in f.claim.measures]
+    assert findings
+    for finding in findings:
+        assert finding.verdict == "seen", (finding.claim.name, finding.label)
+        smallest = min(part.number for part in finding.parts)
+        assert finding.claim.least <= smallest / 2 + 0.01, (finding.claim.name, smallest)
 
 
 @settings(deadline=None, max_examples=40)

@@ -164,15 +164,15 @@ class Ravan(Method):
             views[name].copy_(kept)
         if run.training and self.config.limits == "ranks":
             if run.capacity < 1.0:
-                run.scratch = Leading.of(run.layout, run.vector, run.capacity)
-                cores = (e for e in run.layout.entries if e.kind == "core")
-                run.unsent = sum(
-                    e.shape[0] * (e.shape[-1] ** 2 - run.scratch.rank(e.shape[-1]) ** 2)
-                    for e in cores
-                )
+                units = list(run.layout.units(self.wire(run.layout)))
                 if run.active is None:  # all units, but not all of each
-                    units = sum(1 for _ in run.layout.units(self.wire(run.layout)))
-                    run.active = torch.ones(units, dtype=torch.bool)
+                    run.active = torch.ones(len(units), dtype=torch.bool)
+                run.scratch = leading = Leading.of(run.layout, run.vector, run.capacity)
+                run.unsent = sum(
+                    unit.rank**2 - leading.rank(unit.rank) ** 2
+                    for unit, active in zip(units, run.active.tolist(), strict=True)
+                    if active and unit.rank is not None
+                )
         elif run.training and min(self.config.head_fraction, run.capacity) < 1.0:
             run.active = self._choose(run)
 

@@ -312,7 +312,7 @@ def _parts(claim: Claim, sweep: SweepOutcome, cells: Sequence[CellOutcome]) -> I
             runs = [cell for cell in cells if cell.labels.get(claim.axis) == label]
             if runs:
                 values = [_measured(run, measure) for run in runs if run.status == "finished"]
-                found = [value for value in values if math.isfinite(value)]
+                found = [value for value in values if not math.isnan(value)]
                 text = f"{sweep.shown_label(claim.axis, label)}, the largest of {len(found)} runs"
                 number = max(found, default=None)
                 yield Part(text, measure, "lower", percent=False, number=number)
