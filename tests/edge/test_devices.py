@@ -67,13 +67,18 @@ def test_a_window_is_found_whatever_interval_is_asked(seed, at, width):
     assert (wide.start[1:][same] > wide.end[:-1][same]).all()  # merged
 
 
-@given(seed=st.integers(0, 50), now=st.floats(0, 1e6), needed=st.integers(1, 12))
+@given(
+    seed=st.integers(0, 50),
+    now=st.floats(0, 1e6),
+    needed=st.integers(1, 12),
+    members=st.lists(st.integers(0, 29), min_size=12, unique=True).map(np.array),
+)
 @settings(max_examples=25)
-def test_the_clock_jumps_to_the_first_moment_with_enough_clients(seed, now, needed):
+def test_the_clock_jumps_to_the_first_moment_with_enough_members(seed, now, needed, members):
     source = Diurnal(seed, 30)
-    found = next_time(source, now, needed)
+    found = next_time(source, members, now, needed)
     assert found >= now
-    windows = source.between(now, found)
+    windows = source.between(now, found).of(members)
     assert windows.at(found, 30).sum() >= needed
     moments = [now, *windows.start[(windows.start > now) & (windows.start < found)]]
     assert all(windows.at(t, 30).sum() < needed for t in moments if t < found)
@@ -82,8 +87,9 @@ def test_the_clock_jumps_to_the_first_moment_with_enough_clients(seed, now, need
 def test_enough_clients_may_never_be_there(tmp_path):
     path = tmp_path / "w.parquet"
     pq.write_table(pa.table({"client": [0, 1], "start": [0, 20], "end": [10, 30]}), path)
-    assert next_time(FromFile(str(path), 2), 5.0, 2) is None
-    assert next_time(Always(3), 7.0, 3) == 7.0
+    both = np.arange(2)
+    assert next_time(FromFile(str(path), 2), both, 5.0, 2) is None
+    assert next_time(Always(3), np.arange(3), 7.0, 3) == 7.0
 
 
 def test_windows_of_a_file_repeat_after_their_last_day(tmp_path):

@@ -1,7 +1,6 @@
 """Clipping, noise, denoising and the audit: the identities that make a run private."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
 from trishul_ray.edge.privacy.mechanism import Mechanism
 from trishul_ray.edge.state import PrivacyState
-from trishul_ray.errors import InputError
 
 floats = st.floats(-1e6, 1e6, width=32)
 vectors = arrays(np.float32, st.integers(1, 40), elements=floats)
@@ -89,13 +87,21 @@ def test_the_clip_norm_finds_the_quantile_of_fixed_norms(quantile):
     assert bound == pytest.approx(np.quantile(norms, quantile), rel=0.05)
 
 
+@pytest.mark.parametrize("norm", [1.0, 0.5])
+def test_where_rounding_takes_up_the_norm_nothing_is_sent(norm):
+    """Four numbers that move by 1/2 each lengthen a change by 1."""
+    sender = Sender(0, 1, 2, 1.0, UNITS, clip_norm=norm)
+    sent = Clip(rounding=0.5)(Change(np.full(4, 3, dtype=np.float32), {}), sender)
+    assert not sent.shared.any() and sent.metrics[CLIPPED] == 1
+
+
 def test_the_norm_moves_by_the_noisy_share_of_all_expected_clients():
     still = mechanism(z=0.0, adaptive=True, cohort=4)
-    assert still.next_norm(1, 2.0, unclipped=4) == pytest.approx(2.0 * math.exp(-0.2 * 0.5))
-    assert still.next_norm(1, 2.0, unclipped=0) == pytest.approx(2.0 * math.exp(0.2 * 0.5))
-    assert mechanism(z=0.0).next_norm(1, 2.0, unclipped=0) == 2.0
+    assert still.next_norm(1, 2.0, balance=2) == pytest.approx(2.0 * math.exp(-0.2 * 0.5))
+    assert still.next_norm(1, 2.0, balance=-2) == pytest.approx(2.0 * math.exp(0.2 * 0.5))
+    assert mechanism(z=0.0).next_norm(1, 2.0, balance=-2) == 2.0
     noisy = mechanism(z=1.0, adaptive=True, bit_noise=3.0)
-    logs = [math.log(noisy.next_norm(t, 1.0, 2)) / 0.2 for t in range(2000)]  # noise / cohort
+    logs = [math.log(noisy.next_norm(t, 1.0, 0)) / 0.2 for t in range(2000)]  # noise / cohort
     assert np.std(logs) == pytest.approx(3.0 / 4, rel=0.1) and abs(np.mean(logs)) < 0.1
 
 
@@ -219,11 +225,6 @@ def test_the_scope_core_keeps_what_lies_below_the_edge_until_it_rises_above():
     expected = [e * math.sqrt(max((3 * t / e) ** 2 - 4, 0)) for t, e in enumerate(edges, 1)]
     assert expected[0] == 0 < expected[1]
     np.testing.assert_allclose(seen, expected, atol=1e-5)
-
-
-def test_denoising_needs_cores():
-    with pytest.raises(InputError, match=r"^privacy.denoise='shrink' needs a method with cores"):
-        replace(mechanism(denoise="shrink"), units=UNITS[5:])
 
 
 def test_canaries_are_unit_directions_that_hardly_overlap():

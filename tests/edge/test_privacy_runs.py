@@ -11,6 +11,7 @@ from method_runs import BY_MEAN, Recording, server_of
 from trishul_ray.edge.privacy.clipping import automatic_norm, norm_of
 from trishul_ray.edge.privacy.draws import poisson_cohort
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.edge import promised
@@ -78,6 +79,20 @@ def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_pat
     norms = [record.edge["privacy_clip_norm"] for record in whole.checkpoint.records[1:]]
     assert len(set(norms)) == 3  # it moves
     assert whole.checkpoint.records[-1].edge["privacy_epsilon"] == pytest.approx(8, rel=0.01)
+
+
+def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):
+    """So does the noise on the count cover it: z_Δ counts on a sensitivity of 1/2, not of 1."""
+    result = edge_run(
+        "method=fedit", "federation.clients_per_round=1", "federation.rounds=6",
+        "privacy.noise=0", "privacy.clip=1e-6", "privacy.adaptive=true",
+    )  # fmt: skip
+    records = result.checkpoint.records[1:]
+    norms = [record.edge["privacy_clip_norm"] for record in records]
+    for record, now, then in zip(records, norms, norms[1:], strict=False):
+        # Everybody is clipped: m~ clients of m = 1 lower the share of 1/2 by m~ / 2.
+        assert np.log(then / now) == pytest.approx(0.2 * len(record.clients) / 2)
+    assert len({len(record.clients) for record in records}) > 2
 
 
 def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
@@ -188,6 +203,10 @@ def test_methods_that_need_more_than_a_mean_are_refused(method):
             ],
             "privacy.canaries=5",
         ),
+        (
+            ["privacy.noise=1", "privacy.canaries=5", "privacy.sampling=fixed"],
+            "privacy.sampling='fixed'; allowed: poisson",
+        ),
         (["privacy.noise=1", "privacy.budget=0.01"], "privacy.budget=0.01 does not pay one round"),
         (["privacy.epsilon=-1"], "privacy.epsilon=-1"),
         (["privacy.noise=1", "privacy.delta=2"], "privacy.delta=2"),
@@ -204,6 +223,13 @@ def test_what_only_the_noise_decides_is_refused_before_anything_is_written(small
     ):
         with pytest.raises(InputError, match=said):
             promised(small(*options))
+
+
+def test_denoising_needs_cores_before_anything_is_prepared(small):
+    words = ["privacy.noise=1", "privacy.denoise=shrink"]
+    with pytest.raises(InputError, match=r"^privacy.denoise='shrink' needs a method with cores"):
+        check_fits(small("method=fedit", *words))
+    check_fits(small("method=fedsb", *words))
 
 
 def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():
@@ -240,6 +266,8 @@ def test_private_sums_may_be_in_fixed_point(edge_run):
     first, second = (run.checkpoint.state.shared for run in (plain, ring))
     np.testing.assert_allclose(first, second, atol=1e-6)
     assert ring.checkpoint.records[-1].edge["clipped_entries"] == 0
+    with pytest.raises(InputError, match=r"^server.fraction_bits=8: rounding may lengthen"):
+        edge_run(*options, "server.sum=ring", "server.fraction_bits=8", "privacy.clip=0.01")
 
 
 def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(small):
@@ -258,13 +286,15 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     for text in (private["sentence"], page):
         assert "noise is reproducible from the seed" in text
         outside = text.partition("outside the guarantee: ")[2]
-        for name in ("train_loss", "per_client", "refused uploads", "survey"):
+        for name in ("train_loss", "per_client", "norms", "clipped", "refused uploads", "survey"):
             assert name in outside
     assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}
 
 
-def test_a_central_twin_has_no_clients_to_protect(small):
-    assert not central_twin(small("privacy.noise=1")).privacy.on
+def test_a_central_twin_has_no_clients_to_protect_and_sends_nothing(small):
+    sections = ["privacy.noise=1", "uploads.codec=int4", "downloads.codec=int4"]
+    twin, plain = central_twin(small(*sections)), central_twin(small())
+    assert twin.id == plain.id and twin.to_dict().keys() == plain.to_dict().keys()
 
 
 @pytest.mark.parametrize("method", ["trishul", "scaffold"])

@@ -81,10 +81,26 @@ def test_what_the_method_adds_is_sent_as_well(name):
     if name == "skeleton":  # cores of rank r are sent as they are, and so is everything else
         for key, value in change.extra.items():
             np.testing.assert_array_equal(both.extra[key], value)
-    for key in ("shared", "control", "few"):
+    for key in ("shared", "control"):
         given = change.shared if key == "shared" else change.extra[key]
         got = both.shared if key == "shared" else both.extra[key]
         np.testing.assert_array_equal(both.kept[f"left/{key}"], given - got)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_numbers_beside_the_cores_are_sent_as_they_are(name):
+    """They are no changes: a share of 1 must not be read as 0, nor be made up for later."""
+    rng, few = np.random.default_rng(0), np.float32([1, 1e-6, 0.5])
+    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    alone, change = each(change_of(rng), sender()), change_of(np.random.default_rng(0))
+    both = each(replace(change, extra={"few": few}), sender())
+    np.testing.assert_array_equal(both.extra["few"], few)
+    assert (
+        both.uploaded_bytes == alone.uploaded_bytes + 12 and both.kept.keys() == alone.kept.keys()
+    )
+    state = State(change.shared, extra={"few": few})
+    read = coded_state(each.codec, state, Units.of(UNITS), rng)
+    np.testing.assert_array_equal(read.state.extra["few"], few)
 
 
 def test_a_skeleton_is_that_of_the_core_where_the_broadcast_makes_the_change_full():

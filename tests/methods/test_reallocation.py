@@ -214,15 +214,8 @@ def test_what_is_not_read_is_refused():
         TrishulConfig(name="trishul", spare_heads=3)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["privacy.noise=1"], "privacy: method.reallocate_every=2 sends numbers beside the cores"),
-        (["downloads.codec=int8"], "downloads.codec='int8': method.reallocate_every=2 sends which"),
-    ],
-)
-def test_sections_that_would_blur_it_are_refused(words, message):
+def test_privacy_is_refused():
+    message = "privacy: method.reallocate_every=2 sends numbers beside the cores"
+    words = ["dataset=digits", "method=trishul", "method.reallocate_every=2", "privacy.noise=1"]
     with pytest.raises(InputError, match=message):
-        load_experiment(
-            None, ["dataset=digits", "method=trishul", "method.reallocate_every=2", *words]
-        )
+        load_experiment(None, words)

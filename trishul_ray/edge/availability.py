@@ -41,6 +41,11 @@ class Windows:
     start: np.ndarray
     end: np.ndarray
 
+    def of(self, clients: np.ndarray) -> "Windows":
+        """Return the windows of some clients alone."""
+        kept = np.isin(self.client, clients)
+        return Windows(self.client[kept], self.start[kept], self.end[kept])
+
     def at(self, time: float, clients: int) -> np.ndarray:
         """Return which clients can be asked at a time, [N] bool."""
         there = np.zeros(clients, dtype=bool)
@@ -169,11 +174,11 @@ def source_of(options: DevicesConfig, seed: int, clients: int) -> Source:
     return FromFile(options.windows, clients)
 
 
-def next_time(source: Source, now: float, needed: int) -> float | None:
-    """Return when, from now on, ``needed`` clients can be asked; None if not within a year."""
+def next_time(source: Source, members: np.ndarray, now: float, needed: int) -> float | None:
+    """Return when, from now on, ``needed`` of the members can be asked; None if not in a year."""
     first, step = now, 2 * DAY
     while first < now + MOST_DAYS * DAY:
-        found = source.between(first, first + step).first_time(first, needed)
+        found = source.between(first, first + step).of(members).first_time(first, needed)
         if found is not None:
             return found
         first += step

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trishul_ray.config import FederationConfig
-from trishul_ray.edge.availability import next_time, source_of
+from trishul_ray.edge.availability import DAY, MOST_DAYS, next_time, source_of
 from trishul_ray.edge.clock import Fate, Plan, Times, jain, plan
 from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_class, utility
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
@@ -255,15 +255,18 @@ class Fleet:
         first, now = state, state.seconds
         while True:
             state = self._charged(first, now)
-            there = self.source.between(now, now).at(now, self.clients)
-            ready = there & np.isin(np.arange(self.clients), self.members)
+            there = self.source.between(now, now).of(self.members).at(now, self.clients)
+            ready = there.copy()
             if self.options.battery is not None:
                 ready &= state.battery >= self.options.battery_low * self.options.battery
             if ready.sum() >= self.asks:
                 return state, np.flatnonzero(ready)
-            enough = there.sum() >= self.asks
-            found = now + _LOOK_AGAIN if enough else next_time(self.source, now, self.asks)
-            if found is None or found > first.seconds + 366 * 86400:
+            found = (
+                now + _LOOK_AGAIN
+                if there.sum() >= self.asks
+                else next_time(self.source, self.members, now, self.asks)
+            )
+            if found is None or found > first.seconds + MOST_DAYS * DAY:
                 raise FailsAgainError(
                     f"devices.availability={self.options.availability}: {self.asks} clients can "
                     "never be asked at once in a year of the clock: try fewer "

@@ -79,75 +79,52 @@ class UploadCodec:
         # The server must also know which units were trained: one bit each.
         size = 0 if sender.active is None else -(-len(units.sizes) // 8)
         for name, vector in vectors.items():
+            if not _is_coded(vector, units):
+                read[name], size = vector, size + 4 * len(vector)
+                continue
             shared = name == "shared"
-            parts = units if len(vector) == units.length else Units.whole(len(vector))
-            feedback = Feedback.of(self.fields, sender, name, parts, shared)
-            target = feedback.target(vector)
+            active = sender.active if shared else None
+            left, since = self._left(sender, name, units)
+            target = vector if left is None else vector + left
+            if active is not None:
+                target = target * units.entries(active)
             known = sender.broadcast if shared else None
-            payload = self.codec.encode(target, parts, rng, known)
-            read[name] = self.codec.decode(payload, parts, known)
+            payload = self.codec.encode(target, units, rng, known)
+            read[name] = self.codec.decode(payload, units, known)
             size += len(payload)
-            kept |= feedback.kept(target - read[name])
+            error = target - read[name]
             if shared:
                 norm = float(np.linalg.norm(target))
-                metrics |= self.codec.metrics(payload, parts)
-                metrics["codec_error"] = float(np.linalg.norm(target - read[name])) / (norm or 1.0)
+                metrics |= self.codec.metrics(payload, units)
+                metrics["codec_error"] = float(np.linalg.norm(error)) / (norm or 1.0)
+            if left is not None:
+                now = np.full_like(since, sender.round)
+                if active is not None:
+                    error = np.where(units.entries(active), error, left)
+                    now = np.where(active, now, since)
+                kept |= {f"left/{name}": error, f"since/{name}": now}
         shared_read = read.pop("shared")
         return replace(
             change, shared=shared_read, extra=read, uploaded_bytes=size, kept=kept, metrics=metrics
         )
 
+    def _left(
+        self, sender: Sender, name: str, units: Units
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return what the codec has left out of a vector so far, without what is too old.
 
-@dataclass(frozen=True)
-class Feedback:
-    """What a codec has left out of one vector of a client so far.
-
-    Attributes:
-        name: Of the vector.
-        units: Its units.
-        active: bool [U], those that the client trains in this round; None means all.
-        left: float32 [W], what was left out; None without error feedback.
-        since: int64 [U], the round in which that of each unit was left out.
-        round: This round.
-    """
-
-    name: str
-    units: Units
-    active: np.ndarray | None
-    left: np.ndarray | None
-    since: np.ndarray
-    round: int
-
-    @classmethod
-    def of(
-        cls, fields: UploadsConfig, sender: Sender, name: str, units: Units, shared: bool
-    ) -> Feedback:
-        """Return what the sender has kept of a vector, without what is too old."""
-        active = sender.active if shared else None
-        since = np.full(len(units.sizes), sender.round)
-        if not fields.error_feedback:
-            return cls(name, units, active, None, since, sender.round)
+        Returns:
+            float32 [W], None without error feedback; int64 [U], the round in which that of each
+            unit was left out.
+        """
+        since = sender.kept.get(f"since/{name}", np.full(len(units.sizes), sender.round))
+        if not self.fields.error_feedback:
+            return None, since
         left = sender.kept.get(f"left/{name}", np.zeros(units.length, dtype=np.float32))
-        since = sender.kept.get(f"since/{name}", since)
-        if fields.residual_rounds is not None:
-            old = sender.round - since > fields.residual_rounds
+        if self.fields.residual_rounds is not None:
+            old = sender.round - since > self.fields.residual_rounds
             left = np.where(units.entries(old), np.float32(0), left)
-        return cls(name, units, active, left, since, sender.round)
-
-    def target(self, change: np.ndarray) -> np.ndarray:
-        """Return what is to be sent, float32 [W]: zero in units that are not trained."""
-        total = change if self.left is None else change + self.left
-        return total if self.active is None else total * self.units.entries(self.active)
-
-    def kept(self, error: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what the client keeps, given what was left out of the target."""
-        if self.left is None:
-            return {}
-        since = np.full_like(self.since, self.round)
-        if self.active is not None:
-            error = np.where(self.units.entries(self.active), error, self.left)
-            since = np.where(self.active, since, self.since)
-        return {f"left/{self.name}": error, f"since/{self.name}": since}
+        return left, since
 
 
 class CodedState(NamedTuple):
@@ -167,8 +144,19 @@ def coded_state(
     """
     read, size = {}, 0
     for name, vector in {"shared": state.shared, **dict(sorted(state.extra.items()))}.items():
-        parts = units if len(vector) == units.length else Units.whole(len(vector))
-        payload = codec.encode(vector, parts, rng)
-        read[name] = codec.decode(payload, parts)
+        if not _is_coded(vector, units):
+            read[name], size = vector, size + 4 * len(vector)
+            continue
+        payload = codec.encode(vector, units, rng)
+        read[name] = codec.decode(payload, units)
         size += len(payload)
     return CodedState(replace(state, shared=read.pop("shared"), extra=read), size)
+
+
+def _is_coded(vector: np.ndarray, units: Units) -> bool:
+    """Return whether a vector has an entry for each of the shared part.
+
+    Others, such as a number for each core head, are few and no changes: a codec would blur what
+    they say. They are sent as they are, four bytes a number.
+    """
+    return len(vector) == units.length

@@ -205,7 +205,6 @@ class Experiment(Section):
             )
         check_fleet(self.devices, self.cohort, self.federation, private=self.privacy.on)
         method, fed = build_method(self.method), self.federation
-        every = getattr(self.method, "reallocate_every", 0)
         if self.privacy.on:
             refused = refusal(
                 self.privacy,
@@ -222,16 +221,11 @@ class Experiment(Section):
                     "privacy: method.lam_rule='entropy' sends numbers beside the cores, far larger "
                     "than changes, which clipping would leave alone in an upload"
                 )
-            if every:
+            if every := getattr(self.method, "reallocate_every", 0):
                 raise ValueError(
                     f"privacy: method.reallocate_every={every} sends numbers beside the cores, "
                     "which clipping would take for changes; set it to 0"
                 )
-        if every and self.downloads.codec != NONE:
-            raise ValueError(
-                f"downloads.codec={self.downloads.codec!r}: method.reallocate_every={every} sends "
-                "which heads are trained, which a codec would blur; set only one"
-            )
         if method.mean_is_enough:
             return
         fitting = [name for name in method_names() if method_class(name).mean_is_enough]

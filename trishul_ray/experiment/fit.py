@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import torch
 
+from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.config import Places
@@ -119,8 +120,8 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
-            if something is wrong with own data, too, then that; or there is no GPU for
-            ``resources.device=cuda``, or no library for ``model.quantize``.
+            ``privacy.denoise`` finds no cores; if something is wrong with own data, too, then that;
+            or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
     """
     check_library(experiment.model.quantize)
     if experiment.resources.device == "cuda" and not _may_have_gpu():
@@ -140,6 +141,12 @@ def check_fits(experiment: Experiment) -> None:
 def _check_fits(experiment: Experiment) -> None:
     site = build_site(Backbone.of(experiment.model, experiment.storage.places).shapes, experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
+    denoise = experiment.privacy.denoise
+    if denoise != "none" and not any(isinstance(each, MultiHead) for each in adapters.values()):
+        raise InputError(
+            f"privacy.denoise={denoise!r} needs a method with cores (fedsb, ravan, trishul), not "
+            f"method={experiment.method.name!r}; allowed: none"
+        )
     for layer in site.layers:
         rank = getattr(adapters.get(layer.name), "rank", 0)
         width = min(layer.d_out, layer.d_in)

@@ -13,13 +13,14 @@ from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender, UploadFilter
 from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
-from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm
+from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm, rounding_room
 from trishul_ray.edge.privacy.draws import participants
 from trishul_ray.edge.privacy.mechanism import Mechanism, PrivacyReport, reported
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState, PrivacyState
 from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
+from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
@@ -162,7 +163,7 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
     """Return what a private experiment releases in a round; None for others.
 
     Raises:
-        InputError: As :func:`promised`; or the method has nothing to denoise.
+        InputError: As :func:`promised`, or rounding in fixed point is as large as the clip norm.
     """
     fed, options, layout = experiment.federation, experiment.privacy, blueprint.layout
     if not options.on:
@@ -172,7 +173,18 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
     del lengths["shared"]
     every = capacities(fed.compute, experiment.seed, fed.clients, fed.compute_shares)
     shares = [every[client] for client in participants(fed, experiment.seed).tolist()]
-    automatic = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
+    first_norm = options.clip
+    if first_norm == "auto":
+        first_norm = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
+    server = experiment.server
+    if server.sum == "ring":
+        room = rounding_room(Ring(server.fraction_bits, 1).step / 2, numbers)
+        if first_norm <= room:
+            raise InputError(
+                f"server.fraction_bits={server.fraction_bits}: rounding may lengthen a change of "
+                f"{numbers:,} numbers by {room:.3g}, which leaves nothing of the clip norm "
+                f"{first_norm:.3g}: allowed: more bits, or a larger privacy.clip"
+            )
     return Mechanism(
         options=options,
         seed=experiment.seed,
@@ -182,7 +194,7 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
         units=tuple(layout.units(blueprint.wire)),
         shares=method.unit_shares(layout, shares),
         extra=lengths,
-        first_norm=automatic if options.clip == "auto" else options.clip,
+        first_norm=first_norm,
     )
 
 
@@ -223,8 +235,8 @@ def release(
     change, extra = mechanism.mean(number, shared, sums.extra, norm, sent)
     change = mechanism.denoised(change, before.shared, norm, kept)
     accepted = set(total.clients)
-    unclipped = sum(r.client in accepted and not r.edge[CLIPPED] for r in reports)
-    kept.clip_norm = mechanism.next_norm(number, norm, unclipped)
+    balance = sum(0.5 - r.edge[CLIPPED] for r in reports if r.client in accepted)
+    kept.clip_norm = mechanism.next_norm(number, norm, balance)
     found = {"privacy_clip_norm": norm}
     if (epsilon := mechanism.promised.epsilon(number)) < math.inf:
         found["privacy_epsilon"] = epsilon

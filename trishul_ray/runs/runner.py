@@ -25,6 +25,7 @@ from trishul_ray.data.prepare import Coverage
 from trishul_ray.edge.fleet import check_files, clock_line
 from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.experiment.fit import (
     check_fits,
     image_size_line,
@@ -462,6 +463,6 @@ def central_twin(experiment: Experiment) -> Experiment:
     )  # fmt: skip
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     changes = {"federation": federation, "partition": partition}
-    fields = type(experiment).model_fields
-    changes |= {section: fields[section].default for section in ("devices", "cohort", "privacy")}
+    fields = type(experiment).model_fields  # nothing is sent, and nobody is late
+    changes |= {section: fields[section].default for section in EDGE_SECTIONS}
     return experiment.model_copy(update={"name": f"{experiment.name}-central"} | changes)

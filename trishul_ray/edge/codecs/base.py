@@ -94,11 +94,6 @@ class Units:
         sizes, ranks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return cls(sizes, ranks)
 
-    @classmethod
-    def whole(cls, size: int) -> Units:
-        """Return a vector that is one tensor."""
-        return cls(np.array([size]), np.array([0]))
-
     @cached_property
     def length(self) -> int:
         """W, the length of the vector."""

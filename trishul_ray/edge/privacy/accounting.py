@@ -259,7 +259,7 @@ def change_noise(options: PrivacyConfig, release: Release) -> float:
     """Return z_Δ, the multiplier of the noise on changes, which pays for the private count too.
 
     ``z_Δ = (z^-2 - (2 sigma_b)^-2)^(-1/2)`` (Andrew et al., 2021, arXiv 1905.03871, Theorem 1): the
-    pair costs exactly one Gaussian of multiplier z.
+    pair costs exactly one Gaussian of multiplier z, as a client moves the count by 1/2 at most.
 
     Raises:
         InputError: The count alone costs more than z allows.

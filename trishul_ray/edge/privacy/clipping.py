@@ -25,7 +25,7 @@ def clip(
     Args:
         shared: [W] float32.
         extra: What the method adds, float32, by name.
-        bound: S > 0.
+        bound: S; 0 leaves nothing.
 
     Returns:
         Both arrays, whose norm after rounding is at most S, and the norm before.
@@ -61,10 +61,15 @@ class Clip:
         """Return the clipped change; report its norm and whether it was clipped."""
         assert sender.clip_norm is not None
         numbers = sum(array.size for array in (change.shared, *change.extra.values()))
-        bound = sender.clip_norm - self.rounding * math.sqrt(numbers)
+        bound = max(sender.clip_norm - rounding_room(self.rounding, numbers), 0.0)
         shared, extra, before = clip(change.shared, change.extra, bound)
         found = {CLIPPED: float(before > sender.clip_norm), NORM: before}
         return replace(change, shared=shared, extra=extra, metrics=change.metrics | found)
+
+
+def rounding_room(rounding: float, numbers: int) -> float:
+    """Return how much longer a change may become if each of its numbers moves by ``rounding``."""
+    return rounding * math.sqrt(numbers)
 
 
 def automatic_norm(rate: float, steps: int, numbers: int) -> float:

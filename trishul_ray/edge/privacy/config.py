@@ -127,6 +127,11 @@ class PrivacyConfig(Section):
                     f"privacy.canaries={self.canaries} audit the noise of the simulated cohort, "
                     "which privacy.cohort scales to another one; set only one"
                 )
+        if self.canaries and self.sampling != "poisson":
+            raise ValueError(
+                f"privacy.canaries={self.canaries} are drawn one by one, unlike clients with "
+                f"privacy.sampling={self.sampling!r}; allowed: poisson"
+            )
         if self.scope == "core" and self.denoise == "none":
             raise ValueError("privacy.scope='core' needs privacy.denoise=shrink or hard")
         if not self.adaptive:

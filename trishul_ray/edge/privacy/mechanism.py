@@ -27,13 +27,13 @@ from trishul_ray.edge.privacy.accounting import Guarantee, bit_deviation, change
 from trishul_ray.edge.privacy.clipping import next_norm
 from trishul_ray.edge.privacy.config import PrivacyConfig, Sampling
 from trishul_ray.edge.state import PrivacyState
-from trishul_ray.errors import InputError
 from trishul_ray.rng import numpy_rng
 
 #: What is in a run's files, and not covered by its epsilon.
 OUTSIDE = (
     "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
-    "the spectra and other diagnostics of clients", "refused uploads", "cohorts", "traffic",
+    "the spectra and other diagnostics of clients", "norms and coding errors of uploads",
+    "how many were clipped", "refused uploads", "cohorts", "traffic",
     "answers to a survey before round 1",
 )  # fmt: skip
 #: What every summary of a private run says.
@@ -121,13 +121,6 @@ class Mechanism:
     shares: np.ndarray
     extra: Mapping[str, int]
     first_norm: float
-
-    def __post_init__(self) -> None:
-        if self.options.denoise != "none" and all(unit.rank is None for unit in self.units):
-            raise InputError(
-                f"privacy.denoise={self.options.denoise!r} needs a method with cores (fedsb, "
-                "ravan, trishul); allowed: none"
-            )
 
     @cached_property
     def noise(self) -> float:
@@ -217,15 +210,23 @@ class Mechanism:
         moved: np.ndarray = state.arrays["start"] + sums - before
         return moved
 
-    def next_norm(self, number: int, norm: float, unclipped: int) -> float:
-        """Return S of the next round, given how many accepted uploads were not clipped."""
+    def next_norm(self, number: int, norm: float, balance: float) -> float:
+        """Return S of the next round.
+
+        Args:
+            number: The round, from 1.
+            norm: S of the round.
+            balance: The sum over accepted uploads of 1/2 for one that was not clipped, and -1/2 for
+                one that was. One client moves it by 1/2, as :func:`change_noise` assumes; it would
+                move a count of those that were not clipped by 1.
+        """
         options = self.options
         if not options.adaptive:
             return norm
         cohort = self.promised.release.cohort
         deviation = bit_deviation(options, cohort) if self.noise > 0 else 0.0
         noise = float(numpy_rng(self.seed, "dp-bit", number).standard_normal()) * deviation
-        share = unclipped / self.cohort + noise / cohort
+        share = 0.5 + balance / self.cohort + noise / cohort
         return next_norm(norm, share, options.quantile, options.clip_lr)
 
     def canaries(self, number: int, norm: float) -> np.ndarray:
