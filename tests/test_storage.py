@@ -323,11 +323,12 @@ def test_a_refusal_is_not_retried(tmp_path, error):
 
 def test_a_missing_bucket_is_reported_plainly(s3_bucket):
     store = Store.open(s3_bucket("runs", bucket="no-such-bucket"), retry_seconds=60)
-    assert store.missing_bucket() == "no-such-bucket"
+    with pytest.raises(InputError, match=r"storage.runs='s3://b/runs': bucket 'no-such-bucket' d"):
+        store.check_bucket("s3://b/runs")
     with pytest.raises(StorageRefusedError, match="the bucket does not exist") as refused:
         store.write("a.txt", b"")
     assert "allow_bucket_creation" not in str(refused.value)
-    assert Store.open(s3_bucket("runs")).missing_bucket() is None
+    Store.open(s3_bucket("runs")).check_bucket("runs")
 
 
 def test_an_object_store_that_does_not_answer_is_reported(monkeypatch):
@@ -335,7 +336,7 @@ def test_an_object_store_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     options = "endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
     with pytest.raises(StorageError, match=r"cannot access s3://bucket/runs.*tried once"):
-        Store.open(f"s3://bucket/runs?{options}").missing_bucket()
+        Store.open(f"s3://bucket/runs?{options}").check_bucket("runs")
 
 
 def test_a_full_disk_keeps_the_earlier_file(tmp_path):

@@ -78,16 +78,20 @@ class Store:
         """Return the address of the file or folder ``name`` inside this one, for messages."""
         return place(self.uri, name)
 
-    def missing_bucket(self) -> str | None:
-        """Return the name of this folder's bucket if the bucket does not exist."""
+    def check_bucket(self, runs: str) -> None:
+        """Raise an InputError if the bucket of this folder, in ``storage.runs``, does not exist."""
         if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
-            return None
+            return
         bucket = self.root.partition("/")[0]
         try:
             info = self._retry("access", "", lambda: self.filesystem.get_file_info(bucket))
         except StorageRefusedError:
-            return None  # permission to write below a prefix need not include this request
-        return bucket if info.type == fs.FileType.NotFound else None
+            return  # permission to write below a prefix need not include this request
+        if info.type == fs.FileType.NotFound:
+            raise InputError(
+                f"storage.runs={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
+                "choose another"
+            )
 
     def write(self, name: str, data: bytes) -> None:
         """Write a temporary file and rename it (object stores copy, which is atomic, too).

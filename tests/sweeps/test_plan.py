@@ -123,7 +123,7 @@ def test_the_time_of_a_similar_run_counts_more_than_the_model(sweeps):
     assert make_plan(sweeps[1:], states_of(sweeps), "a100", measured).sweeps[0].measured == 0
 
 
-def test_the_plan_counts_the_scores_that_are_asked_for_and_says_what_all_would_cost():
+def test_the_plan_counts_the_scores_that_are_asked_for():
     def hours(every):
         cell = sweep_from_axes([], [*BASE, "method=ravan", f"evaluation.every={every}"]).cells[0]
         return work_of(cell.experiment).seconds("h100", "fp32") / 3600
@@ -137,12 +137,9 @@ def test_the_plan_counts_the_scores_that_are_asked_for_and_says_what_all_would_c
 
     few = plan(0)
     assert few.total.hours_left == pytest.approx(3 * hours(0)) and hours(0) < hours(1)
-    assert few.total.hours_scored == pytest.approx(3 * hours(1))
-    assert "if every round were scored" in "\n".join(plan_notes(few, {}, 1))
     # One that shares its runs with a curve scores every round of them.
     both = plan(0, 1)
-    assert both.sweeps[0].hours_left == both.total.hours_scored == pytest.approx(3 * hours(1))
-    assert "if every round were scored" not in "\n".join(plan_notes(both, {}, 1))
+    assert both.sweeps[0].hours_left == pytest.approx(3 * hours(1))
     # A finished run that was scored in every round took longer than one will that is not.
     (cell,) = sweep_from_axes([], [*BASE, "method=ravan", "seed=7"]).cells
     measured = plan(0, measured=[result(cell.experiment, 100.0, gpus=["NVIDIA H100"])])

@@ -29,8 +29,8 @@ from trishul_ray.rng import torch_rng
 #: Standard deviation of drawn weights where the architecture names none.
 INIT_STD = 0.02
 
-# The auto classes of transformers have no types.
-_AUTO_CLASSES: dict[ModelKind, Any] = {
+#: The class of transformers that loads each kind of model; they have no types.
+AUTO_CLASSES: dict[ModelKind, Any] = {
     "image-classification": AutoModelForImageClassification,
     "sequence-classification": AutoModelForSequenceClassification,
     "seq2seq-lm": AutoModelForSeq2SeqLM,
@@ -48,7 +48,7 @@ _ABILITIES: dict[ModelKind, str] = {
 
 def check_kind(name: str, architecture: PretrainedConfig, kind: ModelKind) -> None:
     """Raise InputError unless transformers has a model of this kind for the architecture."""
-    if type(architecture) not in _AUTO_CLASSES[kind]._model_mapping:
+    if type(architecture) not in AUTO_CLASSES[kind]._model_mapping:
         raise InputError(
             f"model.name={name!r} is a {architecture.model_type} model, which does not "
             f"{_ABILITIES[kind]}"
@@ -64,7 +64,7 @@ def build_module(config: ModelConfig, architecture: PretrainedConfig, kind: Mode
     check_kind(config.name, architecture, kind)
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            model: nn.Module = _AUTO_CLASSES[kind].from_config(architecture, dtype=torch.float32)
+            model: nn.Module = AUTO_CLASSES[kind].from_config(architecture, dtype=torch.float32)
     except ValueError as error:
         reason = first_line(error)
         raise InputError(f"model.name={config.name!r} cannot be built: {reason}") from error
@@ -114,7 +114,7 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
         draw_weights(drawn, plan.seed)
         return drawn, []
     with plan.files.reading(RuntimeError, SafetensorError), torch.random.fork_rng(devices=[]):
-        model, info = _AUTO_CLASSES[kind].from_pretrained(
+        model, info = AUTO_CLASSES[kind].from_pretrained(
             checkpoint,
             config=plan.architecture,
             dtype=torch.float32,

@@ -32,6 +32,7 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import ModelKind, quiet_transformers
 from trishul_ray.models.passed import PythonBackbone
+from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.runs.summary import run_ids
 from trishul_ray.storage import Store
 from trishul_ray.tasks.image_classification import ImageClassification
@@ -212,14 +213,6 @@ def write_model(
 #: Folder of a copy of the backbone, in an exported adapter.
 COPY = "backbone"
 
-#: The class of transformers that loads each kind of model.
-AUTO_CLASSES: dict[ModelKind, str] = {
-    "image-classification": "AutoModelForImageClassification",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "causal-lm": "AutoModelForCausalLM",
-}
-
 #: The pipeline of transformers that each kind of model is for.
 _PIPELINES: dict[ModelKind, str] = {
     "image-classification": "image-classification",
@@ -357,7 +350,8 @@ def _use(bench: ModelBench, backbone: BackboneName | None, python: bool) -> list
             load = "model = PeftModel.from_pretrained(model, folder).eval()"
         name = bench.settings.model.name.partition(":")[2]
         return [f"from {source}", "", f"model = {name}(...)", load]
-    auto, reader, what = AUTO_CLASSES[bench.task.model_kind], "AutoTokenizer", "tokenizer"
+    auto = AUTO_CLASSES[bench.task.model_kind].__name__
+    reader, what = "AutoTokenizer", "tokenizer"
     if isinstance(bench.task, ImageClassification):
         reader, what = "AutoImageProcessor", "processor"
     here, prepare = 'folder = "."  # of this file', f"{what} = {reader}.from_pretrained(folder)"

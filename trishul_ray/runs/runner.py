@@ -142,11 +142,7 @@ def run_steps(
     for plugin in experiment.plugins:  # this process may have loaded another content since
         find_plugin(plugin)
     home = run_folder(experiment)
-    shown = redact(experiment.storage.runs)
-    if (bucket := home.missing_bucket()) is not None:
-        raise InputError(
-            f"storage.runs={shown!r}: bucket {bucket!r} does not exist; create it or choose another"
-        )
+    home.check_bucket(experiment.storage.runs)
     with _locked(home, experiment, read_only=not fresh):
         summary, lacks = (None, "") if fresh else read_finished(experiment, home, progress)
         if lacks:
@@ -187,6 +183,7 @@ def run_steps(
                 attempt = _attempt(home, new)
                 home.write("config.yaml", experiment.to_yaml())
             except StorageRefusedError as error:
+                shown = redact(experiment.storage.runs)
                 message = f"storage.runs={shown!r}: {error}; choose another folder"
                 raise InputError(message) from error
             if not fresh:

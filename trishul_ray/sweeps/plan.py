@@ -49,7 +49,6 @@ class SweepPlan:
         measured: Number of these whose time is that of a finished run of the same kind.
         unknown: Number of these whose time is not known, because their model or data are not.
         hours_left: Device-hours of the runs to do, without the unknown ones.
-        hours_scored: The same if every round of them were scored on the test rows.
         longest: Hours of the longest of them on its slice: more devices do not shorten it.
         hours_done: Device-hours of the finished runs.
     """
@@ -63,7 +62,6 @@ class SweepPlan:
     measured: int = 0
     unknown: int = 0
     hours_left: float = 0.0
-    hours_scored: float = 0.0
     longest: float = 0.0
     hours_done: float = 0.0
 
@@ -136,7 +134,6 @@ def make_plan(
                 measured=sum(each.measured for each in estimates),
                 unknown=sum(each.hours is None for each in estimates),
                 hours_left=sum(each.hours or 0.0 for each in estimates),
-                hours_scored=sum(each.hours_scored for each in estimates),
                 longest=max((each.alone for each in estimates), default=0.0),
                 hours_done=sum(_wall_hours(summary) * _share(summary) for summary in done),
             )
@@ -151,13 +148,11 @@ class _Estimate:
 
     Attributes:
         hours: Device-hours; None if unknown.
-        hours_scored: The same if every round were scored on the test rows.
         alone: Hours on what it holds of its machine.
         measured: Whether they are those of a finished run.
     """
 
     hours: float | None
-    hours_scored: float = 0.0
     alone: float = 0.0
     measured: bool = False
 
@@ -186,27 +181,16 @@ class _Clock:
         every = experiment.evaluation.every
         alike = self._measured.get(_kind(identity))
         if not alike:
-            hours, scored = (self._model(experiment, identity, n) for n in (every, 1))
-            return _Estimate(hours, scored or 0.0, hours or 0.0)
+            hours = self._model(experiment, identity, every)
+            return _Estimate(hours, hours or 0.0)
         ours = _decisive(identity)
         nearest = min(alike, key=lambda result: len(ours ^ _decisive(result.identity)))
         alone = _wall_hours(nearest, experiment.federation.rounds)
-        # If other rounds of it were scored, the model says by how much that differs.
         then = nearest.config["evaluation"]["every"]
-        here, everywhere = (
-            alone * self._ratio(experiment, identity, now, then) for now in (every, 1)
-        )
-        share = _share(nearest)
-        return _Estimate(here * share, everywhere * share, here, measured=True)
-
-    def _ratio(
-        self, experiment: Experiment, identity: Mapping[str, Any], now: int, then: int
-    ) -> float:
-        """Return how much longer a run takes that is scored every ``now`` rounds, not ``then``."""
-        if now == then:
-            return 1.0
-        both = [self._model(experiment, identity, every) for every in (now, then)]
-        return both[0] / both[1] if both[0] and both[1] else 1.0
+        if then != every:  # the model says by how much other scored rounds differ
+            both = [self._model(experiment, identity, each) for each in (every, then)]
+            alone *= both[0] / both[1] if both[0] and both[1] else 1.0
+        return _Estimate(alone * _share(nearest), alone, measured=True)
 
     def _model(
         self, experiment: Experiment, identity: Mapping[str, Any], every: int
@@ -319,12 +303,6 @@ def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> lis
     if plan.total.longest:
         longest = _hours(plan.total.longest)
         notes.append(f"the longest run takes {longest} hours, which more devices do not shorten")
-    if plan.total.hours_scored > plan.total.hours_left:
-        scored = _hours(plan.total.hours_scored)
-        notes.append(
-            f"{scored} {_unit(plan)} instead of {_hours(plan.total.hours_left)} if every round "
-            "were scored on the test rows (evaluation.every=1)"
-        )
     if plan.total.hours_done:
         notes.append(f"finished runs took {_hours(plan.total.hours_done)} hours of their devices")
     if plan.total.unknown:

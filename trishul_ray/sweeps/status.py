@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from trishul_ray.data.dataset import ProgressCallback, score_name
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
-from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.runs.summary import FAILURE, NUMBERS, RunSummary, run_ids
 from trishul_ray.storage import Store
@@ -165,11 +164,7 @@ def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
     options = {e.storage.runs: e.storage.retry_seconds for e in experiments}
     stores = {runs: Store.open(runs, retry_seconds) for runs, retry_seconds in options.items()}
     for runs, store in stores.items():
-        if (bucket := store.missing_bucket()) is not None:
-            raise InputError(
-                f"storage.runs={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
-                "choose another"
-            )
+        store.check_bucket(runs)
     return stores
 
 
