@@ -5,7 +5,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -105,6 +105,16 @@ class Section(BaseModel):
     """A frozen group of fields; unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def refuse_unread(self, names: Iterable[str], condition: str) -> None:
+        """Refuse fields that are not read under a condition, such as "with kind='none'".
+
+        Raises:
+            ValueError: One of them is not at its default.
+        """
+        for name in names:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value!r} has no effect {condition}")
 
 
 class DataConfig(Section):

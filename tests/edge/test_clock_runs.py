@@ -236,7 +236,7 @@ def test_what_can_never_be_is_said_at_once(edge_run, words, said):
             [ON, "devices.availability=diurnal", "privacy.noise=1"],
             "availability=diurnal has no gua",
         ),
-        (["devices.up=3"], "devices.up=3.0 has no effect with devices.kind=none"),
+        (["devices.up=3"], "devices: up=3.0 has no effect with kind='none'"),
     ],
 )
 def test_policies_without_what_they_need_are_refused(small, words, said):

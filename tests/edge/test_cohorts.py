@@ -176,8 +176,8 @@ def test_what_is_recorded_of_a_client_stays_with_it(first, then):
     [
         ({"select": "ort"}, "unknown strategy 'ort'; known: .*did you mean 'oort'"),
         ({"late": "partial"}, "cohort.late=partial needs cohort.deadline"),
-        ({"candidates": 3}, "cohort.candidates=3 has no effect with cohort.select=uniform"),
-        ({"select": "oort", "battery_weight": 1}, "battery_weight=1 has no effect with .*oort"),
+        ({"candidates": 3}, "candidates=3.0 has no effect with select='uniform'"),
+        ({"select": "oort", "battery_weight": 1}, "battery_weight=1.0 has no effect with .*oort"),
         ({"extra": 0.5}, "greater than or equal to 1"),
         ({"dropout": 1.0}, "less than 1"),
     ],

@@ -12,8 +12,8 @@ from scipy.stats import chi2
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.edge.changes import Change, Sender
-from trishul_ray.edge.privacy.accounting import Guarantee, Release
-from trishul_ray.edge.privacy.audit import canaries, canary, cosines, estimate
+from trishul_ray.edge.privacy.accounting import Guarantee
+from trishul_ray.edge.privacy.audit import canaries, cosines, estimate
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm, norm_of
 from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
@@ -27,11 +27,10 @@ UNITS = tuple(LAYOUT.units(["a.core", "b.core", "head:w"]))
 
 
 def mechanism(z=1.0, *, shares=None, cohort=4, extra=None, deployed=None, **options):
-    release = Release("poisson", z, deployed or 20, deployed or cohort)
     return Mechanism(
         options=PrivacyConfig(noise=z, **options),
         seed=5,
-        promised=Guarantee(release, 1e-5, 10),
+        promised=Guarantee("poisson", z, deployed or 20, deployed or cohort, 1e-5, 10),
         clients=20,
         cohort=cohort,
         units=UNITS,
@@ -232,7 +231,7 @@ def test_canaries_are_unit_directions_that_hardly_overlap():
     np.testing.assert_allclose(np.linalg.norm(directions, axis=1), 1.0)
     overlaps = directions @ directions.T - np.eye(20)
     assert np.abs(overlaps).max() < 6 / math.sqrt(4000)
-    np.testing.assert_array_equal(canary(0, 7, 4000), directions[7])
+    np.testing.assert_array_equal(list(canaries(0, 8, 4000)), directions[:8])
 
 
 def audited(z, count, size, clients=0):
@@ -271,5 +270,5 @@ def test_the_estimate_of_known_normals_is_their_epsilon():
     spread /= spread.std(ddof=1)
     found = estimate((spread + 1 / z) / math.sqrt(size), size, delta)
     # Threshold tests on one Gaussian reach a little less than the ε of its privacy curve, 4.38.
-    accounted = Release("none", z, 1, 1, (1,)).epsilon(1, delta)
+    accounted = Guarantee("none", z, 1, 1, delta, 1, (1,)).epsilon()
     assert 0.9 * accounted < found <= accounted + 0.15

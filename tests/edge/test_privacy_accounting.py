@@ -12,7 +12,6 @@ from scipy.stats import norm
 
 from trishul_ray.edge.privacy.accounting import (
     Guarantee,
-    Release,
     affordable,
     change_noise,
     guarantee,
@@ -50,15 +49,15 @@ def renyi_epsilon(z, q, rounds, delta):
     return best
 
 
-def poisson(z, population=1000, cohort=50):
-    return Release("poisson", z, population, cohort)
+def poisson(z, population=1000, cohort=50, rounds=100, delta=1e-5):
+    return Guarantee("poisson", z, population, cohort, delta, rounds)
 
 
 @pytest.mark.parametrize("rounds", [1, 7, 100])
 @pytest.mark.parametrize("z", [1.0, 4.0, 20.0])
 def test_when_everyone_takes_part_rounds_are_one_gaussian(z, rounds):
     expected = gaussian_epsilon(z / math.sqrt(rounds), 1e-5)
-    found = poisson(z, 50, 50).epsilon(rounds, 1e-5)
+    found = poisson(z, 50, 50).epsilon(rounds)
     assert expected <= found * (1 + 1e-6) and found <= expected * 1.002 + 1e-3
 
 
@@ -73,7 +72,7 @@ def test_poisson_epsilon_lies_below_the_renyi_bound_and_is_stable(
     population, cohort, rounds, z, epsilon
 ):
     delta = PrivacyConfig(noise=z).delta_for(population)
-    found = poisson(z, population, cohort).epsilon(rounds, delta)
+    found = poisson(z, population, cohort, rounds, delta).epsilon()
     assert found == pytest.approx(epsilon, rel=5e-4)
     bound = renyi_epsilon(z, cohort / population, rounds, delta)
     assert 0.75 * bound < found < bound
@@ -94,7 +93,7 @@ def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
     theirs = PRVAccountant()
     theirs.history = [(z, cohort / population, rounds)]
     bound = theirs.get_epsilon(delta, eps_error=0.01)
-    assert poisson(z, population, cohort).epsilon(rounds, delta) == pytest.approx(
+    assert poisson(z, population, cohort, rounds, delta).epsilon() == pytest.approx(
         bound - 0.01, abs=2e-3 + 2e-4 * bound
     )
 
@@ -107,7 +106,7 @@ def test_poisson_epsilon_agrees_with_sampled_privacy_losses(z, q, rounds):
     def loss(x):  # log of (1-q) N(0,z²) + q N(1,z²) over N(0,z²)
         return np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
 
-    epsilon = Release("poisson", z, 1000, round(1000 * q)).epsilon(rounds, delta)
+    epsilon = poisson(z, 1000, round(1000 * q), rounds, delta).epsilon()
     deltas = []
     for present in (True, False):
         total = np.zeros(count)
@@ -122,8 +121,8 @@ def test_poisson_epsilon_agrees_with_sampled_privacy_losses(z, q, rounds):
 
 def test_a_fixed_cohort_costs_far_more_than_poissons_epsilon_says():
     z = 1.444
-    by_poisson = poisson(z).epsilon(100, 1e-5)
-    fixed = Release("fixed", z, 1000, 50).epsilon(100, 1e-5)
+    by_poisson = poisson(z).epsilon()
+    fixed = Guarantee("fixed", z, 1000, 50, 1e-5, 100).epsilon()
     assert by_poisson == pytest.approx(1.8, abs=0.2) and 12 < fixed < 14
 
 
@@ -131,20 +130,23 @@ def test_without_a_hiding_draw_the_most_frequent_client_counts():
     cohorts = [uniform_cohort(3, number, 10, 4) for number in range(1, 21)]
     counted = most_participations(cohorts)
     assert counted[-1] == max(np.bincount(np.concatenate(cohorts)))
-    release = Release("none", 3.0, 10, 4, counted)
+    promised = Guarantee("none", 3.0, 10, 4, 1e-5, 20, counted)
     expected = gaussian_epsilon(3.0 / math.sqrt(counted[-1]), 1e-5)
-    assert release.epsilon(20, 1e-5) == pytest.approx(expected, rel=1e-4)
+    assert promised.epsilon() == pytest.approx(expected, rel=1e-4)
     options = PrivacyConfig(noise=3.0, sampling="none", delta=1e-5)
-    assert guarantee(options, 3, 10, 4, 20).epsilon() == release.epsilon(20, 1e-5)
+    assert guarantee(options, 3, 10, 4, 20) == promised
 
 
 @settings(max_examples=15, deadline=None)
 @given(z=st.floats(0.5, 5), cohort=st.integers(1, 40), rounds=st.integers(1, 50))
 def test_epsilon_grows_with_rounds_and_cohorts_and_falls_with_noise(z, cohort, rounds):
-    epsilon = poisson(z, 50, cohort).epsilon(rounds, 1e-4)
-    assert 0 < epsilon < poisson(z, 50, cohort).epsilon(2 * rounds, 1e-4)
-    assert epsilon <= poisson(z, 50, cohort + 10).epsilon(rounds, 1e-4) * (1 + 1e-3) + 1e-3
-    assert poisson(1.5 * z, 50, cohort).epsilon(rounds, 1e-4) < epsilon
+    def epsilon_of(z, cohort, rounds):
+        return poisson(z, 50, cohort, rounds, 1e-4).epsilon()
+
+    epsilon = epsilon_of(z, cohort, rounds)
+    assert 0 < epsilon < epsilon_of(z, cohort, 2 * rounds)
+    assert epsilon <= epsilon_of(z, cohort + 10, rounds) * (1 + 1e-3) + 1e-3
+    assert epsilon_of(1.5 * z, cohort, rounds) < epsilon
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
@@ -152,7 +154,7 @@ def test_epsilon_grows_with_rounds_and_cohorts_and_falls_with_noise(z, cohort, r
 def test_the_noise_of_an_epsilon_is_the_least_that_reaches_it(sampling, target):
     options = PrivacyConfig(epsilon=target, sampling=sampling)
     found = guarantee(options, 0, 200, 10, 30)
-    z = found.release.noise
+    z = found.noise
     assert float(f"{z:.4g}") == z
     assert 0.99 * target < found.epsilon() <= target
     less = guarantee(PrivacyConfig(noise=0.997 * z, sampling=sampling), 0, 200, 10, 30)
@@ -166,13 +168,13 @@ def test_the_search_for_noise_finds_a_known_inverse(target):
 
 
 def test_noise_without_a_bound_and_an_epsilon_out_of_reach():
-    assert poisson(0.0).epsilon(3, 1e-5) == math.inf
+    assert poisson(0.0).epsilon() == math.inf
     with pytest.raises(InputError, match=r"^privacy.epsilon=1e-06 is below what 500 rounds"):
         guarantee(PrivacyConfig(epsilon=1e-6), 0, 20, 10, 500)
 
 
 def test_a_budget_pays_the_rounds_whose_epsilon_it_covers():
-    promised = Guarantee(poisson(1.0), 1e-5, 100)
+    promised = poisson(1.0)
     paid = rounds_within(promised, 2.5)
     assert 0 < paid < 100
     assert promised.epsilon(paid) <= 2.5 < promised.epsilon(paid + 1)

@@ -160,7 +160,7 @@ def test_methods_that_need_more_than_a_mean_are_refused(method):
     "overrides, said",
     [
         (["privacy.epsilon=2", "privacy.noise=1"], "privacy.epsilon=2 and privacy.noise=1"),
-        (["privacy.clip=1"], "privacy.clip=1 has no effect"),
+        (["privacy.clip=1"], "privacy: clip=1.0 has no effect"),
         (["privacy.epsilon=2", "privacy.budget=3"], "privacy.budget=3 needs privacy.noise"),
         (["privacy.noise=1", "federation.weighting=size"], "federation.weighting='size'"),
         (
@@ -187,7 +187,7 @@ def test_methods_that_need_more_than_a_mean_are_refused(method):
             ],
             "privacy.sampling='none'",
         ),
-        (["privacy.noise=1", "privacy.quantile=0.3"], "privacy.quantile=0.3 needs"),
+        (["privacy.noise=1", "privacy.quantile=0.3"], "quantile=0.3 has no effect without"),
         (["privacy.noise=1", "privacy.scope=core"], "privacy.scope='core' needs"),
         (
             [

@@ -355,6 +355,10 @@ def test_a_codec_of_a_file_is_noted_where_it_is_used():
         ),
         (["downloads.codec=topk", "downloads.density=2"], r"downloads\.density=2"),
         (["downloads.error_feedback=true"], "unknown field 'downloads.error_feedback'"),
+        (
+            ["uploads.codec=int8", "uploads.error_feedback=true", "method=fedsvd"],
+            r"uploads\.error_feedback=true .* method='fedsvd' changes its bases",
+        ),
         (["uploads.codec=int8", "server.sum=ring"], r"uploads\.codec='int8'.*server\.sum='ring'"),
         (["method=flora", "downloads.codec=int8"], r"downloads: needs a method .*'flora'"),
     ],

@@ -201,14 +201,9 @@ class CohortConfig(Section):
     def _check_fields_are_read(self) -> "CohortConfig":
         if self.late == "partial" and self.deadline is None:
             raise ValueError("cohort.late=partial needs cohort.deadline, in seconds")
-        mine = strategy_class(self.select).reads
+        read = strategy_class(self.select).reads
         for strategy in _REGISTRY.values():
-            for name in sorted(strategy.reads - mine):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"cohort.{name}={getattr(self, name):g} has no effect with "
-                        f"cohort.select={self.select}"
-                    )
+            self.refuse_unread(sorted(strategy.reads - read), f"with select={self.select!r}")
         return self
 
     @property

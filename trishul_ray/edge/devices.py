@@ -113,30 +113,18 @@ class DevicesConfig(Section):
 
     @model_validator(mode="after")
     def _check_fields_are_read(self) -> "DevicesConfig":
-        fields = type(self).model_fields
-        changed = [
-            name
-            for name, field in fields.items()
-            if name not in ("kind", "path_content", "windows_content")
-            and getattr(self, name) != field.default
-        ]
-        if not self.on and changed:
-            raise ValueError(
-                f"devices.{changed[0]}={getattr(self, changed[0])!r} has no effect with "
-                "devices.kind=none: set devices.kind=lognormal or file"
-            )
+        if not self.on:
+            own = ("kind", "path_content", "windows_content")
+            unread = [name for name in type(self).model_fields if name not in own]
+            self.refuse_unread(unread, "with kind='none': set devices.kind=lognormal or file")
         for (name, value), readers in _READ_BY.items():
-            unread = [each for each in readers if each in changed]
-            if unread and (now := getattr(self, name)) != value:
-                raise ValueError(
-                    f"devices.{unread[0]}={getattr(self, unread[0])!r} is read with "
-                    f"devices.{name}={value}, not with {now}"
-                )
+            if (now := getattr(self, name)) != value:
+                self.refuse_unread(readers, f"with {name}={now!r}, but with {name}={value!r}")
         for place, name in (("path", "kind"), ("windows", "availability")):
             if getattr(self, name) == "file" and getattr(self, place) is None:
                 raise ValueError(f"devices.{name}=file needs devices.{place}, a Parquet file")
-        if self.battery is None and {"charging", "battery_low"} & set(changed):
-            raise ValueError("devices.charging and devices.battery_low need devices.battery")
+        if self.battery is None:
+            self.refuse_unread(["charging", "battery_low"], "without devices.battery")
         return self
 
 
@@ -196,8 +184,9 @@ def read_devices(path: str, clients: int, power: float) -> Devices:
     table = _read(field, path, ("client", "speed", "up", "down"), optional=("power",))
     client = _clients(field, path, table)
     kept = client < clients
-    if (double := _first_double(client[kept])) is not None:
-        raise InputError(f"{field}={path!r}: client {double} is listed twice")
+    listed, times = np.unique(client[kept], return_counts=True)
+    if (double := listed[times > 1]).size:
+        raise InputError(f"{field}={path!r}: client {double[0]} is listed twice")
     if (found := int(kept.sum())) < clients:
         lacking = np.setdiff1d(np.arange(clients), client)
         raise InputError(
@@ -282,10 +271,3 @@ def _clients(field: str, path: str, table: "pa.Table") -> np.ndarray:
             "from 0"
         )
     return values.astype(np.int64)
-
-
-def _first_double(values: np.ndarray) -> int | None:
-    """Return the smallest value that occurs twice, or None."""
-    ordered = np.sort(values)
-    double = ordered[1:][ordered[1:] == ordered[:-1]]
-    return int(double[0]) if double.size else None

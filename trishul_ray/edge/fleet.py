@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,27 +38,19 @@ MOST_ATTEMPTS = 100
 _LOOK_AGAIN = 600.0
 
 
-@dataclass(frozen=True)
-class StepFlops:
+class StepFlops(NamedTuple):
     """FLOPs of one local step: of the frozen model, and of all that is trained."""
 
     backbone: float
     adapter: float
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a client of a round is expected to transfer.
+class Traffic(NamedTuple):
+    """Bytes that a client of a round is expected to transfer."""
 
-    Attributes:
-        down: Of the broadcast.
-        first: More of them at a client's first time.
-        up: Of an upload.
-    """
-
-    down: float
-    first: float
-    up: float
+    down: float  # of the broadcast
+    first: float  # more of them at a client's first time
+    up: float  # of an upload
 
 
 @dataclass(frozen=True)

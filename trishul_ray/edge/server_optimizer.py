@@ -55,20 +55,14 @@ class ServerConfig(Section):
 
     @model_validator(mode="after")
     def _check_fields_are_read(self) -> "ServerConfig":
-        adaptive = {"lr", "tau"}
-        read = {
-            "none": set(),
-            "sgd": {"lr", "momentum"},
-            "adagrad": adaptive,
-            "adam": adaptive | {"momentum", "beta2"},
-            "yogi": adaptive | {"momentum", "beta2"},
-        }[self.optimizer]
-        for name in ("lr", "momentum", "beta2", "tau"):
-            value = getattr(self, name)
-            if name not in read and value != type(self).model_fields[name].default:
-                raise ValueError(f"server.{name}={value:g}: optimizer={self.optimizer!r} has none")
-        if self.sum == "float" and self.fraction_bits != 32:
-            raise ValueError(f"server.fraction_bits={self.fraction_bits}: sum='float' has none")
+        unread = {
+            "none": ["lr", "momentum", "beta2", "tau"],
+            "sgd": ["beta2", "tau"],
+            "adagrad": ["momentum", "beta2"],
+        }
+        self.refuse_unread(unread.get(self.optimizer, []), f"with optimizer={self.optimizer!r}")
+        if self.sum == "float":
+            self.refuse_unread(["fraction_bits"], "with sum='float'")
         return self
 
     @property
@@ -77,6 +71,13 @@ class ServerConfig(Section):
         if self.lr is not None:
             return self.lr
         return PLAIN_RATE if self.optimizer == "sgd" else ADAPTIVE_RATE
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a step depends on earlier rounds."""
+        return self.optimizer not in ("none", "sgd") or (
+            self.optimizer == "sgd" and self.momentum > 0
+        )
 
 
 def server_step(

@@ -41,10 +41,8 @@ class UploadsConfig(CodecFields):
     def _check_feedback(self) -> UploadsConfig:
         if self.error_feedback and self.codec == NONE:
             raise ValueError("error_feedback=true needs a codec, such as codec='topk'")
-        if self.residual_rounds is not None and not self.error_feedback:
-            raise ValueError(
-                f"residual_rounds={self.residual_rounds} has no effect without error_feedback=true"
-            )
+        if not self.error_feedback:
+            self.refuse_unread(["residual_rounds"], "without error_feedback=true")
         return self
 
 

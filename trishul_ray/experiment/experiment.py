@@ -226,6 +226,15 @@ class Experiment(Section):
                     f"privacy: method.reallocate_every={every} sends numbers beside the cores, "
                     "which clipping would take for changes; set it to 0"
                 )
+        kept = {
+            f"server.optimizer={self.server.optimizer!r}": self.server.remembers,
+            "uploads.error_feedback=true": self.uploads.error_feedback,
+        }
+        if not method.same_coordinates and any(kept.values()):
+            raise ValueError(
+                f"{next(name for name, on in kept.items() if on)} adds to a change what earlier "
+                f"rounds left, and method={self.method.name!r} changes its bases between rounds"
+            )
         if method.mean_is_enough:
             return
         fitting = [name for name in method_names() if method_class(name).mean_is_enough]

@@ -315,7 +315,7 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
         return describe_unknown_field(dotted, list(field_names(_method_of(fields))))
     if item["type"] == "value_error":
         text = str(item.get("ctx", {}).get("error", item["msg"]))
-        return f"{dotted}: {text}" if dotted else text
+        return f"{dotted}: {text}" if dotted and not text.startswith(f"{dotted}.") else text
     value = repr(item["input"])
     value = value if len(value) <= 60 else value[:57] + "..."
     return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}"

@@ -146,7 +146,7 @@ def promised(experiment: Experiment) -> Guarantee:
     """
     fed, options = experiment.federation, experiment.privacy
     found = guarantee(options, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds)
-    change_noise(options, found.release)  # the private count must leave some of it
+    change_noise(options, found)  # the private count must leave some of it
     return found
 
 

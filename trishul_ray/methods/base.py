@@ -268,6 +268,9 @@ class Method:
     #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it. An
     #: instance may say otherwise than its class, by its configuration; so for ``needs_uploads``.
     mean_is_enough: bool = False
+    #: Whether an entry of ``shared`` means the same in every round. If not, what is kept from round
+    #: to round, such as a server optimizer's momentum, does not fit the next change.
+    same_coordinates: ClassVar[bool] = True
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
     needs_uploads: bool = False

@@ -42,6 +42,7 @@ class FedSVD(FedIT):
     reference = "Lee et al., NeurIPS 2025, arXiv 2505.12805"
     communication = "r d_out per matrix up, r (d_in + d_out) down"
     rates_like = "ffalora"
+    same_coordinates = False
 
     def round_wire(self, layout: Layout, round_number: int) -> tuple[str, ...]:
         """Return all but A."""

@@ -68,10 +68,8 @@ class CodecFields(Section):
             known = [NONE, *codec_names()]
             hint = did_you_mean(self.codec, known) + "".join(f"; {f}" for f in plugins.faults())
             raise ValueError(f"unknown codec {self.codec!r}; known: {', '.join(known)}{hint}")
-        for name, field in CodecFields.model_fields.items():
-            value = getattr(self, name)
-            if name not in read and value != field.default:
-                raise ValueError(f"{name}={value!r} has no effect with codec={self.codec!r}")
+        unread = (name for name in CodecFields.model_fields if name not in read)
+        self.refuse_unread(unread, f"with codec={self.codec!r}")
         return self
 
 

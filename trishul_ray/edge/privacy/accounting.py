@@ -15,7 +15,9 @@ The distributions are those of Google's ``dp-accounting``, an extra, imported wh
 """
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,15 +48,31 @@ def _library() -> Any:
     return dp_accounting
 
 
+@lru_cache(maxsize=64)
+def _loss(noise: float, rate: float) -> Any:
+    """Return the privacy loss of one round of Poisson sampling."""
+    _library()
+    from dp_accounting.pld import privacy_loss_distribution
+
+    # Losses of little noise are large: their grid is coarser. The error is below 1e-3 of epsilon.
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise,
+        sampling_prob=rate,
+        value_discretization_interval=GRID * max(1.0, 0.5 / noise**2),
+    )
+
+
 @dataclass(frozen=True)
-class Release:
-    """What is released in every round of a run.
+class Guarantee:
+    """What a run promises each client, known before its first round.
 
     Attributes:
         sampling: How clients are drawn.
         noise: z, the standard deviation of all noise of a round over the sensitivity S.
         population: N, the clients among whom one hides.
         cohort: m, the clients of a round, on average.
+        delta: δ.
+        rounds: Rounds of the run.
         participations: With sampling "none", how often the most frequent client has taken part
             after each round.
     """
@@ -63,6 +81,8 @@ class Release:
     noise: float
     population: int
     cohort: int
+    delta: float
+    rounds: int
     participations: tuple[int, ...] = ()
 
     @property
@@ -84,68 +104,31 @@ class Release:
             "none": f"cohorts of {which}, whose draw hides nothing",
         }[self.sampling]
 
-    def epsilon(self, rounds: int, delta: float) -> float:
-        """Return ε after some rounds; infinite without noise.
+    def epsilon(self, rounds: int | None = None) -> float:
+        """Return ε after some rounds, by default all of the run; infinite without noise.
 
         Raises:
             InputError: The library is missing.
         """
+        rounds = self.rounds if rounds is None else rounds
         if rounds == 0:
             return 0.0
         if self.noise == 0:
             return math.inf
         if self.sampling == "none":
-            times = self.participations[rounds - 1]
-            found = _library().get_epsilon_gaussian(self.noise / math.sqrt(times), delta)
-            return float(found)
-        if self.sampling == "fixed":
-            return _renyi(self, rounds, delta)
-        loss = _loss(self.noise, self.cohort / self.population)
-        return float(loss.self_compose(rounds).get_epsilon_for_delta(delta))
-
-
-@lru_cache(maxsize=64)
-def _loss(noise: float, rate: float) -> Any:
-    """Return the privacy loss of one round of Poisson sampling."""
-    _library()
-    from dp_accounting.pld import privacy_loss_distribution
-
-    # Losses of little noise are large: their grid is coarser. The error is below 1e-3 of epsilon.
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        noise,
-        sampling_prob=rate,
-        value_discretization_interval=GRID * max(1.0, 0.5 / noise**2),
-    )
-
-
-def _renyi(release: Release, rounds: int, delta: float) -> float:
-    """Return ε of a fixed-size cohort, whose sensitivity is 2 S as one client replaces another."""
-    dp = _library()
-    event = dp.SampledWithoutReplacementDpEvent(
-        release.population, release.cohort, dp.GaussianDpEvent(release.noise / 2)
-    )
-    accountant = dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE)
-    accountant.compose(dp.SelfComposedDpEvent(event, rounds))
-    return float(accountant.get_epsilon(delta))
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """What a run promises each client, known before its first round.
-
-    Attributes:
-        release: What every round releases.
-        delta: δ.
-        rounds: Rounds of the run.
-    """
-
-    release: Release
-    delta: float
-    rounds: int
-
-    def epsilon(self, rounds: int | None = None) -> float:
-        """Return ε after some rounds, by default all of the run."""
-        return self.release.epsilon(self.rounds if rounds is None else rounds, self.delta)
+            multiplier = self.noise / math.sqrt(self.participations[rounds - 1])
+            return float(_library().get_epsilon_gaussian(multiplier, self.delta))
+        if self.sampling == "poisson":
+            loss = _loss(self.noise, self.cohort / self.population)
+            return float(loss.self_compose(rounds).get_epsilon_for_delta(self.delta))
+        # The sensitivity of a fixed-size cohort is 2 S, as one client replaces another.
+        dp = _library()
+        event = dp.SampledWithoutReplacementDpEvent(
+            self.population, self.cohort, dp.GaussianDpEvent(self.noise / 2)
+        )
+        accountant = dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE)
+        accountant.compose(dp.SelfComposedDpEvent(event, rounds))
+        return float(accountant.get_epsilon(self.delta))
 
 
 @lru_cache(maxsize=256)
@@ -168,12 +151,14 @@ def guarantee(
     delta = options.delta_for(population)
     participations: tuple[int, ...] = ()
     if options.sampling == "none":
-        cohorts = [uniform_cohort(seed, number, clients, cohort) for number in range(1, rounds + 1)]
-        participations = most_participations(cohorts)
+        participations = most_participations(
+            uniform_cohort(seed, number, clients, cohort) for number in range(1, rounds + 1)
+        )
 
     def of(noise: float) -> Guarantee:
-        release = Release(options.sampling, noise, population, expected, participations)
-        return Guarantee(release, delta, rounds)
+        return Guarantee(
+            options.sampling, noise, population, expected, delta, rounds, participations
+        )
 
     if options.noise is not None:
         return of(options.noise)
@@ -232,20 +217,15 @@ def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
 
 def rounds_within(promised: Guarantee, budget: float) -> int:
     """Return how many rounds, of those of the run, a budget of ε pays; 0 if not even one."""
-    low, high = 0, promised.rounds + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if promised.epsilon(middle) <= budget else (low, middle)
-    return low
+    return bisect_right(range(1, promised.rounds + 1), budget, key=promised.epsilon)
 
 
-def most_participations(cohorts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def most_participations(cohorts: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """Return how often the most frequent client has taken part after each round."""
-    counts: dict[int, int] = {}
-    found: list[int] = []
+    counts: Counter[int] = Counter()
+    found = []
     for cohort in cohorts:
-        for client in cohort:
-            counts[client] = counts.get(client, 0) + 1
+        counts.update(cohort)
         found.append(max(counts.values(), default=0))
     return tuple(found)
 
@@ -255,7 +235,7 @@ def bit_deviation(options: PrivacyConfig, cohort: int) -> float:
     return cohort / 20 if options.bit_noise == "auto" else options.bit_noise
 
 
-def change_noise(options: PrivacyConfig, release: Release) -> float:
+def change_noise(options: PrivacyConfig, promised: Guarantee) -> float:
     """Return z_Δ, the multiplier of the noise on changes, which pays for the private count too.
 
     ``z_Δ = (z^-2 - (2 sigma_b)^-2)^(-1/2)`` (Andrew et al., 2021, arXiv 1905.03871, Theorem 1): the
@@ -264,13 +244,13 @@ def change_noise(options: PrivacyConfig, release: Release) -> float:
     Raises:
         InputError: The count alone costs more than z allows.
     """
-    if not options.adaptive or release.noise == 0:
-        return release.noise
-    deviation = bit_deviation(options, release.cohort)
-    if release.noise >= 2 * deviation:
+    if not options.adaptive or promised.noise == 0:
+        return promised.noise
+    deviation = bit_deviation(options, promised.cohort)
+    if promised.noise >= 2 * deviation:
         raise InputError(
             f"privacy.bit_noise={deviation:g} (a twentieth of the cohort if auto) must exceed half "
-            f"the noise multiplier, {release.noise / 2:.4g}: set it, take larger cohorts, or "
+            f"the noise multiplier, {promised.noise / 2:.4g}: set it, take larger cohorts, or "
             "privacy.adaptive=false"
         )
-    return float((release.noise**-2 - (2 * deviation) ** -2) ** -0.5)
+    return float((promised.noise**-2 - (2 * deviation) ** -2) ** -0.5)

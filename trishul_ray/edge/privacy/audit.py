@@ -17,16 +17,14 @@ from scipy.stats import norm
 from trishul_ray.rng import numpy_rng
 
 
-def canary(seed: int, number: int, size: int) -> np.ndarray:
-    """Return c_j, [P] float64 of norm 1, uniform on the sphere."""
-    direction = numpy_rng(seed, "canary", number).standard_normal(size)
-    unit: np.ndarray = direction / math.sqrt(float(np.square(direction).sum()))
-    return unit
-
-
 def canaries(seed: int, count: int, size: int) -> Iterator[np.ndarray]:
-    """Yield all canaries, one at a time: together they may not fit in memory."""
-    return (canary(seed, number, size) for number in range(count))
+    """Yield each c_j, [P] float64 of norm 1, uniform on the sphere.
+
+    They come one at a time: together they may not fit in memory.
+    """
+    for number in range(count):
+        direction = numpy_rng(seed, "canary", number).standard_normal(size)
+        yield direction / math.sqrt(float(np.square(direction).sum()))
 
 
 def cosines(seed: int, count: int, moved: np.ndarray) -> np.ndarray:

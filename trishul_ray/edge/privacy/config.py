@@ -1,7 +1,7 @@
 """The section ``privacy`` of an experiment."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -82,21 +82,11 @@ class PrivacyConfig(Section):
         "how far the model follows them; the model is of no other use",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_on(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("epsilon") is fields.get("noise") is None:
-            defaults = {name: field.default for name, field in cls.model_fields.items()}
-            for name, value in fields.items():
-                if name in defaults and value != defaults[name]:
-                    raise ValueError(
-                        f"privacy.{name}={value!r} has no effect: set privacy.epsilon or "
-                        "privacy.noise, too"
-                    )
-        return fields
-
     @model_validator(mode="after")
     def _check_fields(self) -> "PrivacyConfig":
+        if not self.on:
+            fields = type(self).model_fields
+            self.refuse_unread(fields, "without privacy.epsilon or privacy.noise")
         if self.epsilon is not None and self.noise is not None:
             raise ValueError(
                 f"privacy.epsilon={self.epsilon:g} and privacy.noise={self.noise:g} exclude each "
@@ -135,9 +125,8 @@ class PrivacyConfig(Section):
         if self.scope == "core" and self.denoise == "none":
             raise ValueError("privacy.scope='core' needs privacy.denoise=shrink or hard")
         if not self.adaptive:
-            for name in ("quantile", "clip_lr", "bit_noise"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(f"privacy.{name}={value!r} needs privacy.adaptive=true")
+            adaptive = ["quantile", "clip_lr", "bit_noise"]
+            self.refuse_unread(adaptive, "without privacy.adaptive=true")
         return self
 
     @property

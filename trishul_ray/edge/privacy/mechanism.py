@@ -77,21 +77,21 @@ def reported(
     promised: Guarantee, simulated: tuple[int, int], last: Mapping[str, float]
 ) -> PrivacyReport:
     """Return what a summary says of a private run, given what its last record has."""
-    release, epsilon = promised.release, last.get("privacy_epsilon")
+    epsilon = last.get("privacy_epsilon")
     what = "no ε (noise 0)" if epsilon is None else f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
     return PrivacyReport(
         epsilon=epsilon,
         delta=promised.delta,
-        noise=release.noise,
-        sampling=release.sampling,
-        accountant=release.accountant,
-        population=release.population,
-        cohort=release.cohort,
+        noise=promised.noise,
+        sampling=promised.sampling,
+        accountant=promised.accountant,
+        population=promised.population,
+        cohort=promised.cohort,
         simulated=simulated,
         clip_norm=last["privacy_clip_norm"],
         audited_epsilon=last.get("privacy_audited_epsilon"),
         outside=OUTSIDE,
-        sentence=f"{what} for each client, accounted for {release.cohorts}; {SIMULATION}; "
+        sentence=f"{what} for each client, accounted for {promised.cohorts}; {SIMULATION}; "
         f"simulation only, outside the guarantee: {', '.join(OUTSIDE)}",
     )
 
@@ -125,7 +125,7 @@ class Mechanism:
     @cached_property
     def noise(self) -> float:
         """The multiplier of the noise on changes."""
-        return change_noise(self.options, self.promised.release)
+        return change_noise(self.options, self.promised)
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -143,11 +143,11 @@ class Mechanism:
 
         All clients would have to send the same change, of norm S.
         """
-        return float(self.promised.release.cohort / (self.noise * np.sqrt(self.numbers)))
+        return float(self.promised.cohort / (self.noise * np.sqrt(self.numbers)))
 
     def deviations(self, norm: float) -> np.ndarray:
         """Return the deviation of the noise on each unit's mean change, [U] float64."""
-        deviations: np.ndarray = self.noise * norm / (self.promised.release.cohort * self.shares)
+        deviations: np.ndarray = self.noise * norm / (self.promised.cohort * self.shares)
         return deviations
 
     def mean(
@@ -174,7 +174,7 @@ class Mechanism:
         change = shared / np.repeat(self.cohort * self.shares, self.sizes) + noise
         if sent is not None:
             change = np.where(np.repeat(sent, self.sizes), change, 0.0)
-        deviation = self.noise * norm / self.promised.release.cohort
+        deviation = self.noise * norm / self.promised.cohort
         found = {
             name: extra[name] / self.cohort + rng.standard_normal(length) * deviation
             for name, length in sorted(self.extra.items())
@@ -223,7 +223,7 @@ class Mechanism:
         options = self.options
         if not options.adaptive:
             return norm
-        cohort = self.promised.release.cohort
+        cohort = self.promised.cohort
         deviation = bit_deviation(options, cohort) if self.noise > 0 else 0.0
         noise = float(numpy_rng(self.seed, "dp-bit", number).standard_normal()) * deviation
         share = 0.5 + balance / self.cohort + noise / cohort
@@ -259,20 +259,19 @@ class Mechanism:
 
     def lines(self) -> Sequence[str]:
         """Return what a reader must know before the run, a line each."""
-        release, rounds = self.promised.release, self.promised.rounds
-        how = release.accountant
+        promised, how = self.promised, self.promised.accountant
         if self.options.population is not None:
             how = f"a deployment that {self.cohort:,} of {self.clients:,} simulate; {how}"
         if self.noise == 0:
             return ["privacy: privacy.noise=0: changes are clipped, and nothing is promised"]
-        epsilon, p = self.promised.epsilon(), self.numbers
+        epsilon, p = promised.epsilon(), self.numbers
         name = "m~" if self.options.cohort else "m"
         lines = [
-            f"privacy: ε = {epsilon:.3g}, δ = {self.promised.delta:.2g} for each client after "
-            f"{rounds} rounds, accounted for {release.cohorts} ({how}), noise multiplier "
-            f"z = {release.noise:g}",
+            f"privacy: ε = {epsilon:.3g}, δ = {promised.delta:.2g} for each client after "
+            f"{promised.rounds} rounds, accounted for {promised.cohorts} ({how}), noise multiplier "
+            f"z = {promised.noise:g}",
             f"privacy: signal-to-noise ratio of a round {self.signal_to_noise:.2g} at most, "
-            f"{name} / (z sqrt P) with {release.cohort:,} clients and P = {p:,}; "
+            f"{name} / (z sqrt P) with {promised.cohort:,} clients and P = {p:,}; "
             f"clip norm {self.first_norm:.4g}"
             + (" at the start" if self.options.adaptive else "")
             + (", lr sqrt(local_steps P)" if self.options.clip == "auto" else "")
