@@ -17,7 +17,7 @@ from trishul_ray.runs import prediction
 from trishul_ray.runs.export import TrainedRun, load_trained, name_classes
 from trishul_ray.runs.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.storage import Store
-from trishul_ray.theory import Check, run_checks
+from trishul_ray.theory.checks import Check, run_checks
 
 
 class Result:

@@ -14,7 +14,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.methods.leading import leading_rank
+from trishul_ray.methods.limited import leading_rank
 from trishul_ray.methods.trishul import TrishulConfig
 
 RANKS = ("method.limits=ranks", "federation.compute=uniform", "federation.local_steps=3")

@@ -1,5 +1,7 @@
 """Identities of the newer methods: alternating, personal, residual and rotated factors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.fedrot import rotation_towards
+from trishul_ray.rng import torch_rng
 from trishul_ray.tasks.sums import score_by_mix
 
 
@@ -238,6 +241,33 @@ def test_coordinates_of_a_client_change_fedit_but_not_exact_means(executor, tmp_
             found.append(weights_of(recording.inner, server.broadcast()))
         errors = [float((found[1][k] - v).norm() / v.norm()) for k, v in found[0].items()]
         assert min(errors) > 1e-2 if changes else max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["fedit", "fedrot", "rolora", "fedsvd", "fedex"])
+def test_a_common_rotation_of_the_start_changes_no_product_under_sgd(method, executor, tmp_path):
+    sgd = [
+        "optimizer.name=sgd",
+        "optimizer.lr=0.5",
+        "federation.local_steps=4",
+        "optimizer.momentum=0",
+    ]
+    found = []
+    for turned in (False, True):
+        inline = executor(f"method={method}", *sgd)
+        server = server_of(inline, tmp_path)
+        state = server.checkpoint.state
+        start = torch.from_numpy(state.shared.copy())
+        for _, a, _b in lora_pairs(server.method.named_tensors(server.blueprint.layout, start)):
+            turn = torch.linalg.qr(torch.randn(len(a), len(a), generator=torch_rng(0, "turn"))).Q
+            if turned:  # B is zero
+                a.copy_(turn @ a)
+        server.checkpoint.state = replace(state, shared=start.numpy())
+        server.step()
+        server.step()
+        found.append(weights_of(inline, server.broadcast()))
+    for layer, update in found[0].items():
+        assert update.abs().max() > 1e-3
+        assert (found[1][layer] - update).norm() < 1e-4 * update.norm()
 
 
 def test_fedplora_at_full_capacity_is_fedit(executor, tmp_path):

@@ -157,6 +157,17 @@ def test_what_clients_differ_in_is_removed_and_what_they_share_is_kept(how, shar
         assert error < (0.2 if rank else 0.02) * float((average - signal).square().sum())
 
 
+@pytest.mark.parametrize("how", ["edge", "sure"])
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 99), sigma=st.floats(0.01, 0.5))
+def test_denoising_commutes_with_orthogonal_changes_of_basis(how, seed, sigma):
+    cores = gaussian(2, 7, 7, seed=seed)
+    left, right = (torch.linalg.qr(gaussian(7, 7, seed=seed + n)).Q for n in (100, 200))
+    noise = torch.full((2,), sigma, dtype=torch.float64)
+    plain, turned = (denoise(x, noise, how)[0] for x in (cores, left @ cores @ right))
+    torch.testing.assert_close(turned, left @ plain @ right, atol=1e-9, rtol=1e-9)
+
+
 def test_a_core_of_fewer_than_two_clients_tells_no_noise():
     weights = torch.tensor([[1.0, 0.0, 0.5], [0.0, 0.0, 0.5]], dtype=torch.float64)
     one, mean = client_noise(gaussian(2, 3, 6, 6), weights)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
     from trishul_ray.runs.summary import RunSummary
-    from trishul_ray.theory import Check
+    from trishul_ray.theory.checks import Check
 
 #: Clients that :func:`client_sentence` names.
 MAX_NAMED = 8

@@ -202,7 +202,7 @@ def theory(
         if not checks:
             raise InputError(f"run {run!r} has no core heads: no theorem is about it")
     else:
-        from trishul_ray.theory import stand_in_checks
+        from trishul_ray.theory.checks import stand_in_checks
 
         checks = stand_in_checks(seed, rounds)
     print_whole(checks_table(checks))

@@ -213,16 +213,17 @@ def make_optimizer(settings: "OptimizerConfig", vector: Tensor) -> torch.optim.O
 
 
 def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
-    """Return [P] float32, 1 for what is trained and 0 for inactive core heads; None if all are."""
+    """Return [P] float32, 1 for what is trained and 0 for the rest; None if all is trained."""
     if run.active is None:
-        return None
+        return None if run.entries is None else run.entries.float()
     mask = torch.ones(run.vector.shape)  # on the host, and copied once
     for unit, active in zip(run.layout.units(wire), run.active.tolist(), strict=True):
         if not active:
             mask[unit.span] = 0
             if unit.scalar is not None:
                 mask[unit.scalar] = 0
-    return mask.to(run.vector.device)
+    mask = mask.to(run.vector.device)
+    return mask if run.entries is None else mask * run.entries
 
 
 def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:

@@ -161,6 +161,8 @@ class LocalRun:
             given local step (from 1).
         active: [U] bool on the host, the units this client trains; None means all. At first those
             of :meth:`Method.round_wire`.
+        entries: [P] bool, what this client trains of those units; None means all. Set by
+            :meth:`Method.start`; the platform leaves the rest as it is.
         scratch: What :meth:`Method.start` leaves for the later hooks: the method's own class.
         unsent: Numbers of the shared part that a real deployment would not send for this client,
             up or (see :meth:`Method.download_parameters`) down.
@@ -184,6 +186,7 @@ class LocalRun:
     capacity: float = 1.0
     gradient: Callable[[int], None] = lambda step: None
     active: Tensor | None = None
+    entries: Tensor | None = None
     scratch: Any = None
     unsent: int = 0
     metrics: dict[str, float] = field(default_factory=dict)

@@ -4,12 +4,11 @@ Zhang, Hu and Xu: "Heterogeneous Federated Fine-Tuning with Parallel One-Rank Ad
 2026, arXiv 2602.16936.
 
 ``B A = sum_j b_j a_j``, with b_j a column of B and a_j a row of A. In each round a client that can
-compute rank r_c chooses r_c of the r parts at random (the same on all layers, which is our choice)
-and trains them. It
-folds the others into its frozen weights for the round: they stay in its model, so it starts where
-the global model is. The server averages each part over the clients that trained it, A and B
-separately; one that nobody trained keeps its value. At full capacity this is FedIT. All of A and B
-is sent down, the trained parts and which they are is sent up.
+compute rank r_c chooses r_c of the r parts at random and trains them; the choice, the same on all
+layers, is ours. It folds the others into its frozen weights for the round: they stay in its model,
+so that it starts where the global model is. The server averages each part over the clients that
+trained it, A and B separately; one that nobody trained keeps its value. At full capacity this is
+FedIT. All of A and B is sent down; the trained parts, and which they are, are sent up.
 
 Ranks follow ``federation.compute``.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
@@ -26,24 +24,10 @@ from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import LocalRun, Round, State, Tensors, exact_share, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.methods.limited import over_holders
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a client trains in a round.
-
-    Attributes:
-        parts: [r] bool, the chosen parts.
-        entries: [P] bool, the entries of the vector that are trained; None means all.
-        start: [P], the vector before the first step.
-    """
-
-    parts: Tensor
-    entries: Tensor | None
-    start: Tensor
 
 
 @register("fedplora")
@@ -64,31 +48,19 @@ class FedPLoRA(FedIT):
         rank = self.parts(run.layout)
         count = max(1, math.floor(exact_share(rank, run.capacity)))
         run.metrics["rank"] = float(count)
-        parts, entries = torch.ones(rank, dtype=torch.bool), None
+        parts = run.scratch = torch.ones(rank, dtype=torch.bool)
         if count < rank:
             parts[torch.randperm(rank, generator=run.generator)[count:]] = False
             every = torch.ones_like(run.vector)
             for _, a, b in lora_pairs(run.layout.views(every)):
                 a[~parts] = 0
                 b[:, ~parts] = 0
-            entries = every > 0
-            run.unsent = int((~entries).sum())
-        run.scratch = Chosen(parts, entries, run.vector.clone())
-
-    def before_step(self, run: LocalRun) -> None:
-        """Leave out the gradient of what is not trained."""
-        if run.scratch.entries is not None:
-            run.grad.mul_(run.scratch.entries)
-
-    def after_step(self, run: LocalRun, step: int, steps: int) -> None:
-        """Put back what is not trained: weight decay moves it, too."""
-        chosen: Chosen = run.scratch
-        if chosen.entries is not None and run.optimizer.weight_decay > 0:
-            run.vector.copy_(torch.where(chosen.entries, run.vector, chosen.start))
+            run.entries = every > 0
+            run.unsent = int((~run.entries).sum())
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the factors and which parts were trained."""
-        trained = {"trained": run.scratch.parts.float()}
+        trained = {"trained": run.scratch.float()}
         return State(self.pack(run.layout, run.vector), trained), {}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
@@ -100,13 +72,9 @@ class FedPLoRA(FedIT):
         share = mean.extra["trained"]  # [r], of weights
         shared, old = mean.shared.clone(), self.named_tensors(layout, state.shared)
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
-            a.copy_(self._rescaled(a, old[f"{layer}.lora_A"], share[:, None]))
-            b.copy_(self._rescaled(b, old[f"{layer}.lora_B"], share))
+            a.copy_(over_holders(a, old[f"{layer}.lora_A"], share[:, None]))
+            b.copy_(over_holders(b, old[f"{layer}.lora_B"], share))
         return State(shared)
-
-    def _rescaled(self, mean: Tensor, old: Tensor, share: Tensor) -> Tensor:
-        moved = torch.where(share > 0, old + (mean - old) / share, old)
-        return torch.where(share == 1, mean, moved)
 
     def parts(self, layout: Layout) -> int:
         """Return r."""

@@ -44,7 +44,12 @@ from trishul_ray.methods.base import (
     exact_share,
     register,
 )
-from trishul_ray.methods.leading import Leading, level_of, over_holders
+from trishul_ray.methods.limited import (
+    average_leading,
+    leading_entries,
+    leading_rank,
+    level_of,
+)
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 
 if TYPE_CHECKING:
@@ -162,35 +167,20 @@ class Ravan(Method):
         views = run.layout.views(run.vector)
         for name, kept in run.client_state.items():
             views[name].copy_(kept)
-        if run.training and self.config.limits == "ranks":
-            if run.capacity < 1.0:
-                units = list(run.layout.units(self.wire(run.layout)))
-                if run.active is None:  # all units, but not all of each
-                    run.active = torch.ones(len(units), dtype=torch.bool)
-                run.scratch = leading = Leading.of(run.layout, run.vector, run.capacity)
-                run.unsent = sum(
-                    unit.rank**2 - leading.rank(unit.rank) ** 2
-                    for unit, active in zip(units, run.active.tolist(), strict=True)
-                    if active and unit.rank is not None
-                )
-        elif run.training and min(self.config.head_fraction, run.capacity) < 1.0:
+        if not run.training or min(self.config.head_fraction, run.capacity) == 1.0:
+            return
+        if self.config.limits == "heads":
             run.active = self._choose(run)
-
-    def before_step(self, run: LocalRun) -> None:
-        """Leave out the gradient of what a client of limited ranks does not hold."""
-        if (leading := self._leading(run)) is not None:
-            run.grad.mul_(leading.entries)
-
-    def after_step(self, run: LocalRun, step: int, steps: int) -> None:
-        """Put back what it does not hold: weight decay moves it, too."""
-        leading = self._leading(run)
-        if leading is not None and run.optimizer.weight_decay > 0:
-            run.vector.copy_(torch.where(leading.entries, run.vector, leading.start))
-
-    def _leading(self, run: LocalRun) -> Leading | None:
-        """Return what a client of limited ranks trains; None for others."""
-        leading: Leading | None = run.scratch
-        return leading
+            return
+        units = list(run.layout.units(self.wire(run.layout)))
+        if run.active is None:  # all units, but not all of each
+            run.active = torch.ones(len(units), dtype=torch.bool)
+        run.entries = leading_entries(run.layout, run.vector, run.capacity)
+        run.unsent = sum(
+            unit.rank**2 - leading_rank(unit.rank, run.capacity) ** 2
+            for unit, active in zip(units, run.active.tolist(), strict=True)
+            if active and unit.rank is not None
+        )
 
     def _choose(self, run: LocalRun) -> Tensor:
         """Return [U] bool: on each layer the ``ceil(share h)`` core heads of the largest score.
@@ -274,7 +264,7 @@ class Ravan(Method):
         if self.config.limits == "ranks":
             shared = mean.shared.clone()
             new, old = (self.named_tensors(layout, each) for each in (shared, state.shared))
-            over_holders(new, old, mean.extra["level"], layout)
+            average_leading(new, old, mean.extra["level"], layout)
             mean = replace(mean, shared=shared, extra={})
         return mean
 

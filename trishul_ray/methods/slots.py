@@ -15,12 +15,14 @@ Legend: n core heads over all layers, in the order of the layout; U units of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import block_of
 from trishul_ray.lazy import torch
+from trishul_ray.methods.base import Round, Tensors
 from trishul_ray.spectral.allocation import reallocate
 
 if TYPE_CHECKING:
@@ -33,6 +35,12 @@ SHARE_MOVED = 0.1
 
 #: How many times the loss a gain must be for a head to change place.
 MARGIN = 1.1
+
+#: What is left of a running mean after a round.
+MEMORY = 0.9
+
+#: Shares of the rounds before which, and after which, no head changes place.
+WARM_UP, STOP = 0.2, 0.8
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,12 @@ def blocks_of(layout: Layout) -> list[Block]:
     return [Block(name, tuple(found), costs[name]) for name, found in slots.items()]
 
 
+def first_extra(layout: Layout, spare: int) -> Tensors:
+    """Return the status before round 1, and the running means that :func:`next_extra` moves."""
+    zeros = torch.zeros(len(sizes(layout)), dtype=torch.float64)
+    return {"status": first_status(layout, spare), "energy": zeros, "spread": zeros.clone()}
+
+
 def first_status(layout: Layout, spare: int) -> Tensor:
     """Return the status [n] before round 1: the last ``spare`` slots of each matrix are spare."""
     parts = []
@@ -103,6 +117,37 @@ def active_units(status: Tensor, units: int) -> Tensor:
     active = torch.ones(units, dtype=torch.bool)
     active[: len(status)] = status.cpu() == ACTIVE  # core heads are the first units
     return active
+
+
+def squared_changes(new: Mapping[str, Tensor], old: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """Return the squared norm of the change of each core head, float64 [n]."""
+    cores = [entry.name for entry in layout.entries if entry.kind == "core"]
+    return torch.cat([(new[n] - old[n]).double().square().sum(dim=(1, 2)) for n in cores])
+
+
+def next_extra(
+    before: Tensors, energy: Tensor, spread: Tensor, round_: Round, every: int, layout: Layout
+) -> Tensors:
+    """Return the status of each core head after a round, and the running means.
+
+    Args:
+        before: Those of the round before.
+        energy: :func:`squared_changes` of the mean, [n].
+        spread: The mean over clients of theirs, [n].
+        round_: The round; its metrics get the heads of each block.
+        every: Rounds from one change of places to the next.
+        layout: Names of the trainables.
+    """
+    status, number, rounds = before["status"], round_.number, round_.rounds
+    means = {
+        name: MEMORY * before[name] + (1 - MEMORY) * now
+        for name, now in (("energy", energy), ("spread", spread))
+    }
+    for block in blocks_of(layout):
+        round_.metrics[f"heads/{block.name}"] = float(len(block.active(status)))
+    if number % every == 0 and WARM_UP * rounds <= number <= STOP * rounds:
+        status = moved_status(status, means["energy"], means["spread"], layout, number)
+    return {"status": status, **means}
 
 
 def moved_status(status: Tensor, energy: Tensor, spread: Tensor, layout: Layout, n: int) -> Tensor:

@@ -28,7 +28,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,7 +38,15 @@ from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
 from trishul_ray.methods import slots
 from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
-from trishul_ray.methods.leading import Leading
+from trishul_ray.methods.lam_rules import (
+    DECAY,
+    LEVELS,
+    LamRule,
+    denoised,
+    next_shares,
+    rank_shares,
+)
+from trishul_ray.methods.limited import leading_rank
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import (
     round_ranks,
@@ -47,9 +55,9 @@ from trishul_ray.spectral.allocation import (
     water_fill,
     water_fill_ranks,
 )
-from trishul_ray.spectral.diagnostics import effective_rank, stack_spectra
+from trishul_ray.spectral.diagnostics import stack_spectra
 from trishul_ray.spectral.svt import singular_values, svt, svt_stats, svt_summary
-from trishul_ray.spectral.thresholds import client_noise, denoise, hard_threshold, next_level
+from trishul_ray.spectral.thresholds import hard_threshold
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,23 +72,6 @@ BY_WEIGHTS = ("waterfill", "ranks")
 
 #: Ranks that are water-filled are multiples of the first, where equal ones are the second or more.
 RANK_STEPS = ((8, 64), (4, 32), (1, 1))
-
-
-LamRule: TypeAlias = Literal[
-    "fixed", "relative", "entropy", "continuation", "unknown", "edge", "sure"
-]
-
-#: Defaults of ``method.lam_level`` by rule. ρ is also where the rule ``entropy`` starts.
-LEVELS = {"relative": 0.03, "entropy": 0.35, "continuation": 1.0}
-
-#: What is left of λ after a round, with continuation.
-DECAY = 0.9
-
-#: What is left of a running mean after a round, of those by which heads change place.
-MEMORY = 0.9
-
-#: Shares of the rounds before which, and after which, no head changes place.
-WARM_UP, STOP = 0.2, 0.8
 
 
 class TrishulConfig(RavanConfig):
@@ -179,7 +170,6 @@ class Prox:
         shares: ρ of the trained cores, with the rule ``entropy``.
         before: What the last prox of a diagnosed round has shrunk, as it was before, and τ or its
             share of sigma_1.
-        leading: What a client of limited ranks trains of each core; None for others.
     """
 
     heads: list[Tensor | None]
@@ -187,7 +177,6 @@ class Prox:
     scalars: Tensor | None = None
     shares: list[Tensor] = field(default_factory=list)
     before: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
-    leading: Leading | None = None
 
 
 @register("trishul")
@@ -319,7 +308,7 @@ class Trishul(Ravan):
         banks = run.layout.core_banks(run.vector)
         on_change = self.config.prox_on == "change"
         origins = [bank.clone() for bank in banks] if on_change else []
-        prox = run.scratch = Prox([None] * len(banks), origins, leading=run.scratch)
+        prox = run.scratch = Prox([None] * len(banks), origins)
         if run.active is not None:
             # Which core heads and scalars are trained, on the device: the steps must not ask the
             # host. Core heads are the first units of the wire, in the order of the banks.
@@ -332,8 +321,8 @@ class Trishul(Ravan):
                 if active and unit.scalar is not None:
                     scalars[unit.scalar] = True
             prox.scalars = scalars[run.layout.scalars].to(device)
-        if prox.leading is not None:
-            prox.scalars = prox.leading.entries[run.layout.scalars]  # none
+        if run.entries is not None:
+            prox.scalars = run.entries[run.layout.scalars]  # none
         if self.config.lam_rule == "entropy":
             shares = run.broadcast.extra["log_share"].double().exp().clamp(max=1.0)
             each = zip(shares.split([len(bank) for bank in banks]), prox.heads, strict=True)
@@ -341,7 +330,6 @@ class Trishul(Ravan):
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to trained cores (prong 2)."""
-        super().after_step(run, step, steps)
         self._clip_scalars(run)
         strengths = self._strengths(run, step, steps)
         if strengths is not None:
@@ -386,11 +374,14 @@ class Trishul(Ravan):
         """
         prox: Prox = run.scratch
         for number, bank in enumerate(run.layout.core_banks(run.vector)):
-            trained, part = prox.heads[number], slice(None)
-            if prox.leading is not None:
-                part = slice(prox.leading.rank(bank.shape[-1]))
-                bank = bank[:, part, part]
-            origin = _take(prox.origins[number][:, part, part], trained) if prox.origins else None
+            trained = prox.heads[number]
+            if run.entries is not None:
+                lead = leading_rank(bank.shape[-1], run.capacity)
+                bank = bank[:, :lead, :lead]
+            origin = None
+            if prox.origins:
+                side = bank.shape[-1]
+                origin = _take(prox.origins[number][:, :side, :side], trained)
             cores = _take(bank, trained).contiguous()
             if origin is not None:
                 cores = cores - origin
@@ -405,10 +396,6 @@ class Trishul(Ravan):
             else:
                 bank.index_copy_(0, trained, shrunk)
 
-    def _leading(self, run: LocalRun) -> Leading | None:
-        prox: Prox = run.scratch
-        return prox.leading
-
     @property
     def _relative(self) -> bool:
         return self.config.lam_rule in ("relative", "entropy")
@@ -416,10 +403,7 @@ class Trishul(Ravan):
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
         sent, kept = super().upload(run, steps)
-        if self.config.lam_rule == "entropy":
-            sent = replace(sent, extra=sent.extra | self._ranks(run))
-        if self.spare_heads:
-            sent = replace(sent, extra=sent.extra | self._moved(run, sent.shared))
+        sent = replace(sent, extra=sent.extra | self._told(run, sent.shared))
         if not run.diagnosed or self.needs_uploads or not run.layout.core_banks(run.vector):
             return sent, kept
         # Without a threshold, λ is 0 and nothing was shrunk.
@@ -437,29 +421,20 @@ class Trishul(Ravan):
             }
         return sent, kept
 
-    def _ranks(self, run: LocalRun) -> Tensors:
-        """Return, by core head, whether it was trained, and then its effective rank over r."""
-        ranks = torch.cat(
-            [
-                effective_rank(singular_values(bank)) / bank.shape[-1]
-                for bank in run.layout.core_banks(run.vector)
-            ]
-        )
-        trained = self._trained(run).to(ranks)
-        return {"trained": trained.float(), "rank": (ranks * trained).float()}
-
-    def _moved(self, run: LocalRun, shared: Tensor) -> Tensors:
-        """Return, by core head, whether it was trained, and its squared change since."""
-        new, old = (self.named_tensors(run.layout, x) for x in (shared, run.broadcast.shared))
-        cores = [name for name in new if run.layout.entry(name).kind == "core"]
-        moved = torch.cat([(new[n] - old[n]).double().square().sum(dim=(1, 2)) for n in cores])
-        trained = self._trained(run).to(moved)
-        return {"trained": trained.float(), "moved": (moved * trained).float()}
-
-    def _trained(self, run: LocalRun) -> Tensor:
-        """Return which core heads the client has trained, bool [n]."""
-        count = _core_heads(run.layout)
-        return torch.ones(count, dtype=torch.bool) if run.active is None else run.active[:count]
+    def _told(self, run: LocalRun, shared: Tensor) -> Tensors:
+        """Return, by core head, whether it was trained and, if so, what the server reads of it."""
+        layout, told = run.layout, {}
+        if self.config.lam_rule == "entropy":
+            told["rank"] = rank_shares(layout, run.vector)
+        if self.spare_heads:
+            new, old = (self.named_tensors(layout, x) for x in (shared, run.broadcast.shared))
+            told["moved"] = slots.squared_changes(new, old, layout)
+        if not told:
+            return {}
+        count = _core_heads(layout)
+        trained = torch.ones(count, dtype=torch.bool) if run.active is None else run.active[:count]
+        told = {name: (value * trained.to(value)).float() for name, value in told.items()}
+        return {"trained": trained.to(run.vector), **told}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Return the numbers for each core head that are sent beside its core, if any are."""
@@ -472,14 +447,12 @@ class Trishul(Ravan):
 
     def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
         """Start with the default ρ, with the rule ``entropy``, and with the first allocation."""
-        state, count = super().initial_state(layout, initial, survey), _core_heads(layout)
-        extra: Tensors = {}
+        state, extra = super().initial_state(layout, initial, survey), {}
         if self.config.lam_rule == "entropy":
-            extra["log_share"] = torch.full((count,), math.log(LEVELS["relative"]))
+            level = math.log(LEVELS["relative"])
+            extra["log_share"] = torch.full((_core_heads(layout),), level)
         if self.spare_heads:
-            extra["status"] = slots.first_status(layout, self.spare_heads)
-            zeros = torch.zeros(count, dtype=torch.float64)
-            extra |= {"energy": zeros, "spread": zeros.clone()}
+            extra |= slots.first_extra(layout, self.spare_heads)
         return replace(state, extra=extra)
 
     def broadcast(self, state: State) -> State:
@@ -493,37 +466,24 @@ class Trishul(Ravan):
         After some rounds, let heads change place (``method.reallocate_every``).
         """
         shared, extra = super().aggregate(state, mean, round_, layout).shared, {}
-        if self.needs_uploads:
-            shared = self._denoised(state, mean, round_, layout)
-        if self.config.lam_rule == "entropy":
-            level, target = state.extra["log_share"], self.config.level
-            trained = mean.extra["trained"]  # share of the clients; the mean rank is over those
-            known = trained > 0
-            rank = mean.extra["rank"] / torch.where(known, trained, 1.0)
-            rank = torch.where(known, rank.clamp(0.0, 1.0), target)
-            extra["log_share"] = next_level(level, rank, target)
+        rule = self.config.lam_rule
+        if rule in ("edge", "sure"):
+            on_change = self.config.prox_on == "change"
+            shared, stats = denoised(shared, state.shared, round_.uploads, layout, rule, on_change)
+            round_.metrics.update({f"svt_{n}": value for n, value in svt_summary(stats).items()})
+            round_.metrics["svt_threshold"] = float(torch.cat([s.threshold for s in stats]).mean())
+        if rule == "entropy":
+            extra["log_share"] = next_shares(
+                state.extra["log_share"], mean.extra, self.config.level
+            )
         if self.spare_heads:
-            extra |= self._next_heads(state, replace(mean, shared=shared), round_, layout)
+            trained = mean.extra["trained"].double()
+            spread = mean.extra["moved"].double() / torch.where(trained > 0, trained, 1.0)
+            new, old = (self.named_tensors(layout, x) for x in (shared, state.shared))
+            energy = slots.squared_changes(new, old, layout)
+            every = self.config.reallocate_every
+            extra |= slots.next_extra(state.extra, energy, spread, round_, every, layout)
         return replace(mean, shared=shared, extra=extra)
-
-    def _next_heads(self, state: State, mean: State, round_: Round, layout: Layout) -> Tensors:
-        """Return the status of each core head, and the running means by which they change place."""
-        status, number = state.extra["status"], round_.number
-        new, old = (self.named_tensors(layout, x) for x in (mean.shared, state.shared))
-        cores = [name for name in new if layout.entry(name).kind == "core"]
-        energy = torch.cat([(new[n] - old[n]).double().square().sum(dim=(1, 2)) for n in cores])
-        trained = mean.extra["trained"].double()
-        spread = mean.extra["moved"].double() / torch.where(trained > 0, trained, 1.0)
-        means = {
-            name: MEMORY * state.extra[name] + (1 - MEMORY) * now
-            for name, now in (("energy", energy), ("spread", spread))
-        }
-        for block in slots.blocks_of(layout):
-            round_.metrics[f"heads/{block.name}"] = float(len(block.active(status)))
-        every, rounds = self.config.reallocate_every, round_.rounds
-        if number % every == 0 and WARM_UP * rounds <= number <= STOP * rounds:
-            status = slots.moved_status(status, means["energy"], means["spread"], layout, number)
-        return {"status": status, **means}
 
     def download_parameters(
         self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
@@ -541,39 +501,6 @@ class Trishul(Ravan):
             new = broadcast.extra["status"] >= (last or 1)
             count += int(slots.sizes(layout)[new].sum())
         return count
-
-    def _denoised(self, state: State, mean: State, round_: Round, layout: Layout) -> Tensor:
-        """Return the mean [W] without the noise that the spread of the uploads tells.
-
-        Clients do not shrink: the spread of shrunk uploads would no longer tell their noise.
-        """
-
-        def vector_of(shared: Tensor) -> Tensor:
-            vector = shared.new_zeros(layout.size)
-            self.unpack(layout, vector, shared)
-            return vector
-
-        vector = vector_of(mean.shared)
-        banks, origins = (layout.core_banks(v) for v in (vector, vector_of(state.shared)))
-        sent = [layout.core_banks(vector_of(upload.arrays.shared)) for upload in round_.uploads]
-        heads = [len(bank) for bank in banks]
-        weights = torch.zeros(len(sent), sum(heads), dtype=torch.float64)
-        for row, upload in zip(weights, round_.uploads, strict=True):
-            row += upload.weight
-            if upload.trained is not None:
-                row *= upload.trained[: len(row)]
-        weights /= weights.sum(dim=0).clamp(min=1e-300)
-        stats = []
-        for number, (bank, shares) in enumerate(zip(banks, weights.split(heads, 1), strict=True)):
-            _, sigma = client_noise(torch.stack([cores[number] for cores in sent]), shares)
-            on_change = self.config.prox_on == "change"
-            origin = origins[number].double() if on_change else torch.zeros_like(bank).double()
-            shrunk, found = denoise(bank.double() - origin, sigma, self.config.lam_rule)
-            bank.copy_(torch.where(sigma[:, None, None] > 0, origin + shrunk, bank.double()))
-            stats.append(found)
-        round_.metrics.update({f"svt_{n}": value for n, value in svt_summary(stats).items()})
-        round_.metrics["svt_threshold"] = float(torch.cat([s.threshold for s in stats]).mean())
-        return self.pack(layout, vector)
 
 
 def _core_heads(layout: Layout) -> int:

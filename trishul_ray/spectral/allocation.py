@@ -286,9 +286,8 @@ def utility(scores: Sequence[float], heads: Sequence[float]) -> float:
 def best_integers(scores: Sequence[float], total: int) -> list[int]:
     """Return integers that sum to ``total`` and have the largest :func:`utility`.
 
-    By dynamic programming over layers, in ``O(layers * total^2)``: exact, and the reference for
-    :func:`round_to_total`, which is not always the best. Of equal allocations, later layers have
-    the fewest heads.
+    Each head in turn goes where it adds most, which is exact for a concave utility: the reference
+    for :func:`round_to_total`, which is not always the best. Ties go to the first layer.
 
     Raises:
         InputError: ``scores`` is empty or ``total`` is negative.
@@ -296,20 +295,11 @@ def best_integers(scores: Sequence[float], total: int) -> list[int]:
     _check_total(total)
     if not scores:
         raise InputError("scores are empty: at least one layer is needed")
-    best = [0.0] + [-math.inf] * total
-    chosen: list[list[int]] = []
-    for score in scores:
-        gains = [score * math.log1p(heads) for heads in range(total + 1)]
-        reached = [
-            max((best[count - heads] + gains[heads], -heads) for heads in range(count + 1))
-            for count in range(total + 1)
-        ]
-        best = [value for value, _ in reached]
-        chosen.append([-heads for _, heads in reached])
-    heads: list[int] = []
-    for picks in reversed(chosen):
-        heads.append(picks[total - sum(heads)])
-    return heads[::-1]
+    heads = [0] * len(scores)
+    for _ in range(total):
+        gains = [a * math.log1p(1 / (1 + h)) for a, h in zip(scores, heads, strict=True)]
+        heads[gains.index(max(gains))] += 1
+    return heads
 
 
 def _check_total(total: float) -> None:

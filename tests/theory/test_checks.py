@@ -25,21 +25,23 @@ from trishul_ray.spectral.allocation import (
     water_fill,
 )
 from trishul_ray.spectral.svt import svt
-from trishul_ray.theory import (
+from trishul_ray.theory.checks import (
     LAM,
-    SCALAR_MAX,
     Check,
+    heads_checks,
+    nuclear_checks,
+    rounding_checks,
+    stationarity_checks,
+    upload_checks,
+)
+from trishul_ray.theory.stand_in import (
+    SCALAR_MAX,
     LeastSquares,
     Setting,
     converge,
-    heads_checks,
     local_rounds,
     nuclear,
-    nuclear_checks,
-    rounding_checks,
     shrink,
-    stationarity_checks,
-    upload_checks,
 )
 from trishul_ray.tracking.progress import RunProgress
 

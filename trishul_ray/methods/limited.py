@@ -1,4 +1,4 @@
-"""Clients that train a part of every core: its leading rows and columns.
+"""Clients of limited compute that train a part of every core, or of every factor.
 
 A client that can compute a share of the budget trains the first ``r_c = sqrt(share) r`` rows and
 columns of each core, so that its bases are the first columns of those of all. An entry is averaged
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
@@ -23,43 +22,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def over_holders(mean: Tensor, old: Tensor, share: Tensor) -> Tensor:
+    """Return the mean over the clients that hold an entry, given the mean over all of them.
+
+    All clients have the ``old`` value of what they do not hold. ``share`` is that of the clients
+    that hold an entry, and broadcasts to the shape of the others; where it is 0, nothing moves.
+    """
+    moved = torch.where(share > 0, old + (mean - old) / share, old)
+    return torch.where(share == 1, mean, moved)
+
+
 def leading_rank(rank: int, share: float) -> int:
     """Return how many rows and columns of a core a client of that share trains, at least one."""
     return max(1, math.floor(rank * math.sqrt(share)))
 
 
-@dataclass(frozen=True)
-class Leading:
-    """What a limited client trains.
+def leading_entries(layout: Layout, vector: Tensor, share: float) -> Tensor:
+    """Return [P] bool, what a client of that share trains of a vector [P].
 
-    Attributes:
-        share: Its share of the budget.
-        entries: [P] bool, the entries that it trains: not the scalars, which would scale all of a
-            core.
-        start: [P], the vector before the first step.
+    Scalars are left out: they would scale all of a core.
     """
-
-    share: float
-    entries: Tensor
-    start: Tensor
-
-    @classmethod
-    def of(cls, layout: Layout, vector: Tensor, share: float) -> Leading:
-        """Return what a client of that share trains of a vector [P]."""
-        every = torch.ones_like(vector)
-        for name, view in layout.views(every).items():
-            kind = layout.entry(name).kind
-            if kind == "core":
-                lead = leading_rank(view.shape[-1], share)
-                view[:, lead:] = 0
-                view[:, :, lead:] = 0
-            elif kind == "scale":
-                view.zero_()
-        return cls(share, every > 0, vector.clone())
-
-    def rank(self, rank: int) -> int:
-        """Return the leading rank of a core."""
-        return leading_rank(rank, self.share)
+    every = torch.ones_like(vector)
+    for name, view in layout.views(every).items():
+        kind = layout.entry(name).kind
+        if kind == "core":
+            lead = leading_rank(view.shape[-1], share)
+            view[:, lead:] = 0
+            view[:, :, lead:] = 0
+        elif kind == "scale":
+            view.zero_()
+    return every > 0
 
 
 def level_of(share: float) -> Tensor:
@@ -67,10 +59,10 @@ def level_of(share: float) -> Tensor:
     return torch.tensor([float(level == share) for level in COMPUTE_LEVELS])
 
 
-def over_holders(
+def average_leading(
     new: Mapping[str, Tensor], old: Mapping[str, Tensor], levels: Tensor, layout: Layout
 ) -> None:
-    """Divide the mean change of each entry of a core by the share of clients that hold it.
+    """Average each entry of a core over the clients that hold it.
 
     Args:
         new: Means over all clients by name; those of cores are changed in place.
@@ -85,7 +77,4 @@ def over_holders(
         for level, share in zip(COMPUTE_LEVELS, levels.double(), strict=True):
             shares[: leading_rank(rank, level)] += share
         share = torch.minimum(shares[:, None], shares[None, :])  # of the larger index
-        before = old[name].double()
-        moved = before + (mean.double() - before) / torch.where(share > 0, share, 1.0)
-        moved = torch.where(share > 0, moved, before)
-        mean.copy_(torch.where(share == 1, mean.double(), moved))
+        mean.copy_(over_holders(mean.double(), old[name].double(), share))
