@@ -266,8 +266,8 @@ def test_a_common_rotation_of_the_start_changes_no_product_under_sgd(method, exe
         server.step()
         found.append(weights_of(inline, server.broadcast()))
     for layer, update in found[0].items():
-        assert update.abs().max() > 1e-3
-        assert (found[1][layer] - update).norm() < 1e-4 * update.norm()
+        assert update.abs().max() > 1e-5
+        assert (found[1][layer] - update).norm() < 1e-3 * update.norm()
 
 
 def test_fedplora_at_full_capacity_is_fedit(executor, tmp_path):
