@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from method_runs import local_run, run, server_of
+from pydantic import ValidationError
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.local import gradient_mask
 from trishul_ray.federation.messages import to_array
 from trishul_ray.federation.workbench import new_run
+from trishul_ray.methods.trishul import TrishulConfig
 from trishul_ray.rng import torch_rng
 
 
@@ -122,20 +124,9 @@ def test_scalars_are_clipped(executor):
     assert all((views[n] == 1.5).all() for n in names[1:])
 
 
-def test_the_clip_leaves_inactive_scalars_unchanged(executor):
-    inline = executor("method=trishul", "method.scalar_max=0.5", "method.head_fraction=0.5")
-    bench = inline.bench
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
-    run_ = new_run(bench, start, 1, 0)
-    bench.method.start(run_, bench.initial)
-    bench.method.after_step(run_, 1, 4)
-    trained = gradient_mask(run_, bench.method.wire(run_.layout))
-    masks = {k: v.bool() for k, v in run_.layout.views(trained).items() if k.endswith(".scale")}
-    assert masks
-    for name, mask in masks.items():
-        scale = run_.layout.views(run_.vector)[name]
-        assert 0 < mask.sum() < len(mask)
-        assert (scale[mask] == 0.5).all() and (scale[~mask] == 1).all()
+def test_a_bound_below_the_scalars_start_is_refused():
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        TrishulConfig(name="trishul", scalar_max=0.5)
 
 
 @pytest.mark.parametrize("share", [1, 0.5])

@@ -109,7 +109,11 @@ class TrishulConfig(RavanConfig):
     prox_on: Literal["core", "change"] = Field(
         "core", description="what the prox shrinks: the core, or its change since the broadcast"
     )
-    scalar_max: float = Field(10.0, gt=0, description="s_max: upper bound of the scalars")
+    scalar_max: float = Field(
+        10.0,
+        ge=1,
+        description="s_max: upper bound of the scalars, which are 1 at the start of a round",
+    )
     reallocate_every: int = in_id_if_set(
         0,
         "rounds after which heads may change place, between a fifth and four fifths of the run, by "
@@ -166,7 +170,6 @@ class Prox:
     Attributes:
         heads: Numbers of the trained cores in their stack; None means all.
         origins: The cores that were broadcast, if the change since then is shrunk; else empty.
-        scalars: Which scalars are trained; None means all.
         shares: ρ of the trained cores, with the rule ``entropy``.
         before: What the last prox of a diagnosed round has shrunk, as it was before, and τ or its
             share of sigma_1.
@@ -174,7 +177,6 @@ class Prox:
 
     heads: list[Tensor | None]
     origins: list[Tensor]
-    scalars: Tensor | None = None
     shares: list[Tensor] = field(default_factory=list)
     before: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
 
@@ -245,9 +247,11 @@ class Trishul(Ravan):
 
     def _scores(self, site: Site) -> list[float]:
         """Return the score of each block."""
-        weights = site.scored if self.config.allocation in BY_WEIGHTS else site.layers
+        by_weights = self.config.allocation in BY_WEIGHTS
+        layers = site.scored if by_weights else site.layers
+        known = site.squared_norms if by_weights else {n: float(x) for n, x in site.survey.items()}
         return [
-            sum(self._score(layer.name, site) for layer in weights if layer.block == block)
+            sum(known.get(layer.name, 0.0) for layer in layers if layer.block == block)
             + SCORE_FLOOR
             for block in site.blocks()
         ]
@@ -267,12 +271,6 @@ class Trishul(Ravan):
             spare = self.spare_heads if overflow == "cap" else 0  # they must be orthogonal, too
             return [max(caps[block] - spare, minimum) for block in site.blocks()]
         return None
-
-    def _score(self, layer: str, site: Site) -> float:
-        if self.config.allocation in BY_WEIGHTS:
-            return site.squared_norms[layer]
-        measured = site.survey.get(layer)
-        return 0.0 if measured is None else float(measured)
 
     @property
     def block_scores(self) -> BlockScores:
@@ -310,19 +308,11 @@ class Trishul(Ravan):
         origins = [bank.clone() for bank in banks] if on_change else []
         prox = run.scratch = Prox([None] * len(banks), origins)
         if run.active is not None:
-            # Which core heads and scalars are trained, on the device: the steps must not ask the
-            # host. Core heads are the first units of the wire, in the order of the banks.
-            device = run.vector.device
-            units = list(run.layout.units(self.wire(run.layout)))[: sum(map(len, banks))]
-            trained = run.active[: len(units)].split([len(bank) for bank in banks])
-            prox.heads = [flags.nonzero().squeeze(1).to(device) for flags in trained]
-            scalars = torch.zeros(run.layout.size, dtype=torch.bool)
-            for unit, active in zip(units, run.active.tolist(), strict=False):
-                if active and unit.scalar is not None:
-                    scalars[unit.scalar] = True
-            prox.scalars = scalars[run.layout.scalars].to(device)
-        if run.entries is not None:
-            prox.scalars = run.entries[run.layout.scalars]  # none
+            # Core heads are the first units of the wire, in the order of the banks. Their numbers
+            # are kept on the device: the steps must not ask the host.
+            counts = [len(bank) for bank in banks]
+            trained = run.active[: sum(counts)].split(counts)
+            prox.heads = [flags.nonzero().squeeze(1).to(run.vector.device) for flags in trained]
         if self.config.lam_rule == "entropy":
             shares = run.broadcast.extra["log_share"].double().exp().clamp(max=1.0)
             each = zip(shares.split([len(bank) for bank in banks]), prox.heads, strict=True)
@@ -330,7 +320,8 @@ class Trishul(Ravan):
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to trained cores (prong 2)."""
-        self._clip_scalars(run)
+        # Those that are not trained are 1.
+        run.vector[run.layout.scalars].clamp_(0.0, self.config.scalar_max)
         strengths = self._strengths(run, step, steps)
         if strengths is not None:
             self._shrink_cores(run, strengths, keep=run.diagnosed and step == steps)
@@ -357,14 +348,6 @@ class Trishul(Ravan):
             lam = max(lam, self.config.level * DECAY ** (run.round - 1))
         return [float(lam * run.summed_rate(step, since))] * ranks if lam else None
 
-    def _clip_scalars(self, run: LocalRun) -> None:
-        """Clip the scalars of trained core heads to [0, s_max]."""
-        scalars = run.vector[run.layout.scalars]
-        clipped = scalars.clamp(0.0, self.config.scalar_max)
-        if run.scratch.scalars is not None:
-            clipped = torch.where(run.scratch.scalars, clipped, scalars)
-        scalars.copy_(clipped)
-
     def _shrink_cores(self, run: LocalRun, strengths: list[float | Tensor], keep: bool) -> None:
         """Apply the prox to all trained cores of each rank at once.
 
@@ -378,18 +361,16 @@ class Trishul(Ravan):
             if run.entries is not None:
                 lead = leading_rank(bank.shape[-1], run.capacity)
                 bank = bank[:, :lead, :lead]
-            origin = None
+            cores = origin = _take(bank, trained).contiguous()
             if prox.origins:
                 side = bank.shape[-1]
                 origin = _take(prox.origins[number][:, :side, :side], trained)
-            cores = _take(bank, trained).contiguous()
-            if origin is not None:
                 cores = cores - origin
             strength = strengths[number] if strengths else hard_threshold(singular_values(cores))
             if keep:
                 prox.before.append((cores.clone(), strength))
             shrunk = svt(cores, strength, relative=self._relative, hard=not strengths)
-            if origin is not None:
+            if prox.origins:
                 shrunk = shrunk + origin
             if trained is None:
                 bank.copy_(shrunk)
