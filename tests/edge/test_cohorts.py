@@ -158,17 +158,15 @@ def test_energy_takes_the_fullest_batteries_or_the_highest_utilities(now, weight
     assert sorted(value[chosen]) == sorted(value[now.ready])[-now.wanted :]
 
 
-@given(first=st.lists(st.integers(0, 9), unique=True), then=st.lists(st.integers(0, 9)))
+@given(first=st.sets(st.integers(0, 9)), then=st.sets(st.integers(0, 9)))
 def test_what_is_recorded_of_a_client_stays_with_it(first, then):
-    past = Past().with_clients(np.array(first, dtype=int))
-    past.joules[:] = 10.0 + past.client
-    past.last[:] = 1 + past.client
-    more = past.with_clients(np.array(then, dtype=int))
-    assert more.client.tolist() == sorted({*first, *then})
-    joules = more.of_all(more.joules, 10, 0.0)
-    assert joules.tolist() == [10.0 + c if c in first else 0.0 for c in range(10)]
-    assert more.of_all(more.last, 10, 0).tolist() == [1 + c if c in first else 0 for c in range(10)]
-    assert np.isnan(more.loss).all()
+    start, one, two = Past.of(10), *(np.array(sorted(c), dtype=int) for c in (first, then))
+    past = start.noted(one, asked=True, joules=10.0 + one, last=1 + one)
+    more = past.noted(two, asked=True)
+    assert set(np.flatnonzero(more.asked)) == first | then
+    assert more.joules.tolist() == [10.0 + c if c in first else 0.0 for c in range(10)]
+    assert more.last.tolist() == [1 + c if c in first else 0 for c in range(10)]
+    assert np.isnan(more.loss).all() and not start.asked.any() and not start.joules.any()
 
 
 @pytest.mark.parametrize(

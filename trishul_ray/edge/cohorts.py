@@ -9,7 +9,7 @@ A strategy is a class and its registration::
         def choose(self, now):
             return now.ready[np.argsort(-now.rows[now.ready], kind="stable")[: now.wanted]]
 
-Legend: N clients, n that can be asked now, k of which something is recorded, m that are wanted.
+Legend: N clients, n that can be asked now, m that are wanted.
 """
 
 import math
@@ -25,55 +25,40 @@ from trishul_ray.config import Section
 from trishul_ray.errors import did_you_mean
 
 
-def _ints() -> np.ndarray:
-    return np.zeros(0, dtype=np.int64)
+@dataclass(frozen=True)
+class Past:
+    """What is recorded of the clients so far, [N] each.
+
+    Attributes:
+        asked: bool, whether it was ever asked.
+        loss: float64, mean training loss of its last round that counted; NaN before.
+        squared: float64, mean squared training loss over the local steps of that round.
+        last: int64, number of that round; 0 before.
+        joules: float64, all energy that it has spent.
+    """
+
+    asked: np.ndarray
+    loss: np.ndarray
+    squared: np.ndarray
+    last: np.ndarray
+    joules: np.ndarray
+
+    @classmethod
+    def of(cls, clients: int) -> "Past":
+        """Return the record of N clients before round 1."""
+        unknown, zeros = np.full(clients, math.nan), np.zeros(clients)
+        return cls(zeros.astype(bool), unknown, unknown, zeros.astype(np.int64), zeros)
+
+    def noted(self, clients: np.ndarray, **values: np.ndarray | float) -> "Past":
+        """Return a copy with new values of some clients, by name."""
+        found = {name: array.copy() for name, array in vars(self).items()}
+        for name, new in values.items():
+            found[name][clients] = new
+        return Past(**found)
 
 
 def _floats() -> np.ndarray:
     return np.zeros(0)
-
-
-@dataclass(frozen=True)
-class Past:
-    """What is recorded of the clients that were asked so far; row i of each is ``client[i]``'s.
-
-    Attributes:
-        client: int64 [k], ascending.
-        loss: float64 [k], mean training loss of its last round that counted; NaN before.
-        squared: float64 [k], mean squared training loss over the local steps of that round.
-        last: int64 [k], number of that round; 0 before.
-        joules: float64 [k], all energy that it has spent.
-    """
-
-    client: np.ndarray = field(default_factory=_ints)
-    loss: np.ndarray = field(default_factory=_floats)
-    squared: np.ndarray = field(default_factory=_floats)
-    last: np.ndarray = field(default_factory=_ints)
-    joules: np.ndarray = field(default_factory=_floats)
-
-    def with_clients(self, clients: np.ndarray) -> "Past":
-        """Return a copy that has a row for each of these clients, too."""
-        every = np.union1d(self.client, clients)
-        place = np.searchsorted(every, self.client)
-
-        def spread(values: np.ndarray, blank: float) -> np.ndarray:
-            new = np.full(len(every), blank, dtype=values.dtype)
-            new[place] = values
-            return new
-
-        return Past(
-            every,
-            spread(self.loss, math.nan),
-            spread(self.squared, math.nan),
-            spread(self.last, 0),
-            spread(self.joules, 0.0),
-        )
-
-    def of_all(self, values: np.ndarray, clients: int, blank: float) -> np.ndarray:
-        """Return values [k] of this record for all clients, [N]; ``blank`` for unrecorded ones."""
-        every = np.full(clients, blank, dtype=values.dtype)
-        every[self.client] = values
-        return every
 
 
 @dataclass(frozen=True)

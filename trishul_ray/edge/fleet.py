@@ -66,7 +66,7 @@ class ClockState:
     """
 
     seconds: float = 0.0
-    past: Past = field(default_factory=Past)
+    past: Past = field(default_factory=lambda: Past.of(0))
     utilities: np.ndarray = field(default_factory=lambda: np.zeros(0))
     kept: np.ndarray = field(default_factory=lambda: np.zeros(DECILES, dtype=np.int64))
     battery: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -158,9 +158,8 @@ class Fleet:
 
     def start(self) -> ClockState:
         """Return the state before round 1."""
-        if self.options.battery is None:
-            return ClockState()
-        return ClockState(battery=np.full(self.clients, self.options.battery))
+        full = np.full(self.clients, self.options.battery) if self.options.battery else np.zeros(0)
+        return ClockState(past=Past.of(self.clients), battery=full)
 
     def ask(
         self,
@@ -236,9 +235,7 @@ class Fleet:
             kept = np.bincount(self.devices.deciles[clients], minlength=DECILES)
             state = replace(state, kept=state.kept + kept)
             numbers = self._numbers(asked, state, asked.spent + float(joules.sum()))
-        past = state.past.with_clients(clients)
-        rows = np.searchsorted(past.client, clients)
-        past.loss[rows], past.squared[rows], past.last[rows] = loss, squared, number
+        past = state.past.noted(clients, asked=True, loss=loss, squared=squared, last=number)
         useful = float(utility(self.rows[clients], squared).sum()) if len(self.rows) else 0.0
         return replace(state, past=past, utilities=np.append(state.utilities, useful)), numbers
 
@@ -274,8 +271,7 @@ class Fleet:
         ready: np.ndarray,
         traffic: Traffic,
     ) -> np.ndarray:
-        past, none = state.past, np.zeros(0)
-        needs = self.strategy.needs
+        none, needs = np.zeros(0), self.strategy.needs
         seconds = none if needs == "nothing" else self._expected(traffic)
         battery = none if needs != "batteries" else state.battery / (self.options.battery or 1.0)
         return self.strategy.choose(
@@ -286,9 +282,9 @@ class Fleet:
                 rng=numpy_rng(self.seed, "cohort", *path),
                 options=self.cohort,
                 rows=self.rows,
-                loss=past.of_all(past.loss, self.clients, math.nan),
-                squared=past.of_all(past.squared, self.clients, math.nan),
-                last=past.of_all(past.last, self.clients, 0),
+                loss=state.past.loss,
+                squared=state.past.squared,
+                last=state.past.last,
                 utilities=state.utilities,
                 seconds=seconds,
                 battery=battery,
@@ -336,7 +332,7 @@ class Fleet:
             drawn = np.array([stream("dropout-client", c).random() for c in everyone])
             half = self.cohort.dropout / 2
             lost = np.where(drawn < half, 1, np.where(drawn < 2 * half, 2, 0))
-        new = ~np.isin(clients, state.past.client)
+        new = ~state.past.asked[clients]
         return plan(
             clients,
             self._times(clients, traffic.down + traffic.first * new, traffic.up, jitter),
@@ -352,8 +348,8 @@ class Fleet:
 
     def _after(self, state: ClockState, done: Plan, joules: np.ndarray) -> ClockState:
         """Return the state at the end of an attempt, in which clients have spent this energy."""
-        past = state.past.with_clients(done.clients)
-        past.joules[np.searchsorted(past.client, done.clients)] += joules
+        spent = state.past.joules[done.clients] + joules
+        past = state.past.noted(done.clients, asked=True, joules=spent)
         state = self._charged(replace(state, past=past), state.seconds + done.seconds)
         if len(state.battery):
             left = state.battery.copy()
@@ -372,7 +368,6 @@ class Fleet:
 
     def _numbers(self, asked: Asked, state: ClockState, joules: float) -> dict[str, float]:
         fates = [fate for each in asked.plans for fate in each.fates]
-        past = state.past
         numbers = {
             "simulated_seconds": state.seconds,
             "joules": joules,
@@ -381,7 +376,7 @@ class Fleet:
             "late": fates.count("late"),
             "lost": fates.count("lost"),
             "abandoned": len(asked.plans) - 1,
-            "jain_joules": jain(past.of_all(past.joules, self.clients, 0.0)[self.members]),
+            "jain_joules": jain(state.past.joules[self.members]),
         }
         if self.cohort.late == "partial":
             numbers["partial"] = len(asked.steps)

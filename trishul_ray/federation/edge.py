@@ -6,6 +6,7 @@ Legend: W entries of the shared part, U units of aggregation.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm, rounding_room
 from trishul_ray.edge.privacy.draws import participants
-from trishul_ray.edge.privacy.mechanism import Mechanism, PrivacyReport, reported
+from trishul_ray.edge.privacy.mechanism import Mechanism, reported
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState, PrivacyState
@@ -150,7 +151,7 @@ def promised(experiment: Experiment) -> Guarantee:
     return found
 
 
-def privacy_report(experiment: Experiment, records: Sequence[RoundRecord]) -> PrivacyReport | None:
+def privacy_report(experiment: Experiment, records: Sequence[RoundRecord]) -> dict[str, Any] | None:
     """Return what the summary of a finished run says of its privacy; None without any."""
     fed = experiment.federation
     if not experiment.privacy.on:

@@ -328,12 +328,8 @@ class Server:
         if record.downloaded_bytes is not None and size is not None:
             record.downloaded_bytes += asked.wasted * size + 4 * setup
         record.missing = {str(client): fate for client, fate in asked.missing.items()}
-        once = [
-            self._setup(tensors, client) if known else first
-            for client, known in zip(
-                asked.clients, np.isin(asked.clients, asked.state.past.client), strict=True
-            )
-        ]
+        known = asked.state.past.asked
+        once = [self._setup(tensors, c) if known[c] else first for c in asked.clients]
         downs = [4 * down(r.unsent) if size is None else size for r in reports]
         ups = [4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes for r in reports]
         self.checkpoint.edge.clock, numbers = self.fleet.close(

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -203,7 +203,7 @@ class RunSummary:
             checks, and whose places may change.
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
-        privacy: What a private run promises its clients, and what not, as ``PrivacyReport``; None
+        privacy: What a private run promises its clients, and what not (``edge.privacy``); None
             for others.
         checksum: Of everything else; empty until it is written.
     """
@@ -307,7 +307,7 @@ class RunSummary:
             config=experiment.to_dict(),
             identity=experiment.identity(),
             sources=blueprint.sources,
-            privacy=None if private is None else asdict(private),
+            privacy=private,
         )
 
     @classmethod

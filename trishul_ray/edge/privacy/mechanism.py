@@ -19,13 +19,14 @@ Legend: W numbers of the shared part, U units of aggregation, P all numbers sent
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.privacy.accounting import Guarantee, bit_deviation, change_noise
 from trishul_ray.edge.privacy.clipping import next_norm
-from trishul_ray.edge.privacy.config import PrivacyConfig, Sampling
+from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.state import PrivacyState
 from trishul_ray.rng import numpy_rng
 
@@ -40,60 +41,33 @@ OUTSIDE = (
 SIMULATION = "simulation: noise is reproducible from the seed"
 
 
-@dataclass(frozen=True)
-class PrivacyReport:
-    """What the summary of a private run says of it.
-
-    Attributes:
-        epsilon: ε after the last round; None without noise.
-        delta: δ.
-        noise: z.
-        sampling: How clients were drawn.
-        accountant: What ε was accounted with.
-        population: N that is accounted for.
-        cohort: m that is accounted for.
-        simulated: The clients and the cohort that were simulated.
-        clip_norm: S of the last round.
-        audited_epsilon: What canaries estimate; None without.
-        outside: What ε does not cover.
-        sentence: All of it, to read.
-    """
-
-    epsilon: float | None
-    delta: float
-    noise: float
-    sampling: Sampling
-    accountant: str
-    population: int
-    cohort: int
-    simulated: tuple[int, int]
-    clip_norm: float
-    audited_epsilon: float | None
-    outside: tuple[str, ...]
-    sentence: str
-
-
 def reported(
     promised: Guarantee, simulated: tuple[int, int], last: Mapping[str, float]
-) -> PrivacyReport:
-    """Return what a summary says of a private run, given what its last record has."""
+) -> dict[str, Any]:
+    """Return what the summary of a run says of its privacy, as JSON values.
+
+    Args:
+        promised: Its guarantee.
+        simulated: The clients and the cohort that were simulated.
+        last: What the last record has of the edge.
+    """
     epsilon = last.get("privacy_epsilon")
     what = "no ε (noise 0)" if epsilon is None else f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
-    return PrivacyReport(
-        epsilon=epsilon,
-        delta=promised.delta,
-        noise=promised.noise,
-        sampling=promised.sampling,
-        accountant=promised.accountant,
-        population=promised.population,
-        cohort=promised.cohort,
-        simulated=simulated,
-        clip_norm=last["privacy_clip_norm"],
-        audited_epsilon=last.get("privacy_audited_epsilon"),
-        outside=OUTSIDE,
-        sentence=f"{what} for each client, accounted for {promised.cohorts}; {SIMULATION}; "
+    return {
+        "epsilon": epsilon,
+        "delta": promised.delta,
+        "noise": promised.noise,
+        "sampling": promised.sampling,
+        "accountant": promised.accountant,
+        "population": promised.population,
+        "cohort": promised.cohort,
+        "simulated": simulated,
+        "clip_norm": last["privacy_clip_norm"],
+        "audited_epsilon": last.get("privacy_audited_epsilon"),
+        "outside": OUTSIDE,
+        "sentence": f"{what} for each client, accounted for {promised.cohorts}; {SIMULATION}; "
         f"simulation only, outside the guarantee: {', '.join(OUTSIDE)}",
-    )
+    }
 
 
 @dataclass(frozen=True)
