@@ -51,7 +51,7 @@ from trishul_ray.sweeps.sweep_file import (
 RATES, RATE = "rates", "optimizer.lr"
 #: Sweeps that come with the package and reproduce nothing of the paper.
 BEYOND = {RATES, "clock", "dynamic", "lambda_rules", "newer_methods", "privacy", "ranks"}
-BEYOND |= {"ablations", "personal", "quantized", "uploads"}
+BEYOND |= {"ablations", "personal", "quantized", "regimes", "uploads"}
 #: The axis whose labels are the values that a search has sampled.
 SAMPLE = "sample"
 #: How a table says that its runs were chosen by the scores that it shows.
