@@ -4,6 +4,8 @@ import shlex
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trishul_ray.errors import FailsAgainError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -62,15 +65,37 @@ def show_progress(rounds: int = 1) -> "RunProgress":
     return RunProgress(rounds, err)
 
 
-def print_last(text: str, progress: "RunProgress") -> None:
-    """Print why a command ends whose process is about to be ended."""
-    progress.__exit__()
-    print(f"error: {wrapped(text)}", file=sys.stderr, flush=True)
+@contextmanager
+def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
+    """Show progress; if what runs fails, is stopped or loses Ray, say how to continue it.
+
+    ``how`` is told whether the same command would fail again.
+    """
+
+    def print_last(why: str) -> None:  # this process is about to be ended
+        progress.__exit__()
+        print(f"error: {wrapped(f'{why}. {how(False)}')}", file=sys.stderr, flush=True)
+
+    with progress, at_loss(print_last):
+        try:
+            yield
+        except (RunError, OSError) as error:
+            cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
+            raise RunError(f"{cause}. {how(isinstance(error, FailsAgainError))}") from error
+        except KeyboardInterrupt:
+            with suppress(OSError):  # the terminal may be closed
+                print_line(f"stopped. {how(False)}", err)
+            raise typer.Exit(130) from None
 
 
 def print_field(label: str, text: object) -> None:
     """Print ``text`` on standard output after a label in a column of 10 characters."""
     print_line(f"{label:<9} {text}")
+
+
+def typed() -> str:
+    """Return the command of this process, so that it can be copied."""
+    return as_typed(shlex.join(["trishul", *sys.argv[1:]]))
 
 
 def as_typed(command: str) -> str:

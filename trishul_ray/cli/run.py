@@ -1,8 +1,7 @@
 """Commands on one experiment: run it, compare it with another, and export its adapter."""
 
-import shlex
-import sys
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +13,13 @@ from trishul_ray.cli.output import (
     err,
     out,
     print_field,
-    print_last,
     print_line,
     print_whole,
+    resumable,
     show_progress,
+    typed,
 )
-from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
+from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -227,31 +227,18 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
     from trishul_ray.runs.runner import run_experiment
 
     print_line(f"{label}: {describe(experiment)}", err)
-    with (
-        show_progress(experiment.federation.rounds) as progress,
-        at_loss(lambda why: print_last(f"{why}. {_how_to_continue(experiment)}", progress)),
-    ):
-        try:
-            result = run_experiment(experiment, progress, fresh=fresh)
-        except (RunError, OSError) as error:
-            cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
-            again = isinstance(error, FailsAgainError)
-            raise RunError(f"{cause}. {_how_to_continue(experiment, fails_again=again)}") from error
-        except KeyboardInterrupt:
-            with suppress(OSError):  # the terminal may be closed
-                print_line(f"stopped. {_how_to_continue(experiment)}", err)
-            raise typer.Exit(130) from None
+    progress = show_progress(experiment.federation.rounds)
+    with resumable(progress, partial(_how_to_continue, experiment)):
+        result = run_experiment(experiment, progress, fresh=fresh)
     if result.repeated:
         print_line("this run had finished before; showing its result (--fresh runs it again)", err)
     return result
 
 
-def _how_to_continue(experiment: "Experiment", *, fails_again: bool = False) -> str:
+def _how_to_continue(experiment: "Experiment", fails_again: bool) -> str:
     from trishul_ray.federation.checkpoint import run_folder
     from trishul_ray.storage import place
 
-    # Repeat the words that were typed, so that the command can be copied.
-    command = as_typed(shlex.join(["trishul", *sys.argv[1:]])).replace(" --fresh", "")
     home = run_folder(experiment)
     # A remote storage may be what has failed: do not ask it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
@@ -262,4 +249,5 @@ def _how_to_continue(experiment: "Experiment", *, fails_again: bool = False) -> 
         kept = "No round was finished, so nothing is kept"
     if fails_again:
         return f"The same command would fail again; with a changed field it is another run. {kept}"
-    return f"{kept}; to {'continue' if any_kept else 'start again'}: {command}"
+    goal = "continue" if any_kept else "start again"
+    return f"{kept}; to {goal}: {typed().replace(' --fresh', '')}"

@@ -1,9 +1,7 @@
 """Commands on many runs: the paper's tables, and your own sweeps."""
 
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +13,12 @@ from trishul_ray.cli.output import (
     err,
     out,
     print_field,
-    print_last,
     print_line,
     print_whole,
+    resumable,
+    typed,
 )
-from trishul_ray.errors import InputError, RunError, at_loss
+from trishul_ray.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
@@ -47,6 +46,14 @@ StallMinutes = Annotated[
 Concurrency = Annotated[
     int | None,
     typer.Option(min=1, help="Cells at a time; default: as many as the cluster holds."),
+]
+NamesOrFiles = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
+        help="Tables of the paper or sweep files, then key=value overrides of every run",
+        show_default=False,
+    ),
 ]
 ReportFolder = Annotated[
     Path, typer.Option("--report", metavar="DIR", help="Where the report is written.")
@@ -172,14 +179,7 @@ def rates(
 
 
 def plan(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
-            help="Tables of the paper or sweep files, then key=value overrides of every run",
-            show_default=False,
-        ),
-    ],
+    arguments: NamesOrFiles,
     profile: Profile = "paper",
     device: Annotated[
         str | None,
@@ -223,14 +223,7 @@ def plan(
 
 
 def report(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
-            help="Tables of the paper or sweep files, then the overrides that they were run with",
-            show_default=False,
-        ),
-    ],
+    arguments: NamesOrFiles,
     profile: Profile = "paper",
     runs: Runs = None,
     output: Annotated[
@@ -247,9 +240,6 @@ def report(
     Runs nothing: what is missing is missing on the page, and what failed has its reason there.
     """
     from trishul_ray.report.page import write_report
-    from trishul_ray.sweeps.cells import distinct
-    from trishul_ray.sweeps.status import collect, examine
-    from trishul_ray.tracking.progress import RunProgress
 
     sweeps = load_sweeps(arguments, profile, runs)
     searched = [sweep.name for sweep in sweeps if sweep.is_adaptive]
@@ -258,12 +248,10 @@ def report(
             f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
             "the command `sweep` writes the report"
         )
-    with RunProgress(1, err) as progress:
-        states = examine(distinct(sweeps), progress.task_progress("reading results"))
-    outcomes = collect(sweeps, states)
+    outcomes = _read_outcomes(sweeps)
     path = write_report(outcomes, output)
-    finished = sum(state.status == "finished" for state in states.values())
-    print_field("runs", f"{finished} of {len(states)} finished")
+    states = {cell.id: cell.status for outcome in outcomes for cell in outcome.cells}
+    print_field("runs", f"{[*states.values()].count('finished')} of {len(states)} finished")
     print_field("report", path)
 
 
@@ -294,18 +282,13 @@ def claims(
     from trishul_ray.report.claims import claims as all_claims
     from trishul_ray.report.claims import claims_csv, claims_table, judge
     from trishul_ray.report.page import comparable
-    from trishul_ray.sweeps.cells import distinct
-    from trishul_ray.sweeps.status import collect, examine
-    from trishul_ray.tracking.progress import RunProgress
 
     names, overrides = split_arguments(arguments or [])
     if names:
         raise InputError(f"{names[0]!r} is no override: write FIELD=VALUE")
     needed = dict.fromkeys(claim.sweep for claim in all_claims())
     sweeps = load_sweeps([*needed, *overrides], profile, runs)
-    with RunProgress(1, err) as progress:
-        states = examine(distinct(sweeps), progress.task_progress("reading results"))
-    outcomes = collect(sweeps, states)
+    outcomes = _read_outcomes(sweeps)
     findings = judge(outcomes)
     print_whole(claims_table(findings))
     print_line(f"{profile}: {comparable(outcomes)}")
@@ -316,6 +299,16 @@ def claims(
     if output is not None:
         output.write_text(claims_csv(findings), encoding="utf-8")
         print_field("written", output)
+
+
+def _read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
+    """Return what the store has of sweeps; nothing is run."""
+    from trishul_ray.sweeps.cells import distinct
+    from trishul_ray.sweeps.status import collect, examine
+    from trishul_ray.tracking.progress import RunProgress
+
+    with RunProgress(1, err) as progress:
+        return collect(sweeps, examine(distinct(sweeps), progress.task_progress("reading results")))
 
 
 def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
@@ -383,18 +376,9 @@ def _reproduce(
     from trishul_ray.tracking.progress import SweepProgress
 
     options = TuneOptions(retries, stall_minutes, concurrency)
-    with (
-        SweepProgress(err) as progress,
-        at_loss(lambda why: print_last(f"{why}. {_how_to_continue()}", progress)),
-    ):
-        try:
-            return reproduce(sweeps, options, progress)
-        except RunError as error:
-            raise RunError(f"{error}. {_how_to_continue()}") from error
-        except KeyboardInterrupt:
-            with suppress(OSError):  # the terminal may be closed
-                print_line(f"stopped. {_how_to_continue()}", err)
-            raise typer.Exit(130) from None
+    progress = SweepProgress(err)
+    with resumable(progress, lambda _: _how_to("continue")):
+        return reproduce(sweeps, options, progress)
 
 
 def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
@@ -414,11 +398,9 @@ def _describe_failures(result: "Reproduced") -> str:
     more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
     return (
         f"{len(result.failures)} of {total} cells have no result: {'; '.join(shown)}{more}. "
-        f"{_how_to_continue('try them again')}"
+        f"{_how_to('try them again')}"
     )
 
 
-def _how_to_continue(goal: str = "continue") -> str:
-    # Repeat the words that were typed, so that the command can be copied.
-    command = as_typed(shlex.join(["trishul", *sys.argv[1:]]))
-    return f"Finished cells and rounds are kept; to {goal}: {command}"
+def _how_to(goal: str) -> str:
+    return f"Finished cells and rounds are kept; to {goal}: {typed()}"
