@@ -9,50 +9,6 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import EDGE_SECTIONS, may_identify
 from trishul_ray.experiment.loading import field_names, load_experiment
 
-OUTSIDE_ID = [
-    "name=other",
-    "resources.actors=2",
-    "federation.clients_per_actor=1",
-    "resources.backend=inline",
-    "resources.cpus_per_actor=0.5",
-    "resources.device=cpu",
-    "resources.max_restarts=9",
-    "tracking.mlflow=false",
-    "tracking.experiment=x",
-    "storage.runs=elsewhere",
-    "storage.cache=elsewhere",
-    "storage.keep_checkpoints=5",
-]
-
-IN_ID = [
-    "seed=1",
-    "budget=8",
-    "partition.alpha=0.1",
-    "partition.kind=iid",
-    "method=ravan",
-    "method.lam=0.1",
-    "adapter.heads=2",
-    "adapter.path=merged",
-    "optimizer.lr=0.1",
-    "federation.weighting=size",
-    "federation.clients_per_round=2",
-    "model.train_head=false",
-    "evaluation.limit=100",
-    "resources.threads=2",
-]
-
-
-@pytest.mark.parametrize("override", OUTSIDE_ID)
-def test_fields_outside_the_id_keep_it(override):
-    assert load_experiment(None, [override]).id == load_experiment().id
-    assert not may_identify(override.partition("=")[0])
-
-
-@pytest.mark.parametrize("override", IN_ID)
-def test_fields_that_can_change_a_number_change_the_id(override):
-    assert load_experiment(None, [override]).id != load_experiment().id
-    assert may_identify(override.partition("=")[0])
-
 
 def test_every_field_is_described_and_in_the_id_or_not():
     experiment = load_experiment()
@@ -72,6 +28,8 @@ def test_every_field_is_described_and_in_the_id_or_not():
         unread = name == "adapter.alpha"  # by the default method
         off = parents[:1] and parents[0] in EDGE_SECTIONS
         assert (last in inner) != bool(outside or unread or off), name
+        never = isinstance(extra, dict) and extra["identity"] is False
+        assert may_identify(name) != never, name
 
 
 def test_it_is_frozen():

@@ -8,7 +8,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.learning_rates import default_learning_rate
 from trishul_ray.experiment.loading import (
     build_experiment,
-    field_names,
     load_experiment,
 )
 from trishul_ray.experiment.yaml_files import parse_yaml
@@ -54,20 +53,6 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
     path.write_text(yaml.safe_dump(experiment.to_dict()))
     assert load_experiment(path) == experiment
     assert load_experiment(path).id == experiment.id
-
-
-def test_field_names_are_dotted():
-    names = set(field_names())
-    assert {
-        "partition.alpha",
-        "budget",
-        "seed",
-        "method.lam",
-        "federation.clients",
-        "federation.clients_per_round",
-        "federation.local_steps",
-        "federation.rounds",
-    } <= names
 
 
 @pytest.mark.parametrize(

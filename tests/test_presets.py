@@ -111,11 +111,6 @@ def test_the_verbalizers_of_a_preset_are_in_the_order_of_the_classes():
         assert dict(zip(info_of(f"glue/{task}").classes, words, strict=True)) == expected
 
 
-def test_a_task_of_glue_has_the_learning_rate_of_glue():
-    made = load_experiment(None, ["dataset=glue/rte", "method=ravan"])
-    assert (made.optimizer.lr, made.optimizer.lr_source) == (5e-5, "RAVAN Table 8")
-
-
 @pytest.mark.parametrize(
     ("dataset", "trishul", "ravan"),
     [

@@ -182,13 +182,6 @@ def test_wrong_columns_are_reported(tmp_path, table, message):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
 
 
-def test_a_truncated_parquet_file_is_reported(tmp_path):
-    file = mirror(tmp_path / "hub") / "train-00000-of-00002.parquet"
-    file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(CorruptFileError, match=r"train-00000-of-00002.parquet: an incomplete"):
-        prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
-
-
 def test_missing_names_and_folders_are_reported(tmp_path):
     with pytest.raises(InputError, match=r"data.name='cifar101' is unknown.*mean 'cifar10'"):
         prepare("cifar101", cache=tmp_path, hub=None)

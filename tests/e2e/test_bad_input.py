@@ -3,7 +3,6 @@
 Most cases call the entry point in this process; a few run the command as a process of its own.
 """
 
-import io
 import json
 import os
 import shutil
@@ -11,10 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from tiny_run import TINY
 
 from trishul_ray import cli
@@ -52,10 +48,8 @@ def one_line(text):
 
 COMMAND_LINES = [
     (["run", "nosuch.yaml"], "config file nosuch.yaml does not exist"),
-    (["run", "method=nosuch"], "unknown method 'nosuch'; known: fedavg, fedex, "),
     (["run", "federation.cilents=3"], "did you mean 'federation.clients'?"),
     (["run", "partition.alpha=0"], "partition.alpha=0: input should be greater than 0"),
-    (["run", "seed=x"], "seed='x': input should be a valid integer"),
     (["run", "rounds", "3"], "as one word, rounds=3"),
     (["run", "--frsh"], "No such option: --frsh"),
     (["rum"], "No such command 'rum'"),
@@ -77,7 +71,6 @@ COMMAND_LINES = [
     (["run", "--method", "fedit"], "No such option: --method; a field is written method=fedit"),
     (["run", "--local-steps=3"], "a field is written local_steps=3"),
     (["sweep", "--lr", "1e-3"], "a field is written lr=1e-3"),
-    (["run", "alpha=3"], "'alpha' may be partition.alpha or adapter.alpha: name its section"),
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
     (
         ["pretrain", "vit-huge"],
@@ -101,68 +94,6 @@ def test_command_lines(trishul, words, message, tmp_path):
     assert code == 2, error
     assert message in one_line(error)
     assert not (tmp_path / "runs").exists(), "not even a lock"
-
-
-def make_mirror(root, mode="RGB", size=(32, 32), label=3, column="fine_label"):
-    folder = root / "uoft-cs" / "cifar100" / "cifar100"
-    folder.mkdir(parents=True)
-    data = io.BytesIO()
-    Image.new(mode, size).save(data, format="PNG")
-    rows = [{"img": {"bytes": data.getvalue(), "path": None}, column: n % 3} for n in range(40)]
-    rows[17][column] = label
-    for split in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
-    return folder
-
-
-def on_mirror(root):
-    return ["run", *TINY, "dataset=cifar100", "model=vit-digits", "budget=4", f"storage.hub={root}"]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"mode": "L"}, "row 0"),
-        ({"size": (28, 28)}, "row 0"),
-        ({"label": 100}, "row 17"),
-        ({"label": -2}, "row 17"),
-        ({"column": "other"}, "fine_label"),
-    ],
-    ids=["gray image", "wrong size", "label too large", "label negative", "column missing"],
-)
-def test_malformed_mirrors(trishul, tmp_path, damage, message):
-    folder = make_mirror(tmp_path / "hub", **damage)
-    code, error = trishul(*on_mirror(tmp_path / "hub"))
-    assert code == 2, error
-    assert message in one_line(error)
-    assert str(folder / "train-00000-of-00001.parquet") in error
-
-
-def test_a_truncated_parquet_file_is_named(trishul, tmp_path):
-    folder = make_mirror(tmp_path / "hub")
-    file = folder / "train-00000-of-00001.parquet"
-    file.write_bytes(file.read_bytes()[:-20])
-    code, error = trishul(*on_mirror(tmp_path / "hub"))
-    assert code == 2, error
-    assert str(file) in one_line(error)
-
-
-def test_nan_weights_are_named(trishul, tmp_path, cache):
-    from safetensors.torch import load_file, save_file
-
-    from trishul_ray.models.builtin import BUILTINS
-    from trishul_ray.models.pretraining import new_backbone
-
-    folder = tmp_path / "model"
-    new_backbone(BUILTINS["vit-digits"]).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    name = "vit.embeddings.patch_embeddings.projection.weight"
-    tensors[name][0, 0, 0, 0] = float("nan")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    words = [w for w in TINY if w != "model.init=random"]
-    code, error = trishul("run", *words, f"model={folder}")
-    assert code == 2, error
-    assert name in one_line(error)
 
 
 def test_a_truncated_model_file_is_named(trishul, tmp_path):

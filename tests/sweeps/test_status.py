@@ -94,13 +94,6 @@ def rewrite(file, **changes):
 DAMAGES = {
     "empty": (lambda home: (home / "result.json").write_text(""), "is unreadable"),
     "flipped": (lambda home: flip(home / "result.json", 0.5), "checksum differs|is unreadable"),
-    "edited": (
-        lambda home: (home / "result.json").write_text(
-            (home / "result.json").read_text().replace('"accuracy": 0', '"accuracy": 1')
-        ),
-        "checksum differs",
-    ),
-    "of another run": (lambda home: rewrite(home / "result.json", id="0" * 12), "belongs to run 0"),
     "of another experiment": (
         lambda home: rewrite(home / "result.json", identity={"seed": 5}),
         "is that of another experiment",
@@ -113,12 +106,6 @@ DAMAGES = {
     "flipped metrics": (
         lambda home: flip(home / "metrics.parquet", 0.1),
         "metrics.parquet is corrupt",
-    ),
-    "without its checksum": (
-        lambda home: (home / "result.json").write_text(
-            re.sub(r',\s*"checksum": "\w+"', "", (home / "result.json").read_text())
-        ),
-        "result.json has no checksum",
     ),
 }
 

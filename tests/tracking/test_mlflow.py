@@ -365,19 +365,6 @@ def test_four_processes_open_a_fresh_store_at_once(tmp_path):
     assert len(client.search_runs([experiment.experiment_id])) == 3
 
 
-@pytest.mark.chaos
-def test_a_killed_driver_continues_its_run(uri):
-    driver = start_driver(uri, "abc123")
-    assert driver.stdout.readline() == "ready\n"
-    send(driver)
-    run_id = driver.stdout.readline().strip()
-    driver.kill()
-    driver.communicate(timeout=30)
-    again = open_run(uri)
-    assert again.run_id == run_id
-    assert again.logged_steps() == {1}
-
-
 def test_a_resumed_run_logs_its_rows_once(uri):
     for _ in range(2):
         run = open_run(uri)
