@@ -1,7 +1,7 @@
 """When clients can be asked: windows of time on the simulated clock.
 
 Two sources give windows: a generator, which draws from the seed for each day, and a file. Time 0 is
-midnight of day 0. A window does not bind a client: one that has begun a round may end it.
+midnight of day 0. A client that has begun a round may finish it after its window has ended.
 
 Legend: N clients, k windows.
 """

@@ -59,10 +59,10 @@ class DevicesConfig(Section):
         description="standard deviation of ln(bandwidth) of a client over rounds",
     )
     latency: float = Field(
-        0.1, ge=0, description="seconds of each client's round beside transfer and computing"
+        0.1, ge=0, description="seconds of each client's round on top of transfer and computing"
     )
-    power: float = Field(4.0, gt=0, description="watts of a device that computes")
-    radio: float = Field(1.5, ge=0, description="watts of a device that transfers")
+    power: float = Field(4.0, gt=0, description="watts of a device while it computes")
+    radio: float = Field(1.5, ge=0, description="watts of a device while it transfers")
     path: PathText | None = Field(
         None,
         description="kind=file: Parquet with a row for each client: client, speed (FLOP/s), up and "
@@ -79,13 +79,13 @@ class DevicesConfig(Section):
         "(seconds of the clock); repeats after the day on which the last one ends",
     )
     battery: float | None = Field(
-        None, gt=0, description="joules of a full battery, as at the start; default: not limited"
+        None, gt=0, description="joules of a battery, full at the start; default: no batteries"
     )
     charging: float = Field(
         5.0, ge=0, description="watts into a client's battery while it can be asked"
     )
     battery_low: float = Field(
-        0.2, ge=0, lt=1, description="share of a battery below which its client cannot be asked"
+        0.2, ge=0, lt=1, description="a client whose battery is below this share is not asked"
     )
     path_content: NotedText | None = not_in_id(
         None, "noted when loaded: the hash of devices.path, which replaces it in the id"

@@ -1,9 +1,9 @@
 """What is sent: the codec of uploads, with error feedback, and that of broadcasts.
 
 With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
-1901.09847) a client adds to its change what its earlier ones have lost: it sends ``C(delta + e)``
-and keeps ``e <- delta + e - C(delta + e)``. So the sum of what it has sent is that of its changes
-minus the last e.
+1901.09847) a client adds to its change what the codec left out of earlier ones: it sends
+``C(delta + e)`` and keeps ``e <- delta + e - C(delta + e)``. Over all rounds it has then sent the
+sum of its changes minus the last e.
 
 A broadcast is coded afresh from the server's whole state in every round, so that its error does not
 accumulate. Clients train from the decoded broadcast, and their changes are relative to it.
@@ -30,8 +30,8 @@ class UploadsConfig(CodecFields):
 
     error_feedback: bool = in_id_if_set(
         False,
-        "clients add what the codec has left out to their next change; a checkpoint then has as "
-        "many numbers for each client as it sends",
+        "add what the codec left out to a client's next change; checkpoints then hold as many "
+        "numbers for each client as it sends",
     )
     residual_rounds: int | None = in_id_if_set(
         None, "error feedback: rounds after which what was left out is forgotten; null: never", ge=1

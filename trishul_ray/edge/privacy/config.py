@@ -18,8 +18,7 @@ class PrivacyConfig(Section):
         None,
         gt=0,
         le=100,
-        description="ε of the whole run, from which the noise follows; it is in the id, and the "
-        "noise is not",
+        description="ε of the whole run, from which the noise follows; the id has ε, not the noise",
     )
     noise: float | None = Field(
         None,
@@ -28,7 +27,7 @@ class PrivacyConfig(Section):
         "sum of a round over the clip norm",
     )
     budget: float | None = not_in_id(
-        None, "with noise: the largest ε; federation.rounds is cut to the rounds that it pays", gt=0
+        None, "with noise: the largest ε; reduces federation.rounds to what it pays for", gt=0
     )
     delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
         "auto", description="δ; auto: min(1e-5, N^-1.1) for a population of N"
@@ -42,24 +41,24 @@ class PrivacyConfig(Section):
         False, description="let S follow a quantile of the norms (Andrew et al., 2021)"
     )
     quantile: float = Field(
-        0.5, gt=0, lt=1, description="adaptive: share of clients that shall not be clipped"
+        0.5, gt=0, lt=1, description="adaptive: target share of unclipped clients"
     )
     clip_lr: float = Field(0.2, gt=0, le=5, description="adaptive: learning rate of log S")
     bit_noise: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
-        description="adaptive: standard deviation of the noise on the count of clients that are "
-        "not clipped; auto: a twentieth of the cohort",
+        description="adaptive: standard deviation of the noise on the count of unclipped clients; "
+        "auto: a twentieth of the cohort",
     )
     sampling: Sampling = Field(
         "poisson",
-        description="poisson: each client is drawn by itself, federation.clients_per_round of them "
-        "on average; fixed: exactly so many, accounted for the replacement of one; none: exactly "
-        "so many, and the draw hides nothing: participations are counted",
+        description="poisson: each client joins independently, federation.clients_per_round on "
+        "average; fixed: exactly that many, accounted for replacing one client; none: exactly that "
+        "many, accounted without amplification, by counting participations",
     )
     population: int | None = Field(
         None,
         ge=1,
-        description="account for a deployment of so many clients, with cohorts of "
+        description="account for a deployment with this many clients and cohorts of "
         "privacy.cohort, and scale the noise to it; default: the simulated ones",
     )
     cohort: int | None = Field(
