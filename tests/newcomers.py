@@ -19,7 +19,8 @@ def unloaded_after():
     """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
     # The built-in ones are registered before.
     base.method_names(), tasks.task_classes(), codecs.codec_names()
-    tables = [base._REGISTRY, tasks._REGISTRY, codecs._REGISTRY, cohorts._REGISTRY]
+    registries = base.METHODS, codecs.CODECS, cohorts.COHORTS
+    tables = [tasks._REGISTRY, *(each.classes for each in registries)]
     tables += [plugins._owners, plugins._providers, plugins._newest, plugins._loose]
     before = [dict(table) for table in tables]
     modules = set(sys.modules)

@@ -11,7 +11,7 @@ from trishul_ray.experiment.loading import (
     load_experiment,
 )
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.methods.base import _REGISTRY, method_names, register
+from trishul_ray.methods.base import METHODS, method_names, register
 from trishul_ray.methods.fedit import FedIT
 
 
@@ -347,7 +347,7 @@ def register_newcomer():
 
     method_names()
     yield make
-    _REGISTRY.pop("newcomer", None)
+    METHODS.classes.pop("newcomer", None)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ import linecache
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from trishul_ray.errors import InputError, first_line
 
@@ -33,6 +33,9 @@ UNKNOWN = "unknown"
 
 #: Beginning of the names of the modules that files become.
 _PREFIX = "trishul_plugin_"
+
+_T = TypeVar("_T")
+_C = TypeVar("_C", bound=type)
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,54 @@ def claim(field: str, cls: type, registered: type | None, title: str) -> None:
     _loose.pop(field, None)
     if owner is None and not cls.__module__.startswith("trishul_ray."):
         _loose[field] = cls
+
+
+class Registry(Generic[_T]):
+    """Classes by name, of which a field of an experiment names one.
+
+    Args:
+        field: The field, such as ``method``.
+        title: What a name is called in messages.
+        package: Its modules register classes when they are imported; None if all built-in classes
+            are in the module of the registry.
+        taken: Names that mean something else.
+    """
+
+    def __init__(
+        self, field: str, title: str, package: str | None = None, taken: Iterable[str] = ()
+    ) -> None:
+        self._field, self._title, self._package = field, title, package
+        self._taken = frozenset(taken)
+        self.classes: dict[str, type[_T]] = {}
+
+    def add(self, name: str, cls: type[_T]) -> None:
+        """Make a class available under a name; raises as :func:`claim`."""
+        title = f"{self._title} {name!r}"
+        if name in self._taken:
+            raise ValueError(f"{title} is taken")
+        claim(f"{self._field}={name}", cls, self.classes.get(name), title)
+        self.classes[name] = cls
+
+    def register(self, name: str) -> Callable[[_C], _C]:
+        """Return a class decorator that makes a class available under a name."""
+
+        def added(cls: _C) -> _C:
+            self.add(name, cls)
+            return cls
+
+        return added
+
+    def _load(self) -> None:
+        load_installed() if self._package is None else load_all(self._package)
+
+    def names(self) -> list[str]:
+        """Return all names, sorted, after importing the package and all plug-ins."""
+        self._load()
+        return sorted(self.classes)
+
+    def __getitem__(self, name: str) -> type[_T]:
+        self._load()
+        return self.classes[name]
 
 
 def used_by(fields: Iterable[str]) -> tuple[Plugin, ...]:

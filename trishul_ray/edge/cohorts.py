@@ -13,9 +13,8 @@ Legend: N clients, n that can be asked now, m that are wanted.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -107,33 +106,13 @@ class Strategy:
         raise NotImplementedError(f"{type(self).__name__} must define choose()")
 
 
-_REGISTRY: dict[str, type[Strategy]] = {}
+COHORTS = plugins.Registry[Strategy]("cohort.select", "cohort strategy")
 
-_S = TypeVar("_S", bound=type[Strategy])
-
-
-def register_cohort(name: str) -> Callable[[_S], _S]:
-    """Return a class decorator that makes a strategy available as ``cohort.select=<name>``."""
-
-    def add(cls: _S) -> _S:
-        title = f"cohort strategy {name!r}"
-        plugins.claim(f"cohort.select={name}", cls, _REGISTRY.get(name), title)
-        _REGISTRY[name] = cls
-        return cls
-
-    return add
-
-
-def cohort_names() -> list[str]:
-    """Return the names of all registered strategies, sorted."""
-    plugins.load_installed()
-    return sorted(_REGISTRY)
-
-
-def strategy_class(name: str) -> type[Strategy]:
-    """Return the strategy registered under a name, or raise KeyError."""
-    plugins.load_installed()
-    return _REGISTRY[name]
+#: Class decorator: ``@register_cohort("mine")`` makes a strategy available as
+#: ``cohort.select=mine``.
+register_cohort = COHORTS.register
+#: The names of all strategies, and the class of a name.
+cohort_names, strategy_class = COHORTS.names, COHORTS.__getitem__
 
 
 class CohortConfig(Section):
@@ -187,7 +166,7 @@ class CohortConfig(Section):
         if self.late == "partial" and self.deadline is None:
             raise ValueError("cohort.late=partial needs cohort.deadline, in seconds")
         read = strategy_class(self.select).reads
-        for strategy in _REGISTRY.values():
+        for strategy in COHORTS.classes.values():
             self.refuse_unread(sorted(strategy.reads - read), f"with select={self.select!r}")
         return self
 

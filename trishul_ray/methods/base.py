@@ -496,7 +496,7 @@ def exact_share(count: int, *shares: float) -> Fraction:
     return math.prod((Fraction(repr(float(share))) for share in shares), start=Fraction(count))
 
 
-_REGISTRY: dict[str, type[Method]] = {}
+METHODS = plugins.Registry[Method]("method", "method name", "trishul_ray.methods")
 
 _M = TypeVar("_M", bound=type[Method])
 
@@ -505,7 +505,7 @@ def register(name: str) -> Callable[[_M], _M]:
     """Return a class decorator that makes a method available as ``method=<name>``."""
 
     def add(cls: _M) -> _M:
-        plugins.claim(f"method={name}", cls, _REGISTRY.get(name), f"method name {name!r}")
+        METHODS.add(name, cls)
         if cls.Config.model_fields["name"].default != name:
             cls.Config = create_model(
                 f"{cls.__name__}Config",
@@ -515,22 +515,13 @@ def register(name: str) -> Callable[[_M], _M]:
                 __qualname__=f"{cls.__qualname__}.Config",  # where pickle finds it
                 name=(Literal[name], name),  # type: ignore[arg-type]
             )
-        _REGISTRY[name] = cls
         return cls
 
     return add
 
 
-def method_names() -> list[str]:
-    """Return the names of all registered methods, sorted, after importing the whole package."""
-    plugins.load_all("trishul_ray.methods")
-    return sorted(_REGISTRY)
-
-
-def method_class(name: str) -> type[Method]:
-    """Return the class registered under ``name``, or raise KeyError."""
-    plugins.load_all("trishul_ray.methods")
-    return _REGISTRY[name]
+#: The names of all methods, and the class of a name.
+method_names, method_class = METHODS.names, METHODS.__getitem__
 
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:

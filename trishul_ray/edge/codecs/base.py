@@ -11,10 +11,10 @@ Legend: W entries of a vector, U its units, n entries of those that are sent.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import model_validator
@@ -208,34 +208,12 @@ class Codec:
         return np.unpackbits(flags, count=count).astype(bool), content[len(flags) :]
 
 
-_REGISTRY: dict[str, type[Codec]] = {}
+CODECS = plugins.Registry[Codec]("codec", "codec name", "trishul_ray.edge.codecs", taken=[NONE])
 
-_C = TypeVar("_C", bound=type[Codec])
-
-
-def register_codec(name: str) -> Callable[[_C], _C]:
-    """Return a class decorator that makes a codec available as ``uploads.codec=<name>``."""
-
-    def add(cls: _C) -> _C:
-        if name == NONE:
-            raise ValueError(f"codec name {name!r} is taken")
-        plugins.claim(f"codec={name}", cls, _REGISTRY.get(name), f"codec name {name!r}")
-        _REGISTRY[name] = cls
-        return cls
-
-    return add
-
-
-def codec_names() -> list[str]:
-    """Return the names of all registered codecs, sorted."""
-    plugins.load_all("trishul_ray.edge.codecs")
-    return sorted(_REGISTRY)
-
-
-def codec_class(name: str) -> type[Codec]:
-    """Return the codec registered under ``name``, or raise KeyError."""
-    plugins.load_all("trishul_ray.edge.codecs")
-    return _REGISTRY[name]
+#: Class decorator: ``@register_codec("mine")`` makes a codec available as ``uploads.codec=mine``.
+register_codec = CODECS.register
+#: The names of all codecs, and the class of a name.
+codec_names, codec_class = CODECS.names, CODECS.__getitem__
 
 
 def build_codec(fields: CodecFields) -> Codec | None:
