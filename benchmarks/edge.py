@@ -7,7 +7,7 @@ Parts (all by default):
     codecs  encoding and decoding one upload of 96 core heads of 110x110 (ViT-B/16 at the lower
             budget): milliseconds, bytes and relative error of every codec, for a change of full
             rank and for one whose spectrum was cut
-    round   rounds of a small ViT with each section, by turns with rounds without any
+    round   what each section adds to a round of a small ViT, by turns with rounds without any
 
 Times are CPU time of the one thread that runs, which does not depend on what else the machine does.
 Results go to benchmarks/results/.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _results import Goal, Report, Section, Times, paired, told_by
+from _results import Goal, Report, Section, Times, told_by
 from _setups import small
 
 from trishul_ray.edge.codecs.base import CodecFields, Units, build_codec, codec_names
@@ -54,8 +54,8 @@ def main() -> None:
     parser = told_by(__doc__, ALL)
     add = parser.add_argument
     add("--times", type=int, default=7, help="encodings of each codec")
-    add("--rounds", type=int, default=6, help="rounds with each section")
-    add("--local-steps", type=int, default=10, help="fewer steps: a larger share for the rest")
+    add("--rounds", type=int, default=16, help="rounds with each section")
+    add("--local-steps", type=int, default=10, help="of the round that shares are of")
     add("--sections", nargs="+", help="parts of the names of sections: those alone", default=[""])
     options = parser.parse_args()
     report = Report("edge", options)
@@ -109,44 +109,52 @@ def codecs(options: argparse.Namespace) -> Section:
 
 
 def rounds(options: argparse.Namespace) -> Section:
-    """Rounds with each section right after rounds without."""
+    """What each section adds to a round of one local step, as a share of a round of many.
+
+    What sections cost does not depend on local steps, and a short round hides less of it.
+    """
     asked = {k: v for k, v in SECTIONS.items() if any(part in k for part in options.sections)}
+    whole = f"none, {options.local_steps} local steps"
     variants = {"none": ([], None), **asked}
-    seconds: dict[str, list[float]] = {label: [] for label in variants}
+    seconds: dict[str, list[float]] = {label: [] for label in (*variants, whole)}
     with tempfile.TemporaryDirectory() as folder:
-        shared = [
-            f"federation.rounds={options.rounds + 1}",
-            f"federation.local_steps={options.local_steps}",
-            "evaluation.every=0", "evaluation.diagnostics_every=0", "evaluation.limit=64",
-            "resources.backend=inline", "tracking.mlflow=false",
-        ]  # fmt: skip
-        drivers = {}
-        for label, (overrides, _) in variants.items():
+
+        def driver(steps: int, *overrides: str) -> InlineDriver:
+            shared = [
+                f"federation.rounds={options.rounds + 1}", f"federation.local_steps={steps}",
+                "evaluation.every=0", "evaluation.diagnostics_every=0", "evaluation.limit=64",
+                "resources.backend=inline", "tracking.mlflow=false",
+            ]  # fmt: skip
             setup = small(Path(folder), "synthetic", [*shared, *overrides])
             fields = setup.experiment.to_dict()
             fields["storage"]["runs"] = str(Path(folder) / "runs")
-            drivers[label] = InlineDriver(build_experiment(fields), setup.prepared, "benchmark")
+            return InlineDriver(build_experiment(fields), setup.prepared, "benchmark")
+
+        drivers = {label: driver(1, *overrides) for label, (overrides, _) in variants.items()}
+        drivers[whole] = driver(options.local_steps)
         for _ in range(options.rounds + 1):  # the first one warms up
-            for label, driver in drivers.items():
+            for label, each in drivers.items():
                 began = time.process_time()
-                driver.step()
+                each.step()
                 seconds[label].append(time.process_time() - began)
-        for driver in drivers.values():
-            driver.close()
+        for each in drivers.values():
+            each.close()
     plain = Times.of(seconds["none"][1:])
-    rows, goals = [], []
+    round_ = Times.of(seconds[whole][1:])
+    rows, goals = [[whole, round_.show(1000, 0), "", ""]], []
     for label, (_, most) in variants.items():
         times = Times.of(seconds[label][1:])
-        ratio = paired(times, plain)
-        rows.append([label, times.show(), ratio.show(digits=3)])
+        added = Times.of([a - b for a, b in zip(times.values, plain.values, strict=True)])
+        share = added.median / round_.median
+        rows.append([label, times.show(1000, 0), added.show(1000, 1), f"{100 * share:.2f} %"])
         if most is not None:
-            goals.append(Goal(f"a round with {label} / without", ratio.median, 1 + most))
+            goals.append(Goal(f"a round with {label} / without", 1 + share, 1 + most))
     return Section(
-        f"{options.rounds} rounds of {setup.label}: 3 clients x {options.local_steps} steps of 32",
-        ["section", "CPU seconds a round", "of a round without"],
+        f"{options.rounds} rounds of a ViT 128x6: 3 clients, one step of 32",
+        ["section", "CPU ms a round", "more than none", f"of {options.local_steps} steps"],
         rows,
         [
-            "48 core heads of 22x22; evaluation and diagnostics off; by turns, ratios are those of "
+            "48 core heads of 22x22; evaluation and diagnostics off; by turns, differences of "
             "neighbours, median (min-max)",
         ],
         goals,
