@@ -6,10 +6,13 @@ from summaries import invented_summary
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.page import MOST_VALUES, SWITCHES, read_switches
 
+UNREAD = ["task.target_length", "task.template", "task.verbalizers"]
 
-def summary(**fields):
+
+def summary(unread=UNREAD, **fields):
     experiment = Experiment.model_validate(fields)
-    return invented_summary(config=experiment.to_dict(), identity=experiment.identity())
+    config, identity = experiment.to_dict(), experiment.identity()
+    return invented_summary(config=config, identity=identity, unread_fields=unread)
 
 
 def read(*summaries):
@@ -40,13 +43,14 @@ def test_values_are_counted_where_the_method_reads_them():
 
 def test_every_switch_is_a_field():
     wild = summary(method="trishul", adapter={"init": "rv_random_normal"})
-    texts = summary(method="fedit", task={"template": "{text}\nTopic:", "verbalizers": ["a", "b"]})
+    words = {"template": "{text}\nTopic:", "verbalizers": ["a", "b"]}
+    texts = summary(method="fedit", task=words, unread=[])
     others = [summary(method=name) for name in ("scaffold", "hetlora", "fedsb")]
-    found = read(wild, texts, *others)
+    found = read(wild, texts, *others, summary(method="fedit", task=words))
     assert set(found) == {*SWITCHES, ""}
     assert found["task.template"].values == (("{text}\\nTopic:", 1),)
     assert found["task.verbalizers"].values == (("a, b", 1),)
-    assert found["adapter.alpha"].values == (("r", 3),)
+    assert found["adapter.alpha"].values == (("r", 4),)
     assert found["method.option"].values == (("auto", 1),)
 
 

@@ -106,9 +106,6 @@ _APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "adapter.sigma": ("init", lambda init: init == "rv_random_normal"),
     "partition.variant": ("kind", lambda kind: kind == "dirichlet"),
     "partition.min_size": ("kind", lambda kind: kind == "dirichlet"),
-    "task.template": ("template", lambda template: template is not None),
-    "task.verbalizers": ("verbalizers", lambda words: words is not None),
-    "task.target_length": ("template", lambda template: template is not None),
 }
 #: How the absence of a value is displayed, where it is not just "default".
 _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
@@ -451,7 +448,7 @@ def _write(path: Path, content: str | bytes) -> Path:
 def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:
     """Return how runs set each of :data:`SWITCHES`.
 
-    Fields that a run's method ignores are not in its ``identity``, and do not count.
+    Fields that a run's method or task does not read do not count.
     """
     found = []
     for field, question in SWITCHES.items():
@@ -473,7 +470,8 @@ def _value(summary: "RunSummary", field: str) -> str | None:
     # The source of a rate cannot change a number: it is not part of the identity.
     fields = (summary.config if name == "lr_source" else summary.identity).get(section, {})
     other, applies = _APPLIES.get(field, (name, lambda _: True))
-    if name not in fields or not applies(fields.get(other)):
+    unread = name not in fields or field in summary.unread_fields
+    if unread or not applies(fields.get(other)):
         return None
     value = fields[name]
     if field == "federation.compute":
