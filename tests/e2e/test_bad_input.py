@@ -49,7 +49,6 @@ def one_line(text):
 COMMAND_LINES = [
     (["run", "nosuch.yaml"], "config file nosuch.yaml does not exist"),
     (["run", "federation.cilents=3"], "did you mean 'federation.clients'?"),
-    (["run", "partition.alpha=0"], "partition.alpha=0: input should be greater than 0"),
     (["run", "rounds", "3"], "as one word, rounds=3"),
     (["run", "--frsh"], "No such option: --frsh"),
     (["rum"], "No such command 'rum'"),
@@ -67,15 +66,10 @@ COMMAND_LINES = [
     (["run", "dataset=cifar100", "model=vit-digits", "budget=4"], "storage.hub or TRISHUL_HUB"),
     (["run", "storage.hub=/no/such/place"], "is not a folder"),
     (["run", "resources.device=cuda", "resources.backend=ray"], "torch finds no GPU"),
-    (["run", "method", "fedit"], "as one word, method=fedit"),
     (["run", "--method", "fedit"], "No such option: --method; a field is written method=fedit"),
     (["run", "--local-steps=3"], "a field is written local_steps=3"),
     (["sweep", "--lr", "1e-3"], "a field is written lr=1e-3"),
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
-    (
-        ["pretrain", "vit-huge"],
-        "'vit-huge' is not a built-in backbone; built-in are vit-digits, vit-tiny, bert-tiny",
-    ),
     (["datasets", "mnist"], "data.name='mnist' is unknown"),
     (["datasets", "digit"], "did you mean 'digits'?"),
     (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
