@@ -269,7 +269,7 @@ class Method:
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
     #: changes (codecs, privacy, server optimizers) needs it, and refuses other methods. A subclass
     #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it. An
-    #: instance may say otherwise than its class, by its configuration; so for ``needs_uploads``.
+    #: instance may override its class, depending on its configuration; so it may ``needs_uploads``.
     mean_is_enough: bool = False
     #: Whether an entry of ``shared`` means the same in every round. If not, what is kept from round
     #: to round, such as a server optimizer's momentum, does not fit the next change.
@@ -277,7 +277,7 @@ class Method:
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
     needs_uploads: bool = False
-    #: Fewest clients of a round that :meth:`aggregate` is of any use with.
+    #: Smallest number of clients per round with which :meth:`aggregate` is useful.
     least_clients: int = 1
     #: Names in ``extra`` of a contribution that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then

@@ -3,8 +3,8 @@
 Zhang et al.: "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", ICML 2026, arXiv
 2602.23638.
 
-For any orthogonal R, ``(B R)(R^T A) = B A``: clients with one and the same update may send factors
-that cancel in the mean. A client therefore sends ``R^T A_c`` and ``B_c R`` with the R that solves
+For any orthogonal R, ``(B R)(R^T A) = B A``: clients with the same update may send factors that
+cancel in the mean. A client therefore sends ``R^T A_c`` and ``B_c R`` with the R that solves
 the orthogonal Procrustes problem ``min ||R^T A_c - A||`` in odd rounds, ``min ||B_c R - B||`` in
 even ones, where A and B are the broadcast: with ``M = A_c A^T`` or ``M = B_c^T B``, and its SVD
 ``M = U S V^T``, it is ``R = U V^T``. Round 1 is left out, as B is still zero. The server averages

@@ -3,9 +3,9 @@
 Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025,
 arXiv 2410.01463.
 
-A client starts its first round with B = 0 and later ones with the B that it ended its last one
-with. The classification head is shared. The global model has B = 0: it is the backbone with the
-shared head, and A has no effect in it. What the method is for is the clients' own models
+A client starts its first round with B = 0, and each later one with the B from the end of its last.
+The classification head is shared. The global model has B = 0: it is the backbone with the shared
+head, and A has no effect in it. The method is meant for the clients' own models
 (``evaluation.per_client``).
 """
 

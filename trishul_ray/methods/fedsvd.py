@@ -10,8 +10,8 @@ A turns to the directions that the clients have found. The decomposition is that
 matrix, after a QR of B. Both factors are sent down, B alone is sent up; the rank is the budget's
 LoRA rank.
 
-What acts on changes sees those of B within a round. What it keeps from one round for the next
-(moments, what a codec has left out) is in the coordinates of the earlier A.
+Codecs, privacy and server optimizers see the change of B within a round. What they keep for the
+next round (moments, errors of a codec) stays in the coordinates of the earlier A.
 """
 
 from __future__ import annotations

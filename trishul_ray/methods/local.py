@@ -1,10 +1,10 @@
 """Local training: every client trains an adapter of its own, and nothing is sent.
 
-The baseline for what a client gains by federation. A client continues from where its own last round
-ended; the adapter and the classification head never leave it. There is no global
-model: the metrics of one are those of the untouched backbone with its untrained head, in every
-round. What counts are the clients' own models (``evaluation.per_client``); one that was never
-sampled is untouched, too.
+The baseline for what a client gains by federation. A client continues where its own last round
+ended; its adapter and its classification head never leave it. There is no global model: its metrics
+are those of the untouched backbone with an untrained head, in every round. What counts are the
+clients' own models (``evaluation.per_client``); that of a client that was never sampled is
+untouched, too.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ scale is not published; the default here is ``random_normal`` (one QR per core h
 ``adapter.init`` selects others (``rv_random_normal`` with ``adapter.sigma`` is the paper's).
 
 With ``method.private_heads`` a client keeps its last k core heads of each matrix: they are never
-sent, and are no part of the global model. Where bases are orthogonal, so are what is shared and
-what is private, as matrices. This is no part of the paper.
+sent, and are no part of the global model. If bases are orthogonal, the shared and the private part
+of an update are orthogonal matrices. Private heads are not in the paper.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class RavanConfig(MethodConfig):
     )
     limits: Literal["heads", "ranks"] = in_id_if_set(
         "heads",
-        "what a limited client trains less of: core heads, or ranks: the leading rows and columns "
-        "of every core, each entry averaged over the clients that hold it",
+        "what a limited client trains fewer of: heads, or ranks (the leading rows and columns of "
+        "every core, where each entry is averaged over the clients that hold it)",
     )
     private_heads: int = in_id_if_set(
         0,
         "core heads of each matrix that stay with the client: trained in each of its rounds, never "
-        "sent; a matrix of no more heads shares one",
+        "sent; a matrix with no more heads than that shares one",
         ge=0,
     )
 
@@ -185,10 +185,9 @@ class Ravan(Method):
     def _choose(self, run: LocalRun) -> Tensor:
         """Return [U] bool: on each layer the ``ceil(share h)`` core heads of the largest score.
 
-        They are chosen of those that are active already.
-        Ties (all cores are zero in round 1) are broken by the client's random stream. Otherwise the
-        first core heads would be trained in round 1, have the largest norms afterwards, and be the
-        only ones ever trained.
+        Only heads that are active already can be chosen. The client's random stream breaks ties (in
+        round 1 all cores are zero). Otherwise the first core heads would be trained in round 1,
+        have the largest norms afterwards, and be the only ones ever trained.
         """
         selection, wire = self.config.selection, self.wire(run.layout)
         if selection == "gradient":

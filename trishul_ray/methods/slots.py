@@ -7,8 +7,8 @@ core head has a status:
 * :data:`SPARE`: it has never been trained, and is zero.
 * t > 0: retired after round t. It stays in the forward pass, frozen at its value.
 
-So no change of a status changes the model's function by a bit. The slots of a block have the same
-status on each of its matrices.
+A change of status never changes the model's function, to the bit. The slots of a block have the
+same status on each of its matrices.
 
 Legend: n core heads over all layers, in the order of the layout; U units of the wire.
 """
@@ -154,8 +154,9 @@ def moved_status(status: Tensor, energy: Tensor, spread: Tensor, layout: Layout,
     """Return the status [n] after heads have changed place, where that is worth it.
 
     A block's score is a = e k: e is what the means of its active core heads have moved, and k, the
-    consensus, what they have moved over what clients have on average, in (0, 1]. So what is loud
-    but disputed gets nothing. Of a block that gives, the slot that has moved least is retired.
+    consensus, that over what clients have moved on average, in (0, 1]: a block on which clients
+    disagree scores low, however far they move. A block that gives retires its slot that has moved
+    least.
 
     Args:
         status: [n] as it is.

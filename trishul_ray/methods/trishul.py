@@ -11,9 +11,9 @@ The three prongs of the paper (Algorithm 1):
    (eqs. waterfill_opt, waterfill_sol, rounding_floor), the same number on each adapted matrix of a
    block.
 
-``method.lam_rule`` sets the threshold otherwise than by λη, which under Adam is far below what a
-step adds, and ``method.reallocate_every`` lets heads change place during training; see
-:class:`TrishulConfig` and docs/what-the-paper-leaves-open.md.
+Beyond the paper, ``method.lam_rule`` chooses other thresholds than λη, which under Adam is far
+below what a step adds, and ``method.reallocate_every`` moves heads between blocks during training;
+see :class:`TrishulConfig` and docs/what-the-paper-leaves-open.md.
 
 The paper leaves three choices open: which weights score a block (``method.block_scores``; by
 default its adapted matrices), s_max (default 10), and how the prox, defined for plain gradient
@@ -80,12 +80,12 @@ class TrishulConfig(RavanConfig):
     lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
     lam_rule: LamRule = in_id_if_set(
         "fixed",
-        "threshold τ of singular values. fixed: λη. relative: ρ times the core's largest. entropy: "
-        "likewise, the server moving log ρ of each core head toward a target of effective rank "
-        "over rank. continuation: λη, λ falling by a tenth a round to method.lam. Once a round "
-        "instead: unknown: 2.858 medians, above which values are kept (Gavish and Donoho); on the "
-        "mean, by how clients differ (two or more): edge: optimal shrinkage; sure: the least "
-        "estimated error",
+        "rule for the threshold τ of singular values. fixed: λη. relative: ρ times the largest one "
+        "of the core. entropy: the same, where the server moves log ρ of each core head toward a "
+        "target for effective rank over rank. continuation: λη, where λ falls by a tenth a round "
+        "to method.lam. Applied once a round: unknown: keep values above 2.858 medians (Gavish and "
+        "Donoho). Applied to the mean, with the noise told by how two or more clients differ: "
+        "edge: optimal shrinkage; sure: the threshold of least estimated error",
     )
     lam_level: float | None = in_id_if_set(
         None,
@@ -116,8 +116,8 @@ class TrishulConfig(RavanConfig):
     )
     reallocate_every: int = in_id_if_set(
         0,
-        "rounds after which heads may change place, between a fifth and four fifths of the run, by "
-        "what the means of uploads move and how far clients agree; 0: never",
+        "rounds between moves of heads from block to block, from a fifth to four fifths of the "
+        "run, by how far means of uploads move and how far clients agree; 0: never",
         ge=0,
     )
     spare_heads: int = in_id_if_set(
@@ -296,7 +296,7 @@ class Trishul(Ravan):
         return {name: torch.stack([n[name] for n in norms]).mean().view(1) for name in norms[0]}
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Keep a copy of the broadcast if the prox acts on the change since."""
+        """Start as RAVAN does, and prepare the prox."""
         if self.spare_heads and run.training:
             count = sum(1 for _ in run.layout.units(self.wire(run.layout)))
             run.active = slots.active_units(run.broadcast.extra["status"], count)

@@ -53,6 +53,8 @@ VerdictName = Literal["seen", "not seen", "reversed", "undecided", "no runs"]
 VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)
 Side = Literal["higher", "lower"]
 Interval = tuple[float, float]
+#: Labels of the cells that are compared, each with its sign.
+Signed = list[tuple[dict[str, str], float]]
 
 #: The metric that a cell is read by; a loss counts as lower where a claim says higher.
 SCORE = "score"
@@ -113,8 +115,22 @@ class Claim(Section):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Labels that are compared, the first of which the claim puts above."""
-        found = [*zip(self.chain, self.chain[1:], strict=False)]
+        found = [*itertools.pairwise(self.chain)]
         return found + [(one, other) for one, others in self.above.items() for other in others]
+
+    @property
+    def comparisons(self) -> list[Signed]:
+        """What is compared: differences, or differences between them (``gain``)."""
+        ends = [[({self.axis: one}, 1.0), ({self.axis: other}, -1.0)] for one, other in self.pairs]
+        if self.gain is None:
+            return ends
+        axis, steps = self.gain.axis, [*itertools.pairwise(self.gain.chain)]
+        return [
+            [({**labels, axis: first}, sign) for labels, sign in pair]
+            + [({**labels, axis: second}, -sign) for labels, sign in pair]
+            for pair in ends
+            for first, second in steps
+        ]
 
     @property
     def place(self) -> str:
@@ -317,39 +333,15 @@ def _parts(claim: Claim, sweep: SweepOutcome, cells: Sequence[CellOutcome]) -> I
                 number = max(found, default=None)
                 yield Part(text, measure, "lower", percent=False, number=number)
         return
-    compared = [
-        ((measure, side), _signed(claim, pair, gain))
-        for measure, side in claim.measures.items()
-        for pair in claim.pairs
-        for gain in _steps(claim.gain)
-    ]
     # What the sweep leaves out is no part of the claim here.
     planned = [
         (measured, signed)
-        for measured, signed in compared
+        for measured in claim.measures.items()
+        for signed in claim.comparisons
         if all(any(_has(cell, labels) for cell in cells) for labels, _ in signed)
     ]
     for measured, signed in planned:
         yield _compare(sweep, cells, measured, signed, len(planned))
-
-
-def _steps(gain: Gain | None) -> Sequence[tuple[str, str] | None]:
-    return [None] if gain is None else [*zip(gain.chain, gain.chain[1:], strict=False)]
-
-
-def _signed(
-    claim: Claim, pair: tuple[str, str], gain: tuple[str, str] | None
-) -> list[tuple[dict[str, str], float]]:
-    """Return the labels of the cells that are compared, each with its sign."""
-    ends = [({claim.axis: label}, sign) for label, sign in zip(pair, (1.0, -1.0), strict=True)]
-    if claim.gain is None or gain is None:
-        return ends
-    axis = claim.gain.axis
-    return [
-        ({**labels, axis: at}, sign * step)
-        for at, step in zip(gain, (1.0, -1.0), strict=True)
-        for labels, sign in ends
-    ]
 
 
 def _has(cell: CellOutcome, labels: Mapping[str, str]) -> bool:
@@ -360,7 +352,7 @@ def _compare(
     sweep: SweepOutcome,
     cells: Sequence[CellOutcome],
     measured: tuple[str, Side],
-    signed: Sequence[tuple[dict[str, str], float]],
+    signed: Signed,
     parts: int,
 ) -> Part:
     """Return a part: the sum of signed cells by seed, averaged over complete columns."""
@@ -417,7 +409,7 @@ def _compare(
     )
 
 
-def _text(sweep: SweepOutcome, signed: Sequence[tuple[dict[str, str], float]]) -> str:
+def _text(sweep: SweepOutcome, signed: Signed) -> str:
     """Return what is subtracted from what, such as ``TRISHUL − RAVAN``."""
     parts = [
         " at ".join(sweep.shown_label(axis, label) for axis, label in labels.items())

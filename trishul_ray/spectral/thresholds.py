@@ -3,7 +3,7 @@
 A core is taken as a signal plus noise of independent entries with standard deviation sigma:
 
 * The singular values of pure noise fill [0, 2 sigma sqrt(r)], the edge, with density that of a
-  quarter circle. So their median tells sigma, even beside a signal of low rank.
+  quarter circle. Their median therefore estimates sigma, even beside a signal of low rank.
 * :func:`hard_threshold` needs no sigma, and :func:`optimal_shrinkage` has the least squared error
   for a known one (Gavish and Donoho, arXiv 1305.5870 and 1405.7511; r to infinity, square).
 * :func:`sure_threshold` minimizes Stein's unbiased estimate of the squared error of singular-value
@@ -55,9 +55,10 @@ def optimal_shrinkage(values: Tensor, sigma: Tensor) -> Tensor:
 def client_noise(uploads: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate the noise of clients' cores, and of their mean, from how clients differ.
 
-    It is that of the median singular value of a client's difference from the mean, since clients
-    that hold other data also differ in a few large directions. ``X_c - sum_k w_k X_k`` has
-    ``1 - 2 w_c + sum_k w_k^2`` times the variance of one client, (m - 1)/m for equal weights.
+    The estimate comes from the median singular value of each client's difference from the mean,
+    because clients with different data also differ in a few large directions, which are no noise.
+    ``X_c - sum_k w_k X_k`` has ``1 - 2 w_c + sum_k w_k^2`` times the variance of one client,
+    (m - 1)/m for equal weights.
 
     Args:
         uploads: [m, n, r, r].
