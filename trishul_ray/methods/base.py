@@ -260,10 +260,10 @@ class Method:
     #: Whether the server moves the model beyond the clients' mean (momentum, a correction). If not,
     #: training with one client is central training, which the tests of all methods check.
     moves_beyond_mean: ClassVar[bool] = False
-    #: Whether clients keep a part of the model: trainables that are not in :meth:`wire`, which
-    #: :meth:`upload` keeps and :meth:`start` restores from ``run.client_state``. The metrics are
-    #: then those of the global model, without such a part; with ``evaluation.per_client`` every
-    #: client's own model is scored as well (``personal_mean``).
+    #: Whether clients keep a part of the model: the trainables that are not in :meth:`wire`, which
+    #: :meth:`upload` returns by name and :meth:`start` restores from ``run.client_state``. The
+    #: metrics are then those of the global model, without such a part; with
+    #: ``evaluation.per_client`` every client's own model is scored as well (``personal_mean``).
     personal: bool = False
     #: Whether the next state is a function of the mean of what clients upload, with weights by
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
@@ -350,6 +350,10 @@ class Method:
         """Fill ``run.vector`` before the first step; ``initial`` [P] is the untrained vector."""
         run.vector.copy_(initial)
         self.unpack(run.layout, run.vector, run.broadcast.shared)
+        if self.personal:
+            views = run.layout.views(run.vector)
+            for name, kept in run.client_state.items():
+                views[name].copy_(kept)
 
     def before_step(self, run: LocalRun) -> None:
         """Correct ``run.grad`` in place before the optimizer reads it (default: do nothing)."""
@@ -385,7 +389,11 @@ class Method:
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Return what the client sends after ``steps`` steps, and what it keeps."""
-        return State(self.pack(run.layout, run.vector)), {}
+        kept: Tensors = {}
+        if self.personal:
+            sent, views = self.wire(run.layout), run.layout.views(run.vector)
+            kept = {name: view.clone() for name, view in views.items() if name not in sent}
+        return State(self.pack(run.layout, run.vector)), kept
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Return the length of ``shared`` and, by name, of each tensor in an upload's ``extra``.

@@ -9,16 +9,9 @@ head, and A has no effect in it. The method is meant for the clients' own models
 (``evaluation.per_client``).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.base import LocalRun, State, Tensors, register
+from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register("fedsa")
@@ -31,18 +24,5 @@ class FedSA(FedIT):
     personal = True
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
-        """Return A and the classification head."""
+        """Return A and the classification head; each client keeps B."""
         return tuple(e.name for e in layout.entries if not e.name.endswith(".lora_B"))
-
-    def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take A of the broadcast and the B that this client has kept."""
-        super().start(run, initial)
-        views = run.layout.views(run.vector)
-        for name, kept in run.client_state.items():
-            views[name].copy_(kept)
-
-    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send A and keep B."""
-        views = run.layout.views(run.vector)
-        kept = {name: view.clone() for name, view in views.items() if name.endswith(".lora_B")}
-        return State(self.pack(run.layout, run.vector)), kept

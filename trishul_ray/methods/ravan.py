@@ -164,9 +164,6 @@ class Ravan(Method):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Take the cores of the broadcast and the client's own; choose this round's core heads."""
         super().start(run, initial)
-        views = run.layout.views(run.vector)
-        for name, kept in run.client_state.items():
-            views[name].copy_(kept)
         if not run.training or min(self.config.head_fraction, run.capacity) == 1.0:
             return
         if self.config.limits == "heads":
