@@ -86,10 +86,13 @@ def test_continuation_falls_to_lambda(executor):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lam_level": 0.1}, "lam_level=0.1 is not read with lam_rule='fixed'"),
-        ({"lam_rule": "edge", "lam_level": 0.1}, "lam_level=0.1 is not read with lam_rule='edge'"),
-        ({"lam_rule": "relative", "lam": 0.1}, "lam=0.1 is not read with lam_rule='relative'"),
-        ({"lam_rule": "sure", "prox_every": 2}, "prox_every=2 is not read with lam_rule='sure'"),
+        ({"lam_level": 0.1}, "lam_level=0.1 has no effect with lam_rule='fixed'"),
+        (
+            {"lam_rule": "edge", "lam_level": 0.1},
+            "lam_level=0.1 has no effect with lam_rule='edge'",
+        ),
+        ({"lam_rule": "relative", "lam": 0.1}, "lam=0.1 has no effect with lam_rule='relative'"),
+        ({"lam_rule": "sure", "prox_every": 2}, "prox_every=2 has no effect with lam_rule='sure'"),
         ({"lam_rule": "entropy", "lam_level": 1}, "lam_level=1 must be below 1"),
         ({"lam_rule": "relative", "lam_level": 0}, "greater than 0"),
     ],

@@ -133,8 +133,8 @@ def test_leading_ranks_by_hand(rank, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"head_fraction": 0.5}, "head_fraction=0.5 is not read with limits='ranks'"),
-        ({"selection": "weight"}, "selection=weight is not read with limits='ranks'"),
+        ({"head_fraction": 0.5}, "head_fraction=0.5 has no effect with limits='ranks'"),
+        ({"selection": "weight"}, "selection='weight' has no effect with limits='ranks'"),
         ({"lam_rule": "edge"}, "limits='ranks' cannot be set with lam_rule='edge'"),
     ],
 )

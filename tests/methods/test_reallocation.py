@@ -210,7 +210,9 @@ def test_heads_that_must_be_orthogonal_leave_room_for_those_to_come(executor):
 
 
 def test_what_is_not_read_is_refused():
-    with pytest.raises(ValidationError, match="spare_heads=3 is not read with reallocate_every=0"):
+    with pytest.raises(
+        ValidationError, match="spare_heads=3 has no effect with reallocate_every=0"
+    ):
         TrishulConfig(name="trishul", spare_heads=3)
 
 

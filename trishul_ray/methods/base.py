@@ -21,12 +21,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import create_model
 
 from trishul_ray import plugins
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
+from trishul_ray.config import Section
 from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
@@ -80,10 +81,9 @@ class State(Generic[A]):
         )
 
 
-class MethodConfig(BaseModel):
+class MethodConfig(Section):
     """Base class of a method's hyper-parameters; :func:`register` gives it the method's name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     name: str
 
 

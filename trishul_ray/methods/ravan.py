@@ -84,10 +84,8 @@ class RavanConfig(MethodConfig):
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
-        for name in ("head_fraction", "selection"):
-            value = getattr(self, name)
-            if self.limits == "ranks" and value != type(self).model_fields[name].default:
-                raise ValueError(f"{name}={value} is not read with limits='ranks'")
+        if self.limits == "ranks":
+            self.refuse_unread(("head_fraction", "selection"), "with limits='ranks'")
         return self
 
 

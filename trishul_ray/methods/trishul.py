@@ -125,17 +125,8 @@ class TrishulConfig(RavanConfig):
     )
 
     @model_validator(mode="after")
-    def _check_spare(self) -> Self:
-        default = type(self).model_fields["spare_heads"].default
-        if self.spare_heads != default and not self.reallocate_every:
-            raise ValueError(
-                f"spare_heads={self.spare_heads} is not read with reallocate_every=0; set that, too"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rule(self) -> Self:
-        rule, fields = self.lam_rule, type(self).model_fields
+    def _check(self) -> Self:
+        rule = self.lam_rule
         if self.limits == "ranks" and rule in ("edge", "sure"):
             raise ValueError(
                 f"limits='ranks' cannot be set with lam_rule={rule!r}, which reads whole cores of "
@@ -146,13 +137,10 @@ class TrishulConfig(RavanConfig):
             "lam_level": tuple(LEVELS),
             "prox_every": ("fixed", *LEVELS),
         }
-        for name, rules in reads.items():
-            value = getattr(self, name)
-            if rule not in rules and value != fields[name].default:
-                raise ValueError(
-                    f"{name}={value:g} is not read with lam_rule={rule!r}, only with "
-                    f"{', '.join(rules)}"
-                )
+        unread = [name for name, rules in reads.items() if rule not in rules]
+        self.refuse_unread(unread, f"with lam_rule={rule!r}")
+        if not self.reallocate_every:
+            self.refuse_unread(["spare_heads"], "with reallocate_every=0")
         if self.lam_level is not None and self.lam_level >= 1 and rule in ("relative", "entropy"):
             raise ValueError(f"lam_level={self.lam_level:g} must be below 1 with lam_rule={rule!r}")
         return self
