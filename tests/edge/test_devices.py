@@ -70,8 +70,8 @@ def test_a_window_is_found_whatever_interval_is_asked(seed, at, width):
 @given(
     seed=st.integers(0, 50),
     now=st.floats(0, 1e6),
-    needed=st.integers(1, 12),
-    members=st.lists(st.integers(0, 29), min_size=12, unique=True).map(np.array),
+    needed=st.integers(1, 5),
+    members=st.lists(st.integers(0, 29), min_size=15, unique=True).map(np.array),
 )
 @settings(max_examples=25)
 def test_the_clock_jumps_to_the_first_moment_with_enough_members(seed, now, needed, members):

@@ -95,6 +95,15 @@ def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):
     assert len({len(record.clients) for record in records}) > 2
 
 
+def test_a_resumed_audit_has_the_same_estimates(edge_run, assert_same, tmp_path):
+    words = ["method=fedit", "privacy.noise=1", "privacy.canaries=5", "privacy.adaptive=true"]
+    words += ["privacy.bit_noise=3"]
+    again = edge_run(*words, stop=2)
+    assert_same(again, edge_run(*words, f"storage.runs={tmp_path / 'whole'}"))
+    records = again.checkpoint.records[1:]
+    assert len({record.edge["privacy_audited_epsilon"] for record in records}) == len(records)
+
+
 def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
     """With 1 client of 4 on average, the seed's first rounds have some without any."""
     result = edge_run(
@@ -170,7 +179,7 @@ def test_methods_that_need_more_than_a_mean_are_refused(method):
         (["privacy.noise=1", "privacy.population=100"], "privacy.cohort=None"),
         (
             ["privacy.noise=1", "privacy.population=9", "privacy.cohort=5"],
-            "privacy.population=9 is below federation.clients=10",
+            "privacy.population=9 is below the 10 clients",
         ),
         (
             ["privacy.noise=1", "privacy.population=100", "privacy.cohort=2"],

@@ -153,7 +153,7 @@ def refusal(
 
     Args:
         options: Its section ``privacy``, which is on.
-        clients: ``federation.clients``.
+        clients: Those that may take part.
         cohort: ``federation.clients_per_round``.
         weighting: ``federation.weighting``.
         selection: How its method's clients choose what they train; "random" if they do not.
@@ -171,8 +171,8 @@ def refusal(
         )
     if options.population is not None and options.population < clients:
         return (
-            f"privacy.population={options.population} is below federation.clients={clients}: "
-            "it is the population of a deployment, at least the simulated one"
+            f"privacy.population={options.population} is below the {clients} clients that may take "
+            "part: it is the population of a deployment, at least the simulated one"
         )
     if options.cohort is not None and options.cohort < cohort:
         return (
