@@ -77,9 +77,11 @@ def _setup(label: str, scratch: Path, data: str, overrides: Sequence[str]) -> Se
     return Setup(f"{label}, synthetic images", experiment, prepared)
 
 
-def small_on_noise(scratch: Path, width: int, blocks: int, overrides: Sequence[str]) -> Setup:
+def small_on_noise(
+    scratch: Path, width: int, blocks: int, overrides: Sequence[str], patch: int = 4
+) -> Setup:
     """A ViT with random weights and heads of width 64, on synthetic images."""
-    folder = random_vit(scratch / "vit", width, blocks, width // 64)
+    folder = random_vit(scratch / "vit", width, blocks, width // 64, patch)
     chosen = [f"model={folder}", "model.init=random", *overrides]
     return _setup(f"ViT {width}x{blocks}", scratch, "synthetic", chosen)
 

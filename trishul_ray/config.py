@@ -392,6 +392,13 @@ class FederationConfig(Section):
     quorum: float = Field(
         0.5, gt=0, le=1, description="minimum share of the cohort with valid uploads"
     )
+    stacked: int = in_id_if_set(
+        1,
+        "how many clients of a cohort train together on an actor: the frozen backbone computes "
+        "for all of them at once. The last bits differ, and memory for activations is multiplied",
+        ge=1,
+        le=1024,
+    )
     held_out: float = in_id_if_set(
         0.0,
         "share of the clients, rounded up, that the seed draws to take no part: what they score "

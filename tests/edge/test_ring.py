@@ -75,7 +75,7 @@ def trained(cache):
         inline = InlineExecutor(experiment, prepare_run(experiment))
         blueprint = inline.describe({})
         before = initial_state(inline)
-        uploads = [inline.train(before, TrainJob(1, client))[0] for client in range(20)]
+        uploads = [inline.train(before, [TrainJob(1, client)])[0][0] for client in range(20)]
         reducer = Reducer(
             inline.bench.method, blueprint.layout, "size", blueprint.expected, inline.edge.ring
         )

@@ -37,9 +37,9 @@ def trained(monkeypatch):
     """The clients that have trained, or answered a survey."""
     found, train = set(), InlineExecutor.train
 
-    def noted(self, broadcast, job):
-        found.add(job.client)
-        return train(self, broadcast, job)
+    def noted(self, broadcast, jobs):
+        found.update(job.client for job in jobs)
+        return train(self, broadcast, jobs)
 
     monkeypatch.setattr(InlineExecutor, "train", noted)
     return found

@@ -96,11 +96,11 @@ def emulated(experiment, device):
     waits, marks, spans = device.waits, [], []
     bench.train = MarkedRows(bench.train, waits, marks)
 
-    def train_client(*args):
+    def train_together(*args):
         waits.clear()
         marks.clear()
         device.busy = False
-        found = local.train_client(*args)
+        found = local.train_together(*args)
         steps = marks[-experiment.federation.local_steps :]
         # The end belongs to the last step: nothing tells them apart.
         spans.append((waits[: steps[0]], waits[steps[0] : steps[-1]], waits[steps[-1] :]))
@@ -112,7 +112,7 @@ def emulated(experiment, device):
         spans.append(list(waits))
         return found
 
-    with patch.multiple(inline, train_client=train_client, evaluate_chunk=evaluate_chunk):
+    with patch.multiple(inline, train_together=train_together, evaluate_chunk=evaluate_chunk):
         server.step()
     (start, steps, end), evaluation = spans[-2:]
     found = {"start": start, "steps": steps, "end": end, "evaluation": evaluation}

@@ -123,6 +123,22 @@ class LayerAdapter(ABC):
         ``params`` are the trainables by suffix, to which gradients flow, as to ``x``.
         """
 
+    def forward_stacked(
+        self,
+        rows: Tensor,
+        frozen: FrozenLinear,
+        params: Mapping[str, Tensor],
+        path: ComputePath = "auto",
+    ) -> Tensor:
+        """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out].
+
+        ``params`` are theirs, stacked: [k, ...] by suffix. By default the clients follow each
+        other; override it to compute what is frozen once.
+        """
+        own = [{name: param[i] for name, param in params.items()} for i in range(len(rows))]
+        each = zip(rows, own, strict=True)
+        return torch.stack([self.forward(x, frozen, one, path) for x, one in each])
+
     @abstractmethod
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]

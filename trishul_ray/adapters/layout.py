@@ -154,11 +154,17 @@ class Layout:
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return every tensor by name, as views that write through to ``vector`` [P].
 
+        Of the vectors of several clients [k, P], the views are [k, ...].
+
         Raises:
-            InputError: The vector's shape is not [P].
+            InputError: The vector's last axis is not P.
         """
-        self._check(vector)
-        return {e.name: vector.narrow(0, e.offset, e.numel).view(e.shape) for e in self.entries}
+        self._check(vector[0] if vector.dim() == 2 else vector)
+        clients = vector.shape[:-1]
+        return {
+            e.name: vector.narrow(-1, e.offset, e.numel).view((*clients, *e.shape))
+            for e in self.entries
+        }
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Copy the tensors of all names into one new float32 vector [P].

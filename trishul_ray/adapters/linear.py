@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, is_low_precision
 from trishul_ray.adapters.quantized import QuantizedLinear
+from trishul_ray.adapters.stacked import Stack
 
 
 class AdaptedLinear(nn.Module):
@@ -46,6 +47,8 @@ class AdaptedLinear(nn.Module):
         # In the weight's dtype, for the forward; cast once.
         self._cast_constants = {k: v.to(self.dtype) for k, v in constants.items()}
         self.params: dict[str, Tensor] | None = None
+        #: Whose trainables are bound, stacked, if there are several clients.
+        self.stack: Stack | None = None
         #: Frozen weight plus the bound base, or None without a base.
         self.moved_weight: Tensor | None = None
         #: Merged weight of a bound state that is not trained; formed at its first forward.
@@ -58,14 +61,16 @@ class AdaptedLinear(nn.Module):
         params: dict[str, Tensor] | None,
         base: Tensor | None = None,
         constants: dict[str, Tensor] | None = None,
+        stack: Stack | None = None,
     ) -> None:
         """Compute with trainables by suffix, or as the frozen layer for None.
 
+        With a ``stack`` they are those of several clients, [k, ...], and are trained.
         While bound, ``base`` [d_out, d_in] float32 is added to the frozen weight (in low precision
         as two tensors, so that a small base is not rounded away; a quantized weight and its base
         are one dense weight while bound), and ``constants`` replace those of the layer.
         """
-        self.params, self.merged = params, None
+        self.params, self.merged, self.stack = params, None, stack
         self.moved_weight, self.remainder = None, None
         if base is not None:
             weight = self.weight if self.stored is None else self.stored.weight
@@ -91,6 +96,10 @@ class AdaptedLinear(nn.Module):
             layer = FrozenLinear(
                 frozen, self.bias, self._cast_constants, self.remainder, self._is_quantized
             )
+            if self.stack is not None:
+                rows = self.stack.rows(x)
+                y = self.adapter.forward_stacked(rows, layer, self.params, self.path)
+                return y.view(*x.shape[:-1], self.out_features)
             return self.adapter.forward(x, layer, self.params, self.path)
         if self.merged is None:
             if self.remainder is not None:
@@ -146,11 +155,16 @@ def split_linear(
 
     No gradient flows to ``x`` through ``remainder``: the input gradient uses only the high part of
     the weight. Its error is one rounding, like those of the gradient itself, and does not
-    accumulate over steps. ``factors`` are thin, the projected input [n, R], and up [R, d_out].
+    accumulate over steps. ``factors`` are thin, the projected input [n, R], and up [R, d_out]; of
+    k clients [k, n/k, R] and [k, R, d_out].
     """
     y = None if remainder is None else x.detach() @ remainder.t()
     if factors is not None:
-        y = factors[0] @ factors[1] if y is None else y.addmm_(*factors)
+        if factors[0].dim() == 3:
+            small = torch.bmm(*factors).view(len(x), -1)
+            y = small if y is None else y.add_(small)
+        else:
+            y = factors[0] @ factors[1] if y is None else y.addmm_(*factors)
     if y is None:
         return nn.functional.linear(x, weight, bias)
     y = y.addmm_(x, weight.t())

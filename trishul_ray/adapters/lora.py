@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec
 from trishul_ray.adapters.linear import split_linear
+from trishul_ray.adapters.stacked import own_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 
@@ -126,11 +127,7 @@ class LoRA(LayerAdapter):
         weight, bias = frozen.weight, frozen.bias
         factor_B, factor_A = self._factors(frozen.constants, params)
         d_out, d_in = weight.shape
-        merged = path == "merged"
-        if path == "auto":
-            backward = torch.is_grad_enabled() and factor_B.requires_grad
-            merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=backward)
-        if merged and not frozen.factored:
+        if self._merges(x.numel() // d_in, frozen, factor_B, path):
             return functional.linear(x, self.merged_weight(weight, frozen.constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
         x2 = x.reshape(-1, d_in)
@@ -144,6 +141,43 @@ class LoRA(LayerAdapter):
             # In place: nothing else needs the plain output, and a copy costs as much as a product.
             y = functional.linear(x2, weight, bias).addmm_(thin, up)
         return y.view(*x.shape[:-1], d_out)
+
+    def _merges(self, n: int, frozen: FrozenLinear, factor_B: Tensor, path: ComputePath) -> bool:
+        """Return whether a call with n tokens of a client forms its merged weight."""
+        merged, (d_out, d_in) = path == "merged", frozen.weight.shape
+        if path == "auto":
+            backward = torch.is_grad_enabled() and factor_B.requires_grad
+            merged = merging_pays(n, d_out, d_in, self.rank, backward=backward)
+        return merged and not frozen.factored
+
+    def forward_stacked(
+        self,
+        rows: Tensor,
+        frozen: FrozenLinear,
+        params: Mapping[str, Tensor],
+        path: ComputePath = "auto",
+    ) -> Tensor:
+        """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out]."""
+        weight, bias = frozen.weight, frozen.bias
+        factor_B, factor_A = self._factors(frozen.constants, params)
+        (clients, n, d_in), d_out = rows.shape, weight.shape[0]
+        factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
+        if factor_A.dim() == 2:  # frozen: that of all clients
+            factor_A = factor_A.expand(clients, -1, -1)
+        if self._merges(n, frozen, factor_B, path):
+            merged = torch.baddbmm(
+                weight.expand(clients, -1, -1), factor_B, factor_A, alpha=self.scale
+            )
+            return own_linear(rows, merged, bias)
+        thin = torch.bmm(rows, factor_A.mT)  # [k, n, r]
+        if self.scale != 1.0:
+            thin = thin * self.scale
+        x2, up = rows.reshape(-1, d_in), factor_B.mT
+        if frozen.low_precision:
+            return split_linear(x2, weight, frozen.remainder, bias, (thin, up)).view(
+                clients, n, d_out
+            )
+        return functional.linear(x2, weight, bias).view(clients, n, d_out).baddbmm_(thin, up)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.adapters.linear import AdaptedLinear
 from trishul_ray.adapters.quantized import dequantize_layers
+from trishul_ray.adapters.stacked import Stack
 from trishul_ray.adapters.targets import classifier_parameters, spec_of
 from trishul_ray.errors import InputError
 
@@ -32,7 +34,7 @@ class Trained:
     """A trained state: the vector, and a method's changes to the frozen part.
 
     Attributes:
-        vector: [P] float32.
+        vector: [P] float32; of k clients that train together, [k, P].
         base: by layer, [d_out, d_in] added to the frozen weight; it keeps at least 16 significant
             bits whatever the weight's dtype.
         constants: by layer, frozen tensors that replace those of the adapter.
@@ -124,6 +126,7 @@ class AdaptedModel:
             self._linears[name], self._layers[name] = linear, layer
             model.set_submodule(name, layer)
         self._overrides = ParameterOverrides(model, self._direct)
+        self._stack: Stack | None = None
 
     def _check_targets(self) -> None:
         for spec in self.specs:
@@ -167,6 +170,9 @@ class AdaptedModel:
         vector may change in place between steps. Without ``grad`` nothing is trained, updates are
         merged into the weights at the first forward, and the vector must not change while bound.
 
+        The vectors of k clients [k, P] are bound to be trained together: the batch then holds the
+        examples of the first client, of the second and so on, as many of each.
+
         Raises:
             InputError: a shape, dtype or device does not match, or the adapters are detached.
         """
@@ -185,20 +191,36 @@ class AdaptedModel:
                 # Autograd adds in place to an existing .grad, so the sums land in ``grad``.
                 leaves[name].requires_grad_()
                 leaves[name].grad = view
+        self._overrides.unbind()
+        self._stack = Stack(len(vector)) if vector.dim() == 2 else None
         for name, _, params in self._iter_layers(leaves):
             layer = self._layers[name]
-            layer.bind(params, trained.base.get(name), trained.constants.get(name))
-        self._overrides.bind({name: leaves[HEAD_PREFIX + name] for name in self._direct})
+            base, constants = trained.base.get(name), trained.constants.get(name)
+            layer.bind(params, base, constants, self._stack)
+        direct = {name: leaves[HEAD_PREFIX + name] for name in self._direct}
+        self._overrides.bind(direct, self._stack)
 
     def unbind(self) -> None:
         """Release the vector: the model computes as pretrained."""
         for layer in self._layers.values():
             layer.bind(None)
         self._overrides.unbind()
+        self._stack = None
+
+    def check_stackable(self) -> None:
+        """Check that several clients can train together.
+
+        Raises:
+            InputError: What is trained without an adapter is more than linear layers.
+        """
+        self._overrides.linear_layers()
 
     def forward(self, **inputs: Any) -> Any:
         """Return the model's output, with the bound vector or, if unbound, as pretrained."""
-        self._overrides.refresh()
+        if self._stack is None:
+            self._overrides.refresh()
+        else:
+            self._stack.examples = next(len(x) for x in inputs.values() if torch.is_tensor(x))
         return self.model(**inputs)
 
     def train(self, mode: bool = True) -> None:
@@ -305,14 +327,45 @@ class ParameterOverrides:
                 if id(parameter) in names_by_id:
                     self._places[names_by_id[id(parameter)]].append((module, attribute))
         self.leaves: dict[str, Tensor] = {}
+        self._stacked: list[nn.Linear] = []  # those that compute for several clients
 
     def initial(self) -> dict[str, Tensor]:
         """Return the model's values by name, float32 on the CPU."""
         return {name: p.detach().float().cpu() for name, p in self._originals.items()}
 
-    def bind(self, leaves: Mapping[str, Tensor]) -> None:
-        """Compute with ``leaves``, float32 tensors of the parameters' shapes by name."""
+    def linear_layers(self) -> dict[nn.Linear, dict[str, str]]:
+        """Return the linear layers that the parameters belong to, each with its own by attribute.
+
+        Raises:
+            InputError: One belongs to another kind of module.
+        """
+        found: dict[nn.Linear, dict[str, str]] = {}
+        for name, places in self._places.items():
+            for module, attribute in places:
+                if type(module) is not nn.Linear:
+                    raise InputError(
+                        f"federation.stacked: {name!r} of the classification head belongs to a "
+                        f"{type(module).__name__}, and only linear layers can be trained for "
+                        "several clients at once: set it to 1, or model.train_head=false"
+                    )
+                found.setdefault(module, {})[attribute] = name
+        return found
+
+    def bind(self, leaves: Mapping[str, Tensor], stack: Stack | None = None) -> None:
+        """Compute with ``leaves``, float32 tensors of the parameters' shapes by name.
+
+        With a ``stack`` they are those of several clients, [k, ...].
+        """
         self.leaves = dict(leaves)
+        if stack is not None:
+            for layer, names in self.linear_layers().items():
+                own = {attribute: self.leaves[name] for attribute, name in names.items()}
+                # An attribute of the instance takes precedence over the method of its class.
+                layer.forward = partial(  # type: ignore[method-assign]
+                    stack.linear, weight=own["weight"], bias=own.get("bias")
+                )
+                self._stacked.append(layer)
+            return
         for name, leaf in self.leaves.items():
             self._set(name, leaf.to(self._originals[name].dtype))
 
@@ -326,6 +379,8 @@ class ParameterOverrides:
         self.leaves = {}
         for name, parameter in self._originals.items():
             self._set(name, parameter)
+        while self._stacked:
+            del self._stacked.pop().forward
 
     def _set(self, name: str, tensor: Tensor) -> None:
         for module, attribute in self._places[name]:

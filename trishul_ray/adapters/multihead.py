@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec
 from trishul_ray.adapters.linear import split_linear
+from trishul_ray.adapters.stacked import own_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
@@ -107,10 +108,10 @@ class MultiHead(LayerAdapter):
         return {n: (torch.ones if n == "scale" else torch.zeros)(shape) for n, shape in shapes}
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Return P_i = s_i H_i, [h, r, r]."""
+        """Return P_i = s_i H_i, [h, r, r]; of several clients [k, h, r, r]."""
         scale, private = params.get("scale"), params.get(PRIVATE_CORE)
-        product = params["core"] if scale is None else scale[:, None, None] * params["core"]
-        return product if private is None else torch.cat([product, private])
+        product = params["core"] if scale is None else scale[..., None, None] * params["core"]
+        return product if private is None else torch.cat([product, private], dim=-3)
 
     def forward(
         self,
@@ -134,6 +135,43 @@ class MultiHead(LayerAdapter):
         )  # fmt: skip
         routes = choose_routes(call, path, low_precision=frozen.factored)
         return multihead_linear(x, product, frozen, routes)
+
+    def forward_stacked(
+        self,
+        rows: Tensor,
+        frozen: FrozenLinear,
+        params: Mapping[str, Tensor],
+        path: ComputePath = "auto",
+    ) -> Tensor:
+        """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out].
+
+        Forward and core gradient take the same route, the cheaper one for a client's n tokens:
+        each client's merged weight, or the frozen product of all tokens at once and thin factors.
+        """
+        weight, bias = frozen.weight, frozen.bias
+        basis_B, basis_A = frozen.constants["basis_B"], frozen.constants["basis_A"]
+        (clients, n, d_in), d_out = rows.shape, weight.shape[0]
+        product = self.product(params).to(weight.dtype)  # [k, h, r, r]
+        costs = Call(n, d_out, d_in, self.heads, self.rank, True, True).costs()
+        merged = path == "merged"
+        if path == "auto":
+            merged = costs[Routes(True, True)] < costs[Routes(False, False)]
+        heads = self.heads, self.rank
+        if merged and not frozen.factored:
+            mixed = torch.einsum("khrs,hsd->khrd", product, basis_A.view(*heads, d_in))
+            mixed = mixed.reshape(clients, -1, d_in)
+            own = torch.baddbmm(
+                weight.expand(clients, -1, -1), basis_B.expand(clients, -1, -1), mixed
+            )
+            return own_linear(rows, own, bias)
+        x2 = rows.reshape(-1, d_in)
+        thin = (x2 @ basis_A.t()).view(clients, n, *heads)
+        thin = torch.einsum("knhs,khrs->knhr", thin, product).reshape(len(x2), -1)
+        if frozen.low_precision:
+            y = split_linear(x2, weight, frozen.remainder, bias, (thin, basis_B.t()))
+        else:
+            y = functional.linear(x2, weight, bias).addmm_(thin, basis_B.t())
+        return y.view(clients, n, d_out)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]

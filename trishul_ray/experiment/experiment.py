@@ -185,6 +185,18 @@ class Experiment(Section):
                 f"model.quantize={self.model.quantize!r} stores frozen weights, and method="
                 f"{self.method.name!r} trains them: use none, or a method with adapters"
             )
+        if fed.stacked > 1 and method_class(self.method.name).train_all:
+            fitting = [name for name in method_names() if not method_class(name).train_all]
+            raise ValueError(
+                f"federation.stacked={fed.stacked} needs a method with adapters "
+                f"({', '.join(fitting)}), not method={self.method.name!r}, whose clients share no "
+                "frozen backbone"
+            )
+        if fed.stacked > 1 and self.model.dropout:
+            raise ValueError(
+                f"federation.stacked={fed.stacked}: model.dropout=true draws from a random stream "
+                "of each client, which those who train together cannot have; set only one"
+            )
         self._check_edge()
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(

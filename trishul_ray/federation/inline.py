@@ -8,7 +8,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.edge import Edge
-from trishul_ray.federation.local import count_flops, evaluate_chunk, train_client
+from trishul_ray.federation.local import count_flops, evaluate_chunk, train_together
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -20,6 +20,7 @@ from trishul_ray.federation.messages import (
     TrainJob,
     TrainReport,
     Upload,
+    units_of_work,
 )
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
@@ -56,14 +57,20 @@ class InlineExecutor:
                 blueprint = replace(blueprint, flops=count_flops(self.bench))
             return blueprint
 
-    def train(self, broadcast: ArrayState, job: TrainJob) -> tuple[Upload, TrainReport]:
-        """Run one client's round."""
+    def train(
+        self, broadcast: ArrayState, jobs: Sequence[TrainJob]
+    ) -> list[tuple[Upload, TrainReport]]:
+        """Run the rounds of clients that train together."""
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
-            upload, report = train_client(self.bench, broadcast, job)
-            if job.round == 0 or not self.edge.sends_changes:  # round 0: an answer to a survey
-                return upload, report
-            return self.edge.send(upload, report, broadcast, job, self.units)
+            trained = train_together(self.bench, broadcast, jobs)
+            # Round 0: answers to a survey.
+            if jobs[0].round == 0 or not self.edge.sends_changes:
+                return trained
+            return [
+                self.edge.send(upload, report, broadcast, job, self.units)
+                for job, (upload, report) in zip(jobs, trained, strict=True)
+            ]
 
     def evaluate(self, broadcast: ArrayState, job: EvalJob) -> EvalReport:
         """Evaluate the broadcast on one chunk of rows."""
@@ -79,7 +86,12 @@ class InlineExecutor:
 
     def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
         """Run the jobs in order."""
-        trained = [self.train(broadcast, job) for job in jobs if isinstance(job, TrainJob)]
+        train = [job for job in jobs if isinstance(job, TrainJob)]
+        found: dict[int, tuple[Upload, TrainReport]] = {}
+        for unit in units_of_work(train, self.experiment.federation.stacked):
+            results = self.train(broadcast, [train[i] for i in unit])
+            found |= zip(unit, results, strict=True)
+        trained = [found[i] for i in range(len(train))]
         return Outcome(
             uploads=[upload for upload, _ in trained],
             reports=[report for _, report in trained],

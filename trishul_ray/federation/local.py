@@ -9,7 +9,8 @@ Legend: P trainables of a client, S local steps, b batch size.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.tasks.base import logits_of
 from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
@@ -62,20 +64,81 @@ def train_client(
         _memory_of(f"client {job.client} in round {job.round}", "federation.batch_size"),
         _client_stream(bench, "dropout", job.round, job.client),
     ):
-        run = new_run(bench, broadcast, job.round, job.client)
-        run.client_state = {k: to_tensor(v).to(bench.device) for k, v in job.state.items()}
-        steps = LocalSteps(bench, run, job)
-        losses = torch.empty(steps.last, dtype=torch.float64, device=bench.device)
-        with steps.bound():
-            began = time.perf_counter()
-            for step in range(1, steps.last + 1):
-                losses[step - 1] = steps.compute(step, steps.batch(step))
-            losses = losses.cpu()
-            seconds = time.perf_counter() - began
-        with torch.no_grad():
-            upload, state = bench.method.upload(run, steps.last)
+        steps = LocalSteps(bench, _started(bench, broadcast, job), job)
+        losses, seconds = _timed_steps(bench, steps)
+        upload, state = _uploaded(bench, steps)
+    return _answer(bench, job, steps.run, upload, state, losses, seconds)
+
+
+def train_together(
+    bench: Workbench, broadcast: ArrayState, jobs: Sequence[TrainJob]
+) -> list[tuple[Upload, TrainReport]]:
+    """Run the rounds of clients of equally many steps in one forward and backward pass a step.
+
+    A single one is :func:`train_client`. Otherwise each result is what the client alone would give,
+    up to the last bits; its seconds are its share of those of all.
+
+    Raises:
+        FailsAgainError: The training loss of a client is not finite.
+        RunError: The memory of the device, or this process's share of it, is too small.
+    """
+    if len(jobs) == 1:
+        return [train_client(bench, broadcast, jobs[0])]
+    number, clients = jobs[0].round, ", ".join(str(job.client) for job in jobs)
+    with (
+        _memory_of(f"clients {clients} in round {number}", "federation.stacked or batch_size"),
+        _client_stream(bench, "dropout", number, jobs[0].client),  # no dropout: see Experiment
+    ):
+        vectors = bench.initial.new_empty(len(jobs), len(bench.initial))
+        grads = torch.zeros_like(vectors)
+        each = []
+        for vector, grad, job in zip(vectors, grads, jobs, strict=True):
+            run = _started(bench, broadcast, job)
+            run.vector, run.grad = vector, grad
+            each.append(LocalSteps(bench, run, job))
+        losses, seconds = _timed_steps(bench, SharedSteps(bench, each, vectors, grads))
+        sent = [_uploaded(bench, steps) for steps in each]
+    return [
+        _answer(bench, job, steps.run, *what, losses[:, i], seconds / len(jobs))
+        for i, (job, steps, what) in enumerate(zip(jobs, each, sent, strict=True))
+    ]
+
+
+def _started(bench: Workbench, broadcast: ArrayState, job: TrainJob) -> LocalRun:
+    run = new_run(bench, broadcast, job.round, job.client)
+    run.client_state = {k: to_tensor(v).to(bench.device) for k, v in job.state.items()}
+    return run
+
+
+def _timed_steps(bench: Workbench, steps: "LocalSteps | SharedSteps") -> tuple[Tensor, float]:
+    """Run all steps; return their losses, float64 [S] or [S, k] on the host, and the seconds."""
+    shape = (steps.last, *steps.losses)
+    losses = torch.empty(shape, dtype=torch.float64, device=bench.device)
+    with steps.bound():
+        began = time.perf_counter()
+        for step in range(1, steps.last + 1):
+            losses[step - 1] = steps.compute(step, steps.batch(step))
+        losses = losses.cpu()
+        return losses, time.perf_counter() - began
+
+
+def _uploaded(bench: Workbench, steps: "LocalSteps") -> tuple[State, Tensors]:
+    with torch.no_grad():
+        upload, state = bench.method.upload(steps.run, steps.last)
     # It refers to the run and the workbench: let them be freed before the next garbage collection.
-    del run.gradient
+    del steps.run.gradient
+    return upload, state
+
+
+def _answer(
+    bench: Workbench,
+    job: TrainJob,
+    run: LocalRun,
+    upload: State,
+    state: Tensors,
+    losses: Tensor,
+    seconds: float,
+) -> tuple[Upload, TrainReport]:
     _check_finite(losses, job, bench.settings.optimizer.lr)
     active = None if run.active is None else run.active.numpy()
     rows = len(bench.shards.shard(job.client))
@@ -104,6 +167,8 @@ class LocalSteps:
     steps than the round has makes the first ones, with their batches and rates.
     """
 
+    losses = ()  # the shape of what :meth:`compute` returns
+
     def __init__(self, bench: Workbench, run: LocalRun, job: TrainJob) -> None:
         self.bench, self.run = bench, run
         settings, method, fed = bench.settings, bench.method, bench.settings.federation
@@ -129,12 +194,22 @@ class LocalSteps:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batch of a step (from 1); its copies may still be under way."""
-        return _prepare(self.bench, self.bench.train, self._order[step - 1])
+        return _prepare(self.bench, self.bench.train, self.rows(step))
+
+    def rows(self, step: int) -> np.ndarray:
+        """Return the rows of the mini-batch of a step (from 1), [b]."""
+        rows: np.ndarray = self._order[step - 1]
+        return rows
 
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step on a prepared batch and return its loss, a scalar on the device."""
-        run, method, settings = self.run, self.bench.method, self.bench.settings
         loss = self._backward(batch)
+        self.update(step)
+        return loss
+
+    def update(self, step: int) -> None:
+        """End a step whose gradient is in ``run.grad``: correct it, step, and what follows."""
+        run, method, settings = self.run, self.bench.method, self.bench.settings
         method.before_step(run)
         if self._mask is not None:
             run.grad.mul_(self._mask)
@@ -147,7 +222,6 @@ class LocalSteps:
             if self._untrained is not None and self._mask is not None:
                 run.vector.mul_(self._mask).add_(self._untrained)
             method.after_step(run, step, self.last)
-        return loss
 
     def _backward(self, batch: Mapping[str, Tensor]) -> Tensor:
         self.run.grad.zero_()
@@ -158,6 +232,52 @@ class LocalSteps:
     def _gradient(self, step: int) -> None:
         with self.bound():
             self._backward(self.batch(step))
+
+
+class SharedSteps:
+    """The local steps of k clients in one forward and backward pass; else as :class:`LocalSteps`.
+
+    Args:
+        bench: The workbench.
+        each: The clients' own steps, of equal number.
+        vectors: [k, P], whose rows are the clients' vectors.
+        grads: [k, P], whose rows are their gradients.
+    """
+
+    def __init__(
+        self, bench: Workbench, each: Sequence[LocalSteps], vectors: Tensor, grads: Tensor
+    ) -> None:
+        self.bench, self.each, self.last = bench, each, each[0].last
+        self.losses, self._grads = (len(each),), grads
+        broadcast = each[0].run.broadcast
+        self._trained = Trained(vectors, broadcast.base, broadcast.constants)
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the model compute with the vectors of all clients inside."""
+        with warnings.catch_warnings(), _bound(self.bench, self._trained, self._grads):
+            # Those of a tensor have gaps: they lie in the rows of all clients.
+            warnings.filterwarnings("ignore", message="grad and param do not obey the gradient")
+            yield
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Return the prepared mini-batches of a step (from 1), one after the other."""
+        rows = np.concatenate([steps.rows(step) for steps in self.each])
+        return _prepare(self.bench, self.bench.train, rows)
+
+    def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
+        """Run a step of every client and return their losses [k], on the device."""
+        self._grads.zero_()
+        task, size = self.bench.task, self.bench.settings.federation.batch_size
+        logits = logits_of(self.bench.model.forward(**task.inputs(batch))).split(size)
+        split = {name: values.split(size) for name, values in batch.items()}
+        parts = [{name: own[i] for name, own in split.items()} for i in range(len(logits))]
+        # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
+        losses = torch.stack([task.loss(*own) for own in zip(logits, parts, strict=True)])
+        losses.sum().backward()
+        for steps in self.each:
+            steps.update(step)
+        return losses.detach()
 
 
 def count_flops(bench: Workbench) -> StepFlops:

@@ -5,7 +5,7 @@ Legend of shapes: P trainables of a client, W entries of the shared upload, U un
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -75,6 +75,26 @@ class EvalJob:
 
 
 Job = TrainJob | EvalJob
+
+
+def units_of_work(jobs: Sequence[Job], stacked: int) -> list[list[int]]:
+    """Group jobs, by their numbers: up to ``stacked`` clients train together, all else is alone.
+
+    Clients of equally many steps are taken in the order of their jobs, so that the groups follow
+    from the cohort alone.
+    """
+    alike: dict[int | None, list[int]] = {}
+    units: list[list[int]] = []
+    for index, job in enumerate(jobs):
+        if isinstance(job, EvalJob) or job.round == 0 or stacked == 1:
+            units.append([index])
+            continue
+        group = alike.setdefault(job.steps, [])
+        if len(group) % stacked == 0:
+            group = alike[job.steps] = []
+            units.append(group)
+        group.append(index)
+    return units
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,8 @@ def build_model_bench(
     method = build_method(experiment.method, experiment.adapter)
     site = build_site(loaded.module, experiment, loaded.norms)
     model = _attach(loaded.module, experiment, method, site, device)
+    if experiment.federation.stacked > 1:
+        model.check_stackable()
     return ModelBench(
         settings=experiment,
         info=info,

@@ -86,11 +86,15 @@ class ClientActor:
 
     @ray.method(num_returns=2, max_task_retries=0)
     def train(
-        self, run: Assignment, broadcast: "ArrayState", job: "TrainJob"
-    ) -> "tuple[tuple[Process, TrainReport], Upload]":
-        """Train one client. The upload is a separate return value, so that it can stay here."""
-        upload, report = self._work_for(run).train(broadcast, job)
-        return (self.process, report), upload
+        self, run: Assignment, broadcast: "ArrayState", *jobs: "TrainJob"
+    ) -> "tuple[tuple[Process, list[TrainReport]] | Upload, ...]":
+        """Train one client, or several together; ``num_returns`` is one more than they are.
+
+        The uploads are separate return values, so that they can stay here.
+        """
+        trained = self._work_for(run).train(broadcast, jobs)
+        reports = [report for _, report in trained]
+        return (self.process, reports), *(upload for upload, _ in trained)
 
     @ray.method(max_task_retries=0)
     def evaluate(

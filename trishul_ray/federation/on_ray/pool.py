@@ -26,6 +26,7 @@ from trishul_ray.federation.messages import (
     TrainJob,
     Upload,
     changed_sources,
+    units_of_work,
 )
 from trishul_ray.federation.on_ray.process import Assignment, Process
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone
@@ -131,15 +132,24 @@ class ActorPool:
         self._leave_draining_nodes()
         reference = ray.put(broadcast)
         uploads: dict[int, Any] = {}
+        units = units_of_work(jobs, self._run.experiment["federation"]["stacked"])
 
-        def submit(actor: Any, index: int) -> Any:
-            job = jobs[index]
-            if isinstance(job, TrainJob):
-                report, uploads[index] = actor.train.remote(self._run, reference, job)
-                return report
-            return actor.evaluate.remote(self._run, reference, job)
+        def submit(actor: Any, number: int) -> Any:
+            unit = units[number]
+            own = [jobs[index] for index in unit]
+            if isinstance(own[0], EvalJob):
+                return actor.evaluate.remote(self._run, reference, own[0])
+            train = actor.train.options(num_returns=1 + len(own))
+            reports, *sent = train.remote(self._run, reference, *own)
+            uploads.update(zip(unit, sent, strict=True))
+            return reports
 
-        results = self._run_each(len(jobs), submit, lambda index: _describe_job(jobs[index]))
+        def describe(number: int) -> str:
+            return " and ".join(_describe_job(jobs[index]) for index in units[number])
+
+        results: dict[int, Any] = {}
+        for unit, found in zip(units, self._run_each(len(units), submit, describe), strict=True):
+            results |= zip(unit, found if unit[0] in uploads else [found], strict=True)
         events, self._events = self._events, []
         order = range(len(jobs))
         return Outcome(

@@ -1,0 +1,79 @@
+"""Rounds in which a cohort trains in one forward, by turns with rounds in which each is alone."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from _results import Section, Times, paired
+from _setups import Setup, small_on_noise
+
+from trishul_ray.federation.inline import InlineDriver
+
+#: Tokens and rows of a batch: images of 32 x 32 in patches of 8 or 4, and the class token.
+SHAPES = {"17 tokens x 16": (8, 16), "65 tokens x 32": (4, 32)}
+COHORTS = (1, 3, 10)
+METHODS = ("fedit", "trishul")
+
+
+def stacked(scratch: Path, threads: int, steps: int, rounds: int, more: list[str]) -> Section:
+    """Time rounds of a ViT of width 192 with 6 blocks, q, k, v and o adapted."""
+    rows, data = [], {}
+    for shape, (patch, batch) in SHAPES.items():
+        for method in METHODS:
+            for cohort in COHORTS:
+                overrides = [
+                    *(f"method={method}", "budget=16", "partition.kind=iid"),
+                    "adapter.targets=[query, key, value, o_proj]",
+                    f"federation.clients_per_round={cohort}",
+                    f"federation.local_steps={steps}",
+                    f"federation.batch_size={batch}",
+                    f"federation.rounds={rounds + 2}",
+                    *("evaluation.every=0", "evaluation.diagnostics_every=0"),
+                    *(f"resources.threads={threads}", "resources.backend=inline", *more),
+                ]
+                folder = scratch / f"{method}-{patch}-{cohort}"
+                setup = small_on_noise(folder, 192, 6, overrides, patch)
+                alone, together = rounds_by_turns(setup, cohort, rounds)
+                ratio = paired(together, alone)
+                rows.append(
+                    [
+                        *(shape, method, str(cohort)),
+                        *(each.show(1e3 / (cohort * steps), 1) for each in (alone, together)),
+                        ratio.show(digits=3),
+                    ]
+                )
+                data[f"{shape}, {method}, {cohort}"] = [alone.values, together.values]
+    return Section(
+        "Clients of a cohort in one forward (ViT 192x6, random weights, synthetic images)",
+        ["tokens x rows", "method", "cohort", "alone ms", "together ms", "together / alone"],
+        rows,
+        [
+            f"inline, {threads} threads; medians (min-max) of {rounds} rounds of {steps} steps for "
+            "each kind, by turns in one process; ms are those of a round by client and step",
+            "a cohort of 1 computes the same both times: its range is that of the measurement",
+        ],
+        data=data,
+    )
+
+
+def rounds_by_turns(setup: Setup, cohort: int, rounds: int) -> tuple[Times, Times]:
+    """Return the seconds of rounds with clients alone, and with the cohort together."""
+    drivers, seconds = [], []
+    for size in (1, cohort):
+        fed = setup.experiment.federation.model_copy(update={"stacked": size})
+        runs = f"{setup.experiment.storage.runs}/{len(drivers)}"
+        storage = setup.experiment.storage.model_copy(update={"runs": runs})
+        changed: dict[str, Any] = {"federation": fed, "storage": storage}
+        experiment = setup.experiment.model_copy(update=changed)
+        drivers.append(InlineDriver(experiment, setup.prepared, "benchmark"))
+        seconds.append([])
+    for number in range(rounds + 1):
+        order = (0, 1) if number % 2 else (1, 0)
+        for which in order:
+            began = time.perf_counter()
+            drivers[which].step()
+            if number:  # the first one scores the untouched model, too
+                seconds[which].append(time.perf_counter() - began)
+    for driver in drivers:
+        driver.close()
+    return Times.of(seconds[0]), Times.of(seconds[1])

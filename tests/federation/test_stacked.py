@@ -1,0 +1,314 @@
+"""Clients of a cohort that train in one forward (``federation.stacked``)."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tiny_run import untimed
+from torch import nn
+
+from trishul_ray.adapters.base import FrozenLinear, LayerSpec
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.adapters.model import AdaptedModel, Trained
+from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.errors import InputError
+from trishul_ray.federation.checkpoint import CheckpointStore
+from trishul_ray.federation.determinism import deterministic
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
+from trishul_ray.federation.local import train_client, train_together
+from trishul_ray.federation.messages import EvalJob, TrainJob, units_of_work
+from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.server import Server
+from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.storage import Store
+
+STACKABLE = [name for name in method_names() if not method_class(name).train_all]
+
+
+def relative(found, expected, moved=None):
+    """The distance of two arrays over the norm of the second, or of how far it has moved."""
+    size = np.linalg.norm(expected if moved is None else expected - moved)
+    distance = np.linalg.norm(np.subtract(found, expected, dtype=np.float64))
+    return distance / size if size else distance
+
+
+@pytest.fixture
+def second_round(small, tmp_path):
+    """``second_round("method=ravan", ...)`` -> executor, broadcast and client states of round 2."""
+
+    def after_one(*overrides):
+        experiment = small("resources.backend=inline", *overrides)
+        inline = InlineExecutor(experiment, prepare_run(experiment))
+        store = CheckpointStore(Store.open(str(tmp_path / experiment.id)), experiment.id)
+        server = Server(experiment, inline, store, "a")
+        server.step()
+        return inline, server.broadcast(), server.checkpoint.client_states
+
+    return after_one
+
+
+VARIANTS = [[f"method={name}"] for name in STACKABLE] + [
+    ["method=fedit", "adapter.path=factored", "optimizer.clip_norm=0.5"],
+    ["method=fedit", "adapter.alpha=16", "model.train_head=false"],
+    ["method=trishul", "adapter.path=factored", "model.gradient_checkpointing=true"],
+    ["method=trishul", "method.prox_on=change", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+    ["method=trishul", "method.private_heads=2", "evaluation.per_client=true"],
+    ["method=ravan", "federation.compute=uniform", "optimizer.weight_decay=0.1"],
+    ["method=ravan", "federation.compute=uniform", "method.limits=ranks"],
+    ["method=ravan", "method.head_fraction=0.5", "method.selection=gradient"],
+    ["method=scaffold", "method.option=I"],
+    ["method=fedprox", "method.adapter=multihead"],
+]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
+def test_each_client_trains_as_alone(overrides, second_round):
+    """After several steps, updates, kept states and losses differ by rounding alone."""
+    inline, broadcast, states = second_round(*overrides)
+    jobs = [TrainJob(2, client, states.get(client, {})) for client in (0, 1, 3)]
+    with deterministic(inline.experiment):
+        alone = [train_client(inline.bench, broadcast, job) for job in jobs]
+        together = train_together(inline.bench, broadcast, jobs)
+    for (upload, report), (shared, beside) in zip(alone, together, strict=True):
+        assert (shared.client, shared.rows) == (upload.client, upload.rows)
+        assert np.array_equal(shared.active, upload.active)
+        start = broadcast.shared if len(broadcast.shared) == len(upload.arrays.shared) else None
+        assert relative(shared.arrays.shared, upload.arrays.shared, start) < 1e-4
+        for name, expected in upload.arrays.extra.items():
+            assert relative(shared.arrays.extra[name], expected) < 1e-4
+        for name, expected in report.state.items():
+            assert relative(beside.state[name], expected) < 1e-4
+        assert beside.loss == pytest.approx(report.loss, rel=1e-5)
+        assert beside.uploaded == report.uploaded and beside.metrics.keys() == report.metrics.keys()
+
+
+def test_clients_in_bf16_train_as_alone(second_round):
+    """Up to what bf16 rounds in a forward, 2^-8 of each entry, over four steps."""
+    for method in ("fedit", "fedex", "trishul"):
+        options = ["model.precision=bf16", "optimizer.name=sgd", "optimizer.lr=0.1"]
+        inline, broadcast, _ = second_round(f"method={method}", *options)
+        jobs = [TrainJob(2, client) for client in (0, 1)]
+        with deterministic(inline.experiment):
+            alone = [train_client(inline.bench, broadcast, job) for job in jobs]
+            together = train_together(inline.bench, broadcast, jobs)
+        for (upload, _), (shared, _) in zip(alone, together, strict=True):
+            arrays = shared.arrays.shared, upload.arrays.shared
+            assert relative(*arrays, broadcast.shared) < 0.05
+
+
+@given(
+    adapter=st.sampled_from(
+        [
+            *(LoRA(2), LoRA(3, scale=0.5), LoRA(2, train_A=False)),
+            *(MultiHead(2, 2), MultiHead(3, 2, private=1), MultiHead(2, 3, train_scale=False)),
+        ]
+    ),
+    path=st.sampled_from(["auto", "merged", "factored"]),
+    clients=st.integers(1, 4),
+    tokens=st.integers(1, 12),
+    widths=st.tuples(st.integers(6, 9), st.integers(6, 9)),
+    seed=st.integers(0, 99),
+)
+def test_a_stacked_layer_is_the_layer_of_each_client(adapter, path, clients, tokens, widths, seed):
+    """In float64: outputs, and the gradients of inputs and trainables."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    spec = LayerSpec("layer", "block", *widths)
+    constants = {name: draw(*c.shape) for name, c in adapter.constants(spec, 0).items()}
+    frozen = FrozenLinear(draw(*widths), draw(widths[0]), constants)
+    shapes = adapter.shapes(spec)
+    params = {name: draw(clients, *shape).requires_grad_() for name, shape in shapes.items()}
+    rows = draw(clients, tokens, widths[1]).requires_grad_()
+    wanted = draw(clients, tokens, widths[0])
+
+    def own(i):
+        return adapter.forward(rows[i], frozen, {n: p[i] for n, p in params.items()}, path)
+
+    leaves = [rows, *params.values()]
+    alone = torch.stack([own(i) for i in range(clients)])
+    expected = torch.autograd.grad((alone * wanted).sum(), leaves)
+    plain = super(type(adapter), adapter).forward_stacked(rows, frozen, params, path)
+    torch.testing.assert_close(plain, alone)
+    y = adapter.forward_stacked(rows, frozen, params, path)
+    torch.testing.assert_close(y, alone, rtol=1e-11, atol=1e-11)
+    found = torch.autograd.grad((y * wanted).sum(), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@given(
+    st.lists(st.sampled_from([None, 1, 3]), max_size=12),
+    st.integers(0, 3),
+    st.integers(1, 14),
+)
+def test_groups_follow_from_the_cohort(steps, evaluations, stacked):
+    train = [TrainJob(1, client, steps=count) for client, count in enumerate(steps)]
+    jobs = [*train, *(EvalJob(0, start, start + 1) for start in range(evaluations))]
+    units = units_of_work(jobs, stacked)
+    assert sorted(index for unit in units for index in unit) == list(range(len(jobs)))
+    for unit in units:
+        assert unit == sorted(unit) and len(unit) <= stacked
+        assert len(unit) == 1 or {jobs[i].steps for i in unit} <= {jobs[unit[0]].steps}
+    assert units_of_work(train, 1) == [[index] for index in range(len(train))]
+    for count in set(steps):  # as few groups as can be, of the first clients first
+        sizes = [len(unit) for unit in units if unit[0] < len(train) and steps[unit[0]] == count]
+        assert sizes[:-1] == [stacked] * (len(sizes) - 1) and sum(sizes) == steps.count(count)
+
+
+def test_surveys_are_answered_alone():
+    jobs = [TrainJob(0, client) for client in range(3)]
+    assert units_of_work(jobs, 3) == [[0], [1], [2]]
+
+
+def run_of(experiment, drive_to_end):
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    try:
+        return drive_to_end(driver)
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method=fedit", "uploads.codec=int8", "uploads.error_feedback=true"],
+        ["method=trishul", "method.allocation=gradient", "evaluation.diagnostics_cohort=all"],
+        [  # of several clients fewer steps are counted, so that others share their batches
+            *("method=ravan", "federation.clients=12", "federation.clients_per_round=6"),
+            *("devices.kind=lognormal", "devices.speed=1e7", "cohort.extra=1.3"),
+            *("cohort.deadline=60", "cohort.late=partial", "cohort.dropout=0.2"),
+        ],
+    ],
+    ids=" ".join,
+)
+def test_a_run_is_the_unstacked_one_up_to_rounding(overrides, small, drive_to_end):
+    overrides = ["resources.backend=inline", "optimizer.lr=0.003", *overrides]
+    alone = run_of(small(*overrides), drive_to_end)
+    together = run_of(small(*overrides, "federation.stacked=2"), drive_to_end)
+    one, other = alone.checkpoint, together.checkpoint
+    assert [record.clients for record in one.records] == [r.clients for r in other.records]
+    # A code of 8 bits may fall to its other side.
+    bound = 0.05 if "uploads.codec=int8" in overrides else 1e-3
+    assert relative(other.state.shared, one.state.shared) < bound
+    for record, expected in zip(other.records[1:], one.records[1:], strict=True):
+        assert record.train_loss == pytest.approx(expected.train_loss, rel=bound)
+        assert record.uploaded_parameters == expected.uploaded_parameters
+
+
+def test_more_than_the_cohort_is_all_of_it(small, drive_to_end):
+    def states(stacked):
+        experiment = small("resources.backend=inline", f"federation.stacked={stacked}")
+        result = run_of(experiment, drive_to_end)
+        return result.digest, untimed(result.checkpoint.records)
+
+    assert states(3) == states(50) != states(2)
+
+
+def test_the_field_is_in_the_id_if_it_is_set(small):
+    ids = {small(f"federation.stacked={count}").id for count in (1, 2, 3)}
+    assert len(ids) == 3 and small().id in ids
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=fullft"], "federation.stacked=2 needs a method with adapters (fedavg, "),
+        (["model.dropout=true"], "model.dropout=true draws from a random stream of each client"),
+        (["federation.stacked=0"], "federation.stacked"),
+    ],
+)
+def test_what_cannot_be_stacked_is_refused(small, overrides, message):
+    with pytest.raises((InputError, ValidationError)) as caught:
+        small("federation.stacked=2", *overrides)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def stacked_model(model, targets):
+    adapters = {name: LoRA(2) for name in targets}
+    adapted = AdaptedModel(model, adapters, seed=0, train_head=True)
+    vectors = adapted.initial().repeat(2, 1)
+    return adapted, vectors, torch.zeros_like(vectors)
+
+
+def test_a_head_of_other_layers_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.classifier = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    adapted, _, _ = stacked_model(Net(), ["body"])
+    with pytest.raises(InputError, match=r"'classifier.weight' .* belongs to a LayerNorm"):
+        adapted.check_stackable()
+
+
+def test_inputs_that_do_not_tell_clients_apart_are_refused():
+    """Such as those of a model that puts positions before examples."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.classifier = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.classifier(self.body(x.transpose(0, 1)).mean(dim=0))
+
+    adapted, vectors, grads = stacked_model(Net(), ["body"])
+    adapted.bind(Trained(vectors), grads)
+    with pytest.raises(InputError, match=r"inputs of shape \(6, 4, 4\) for 4 examples"):
+        adapted.forward(x=torch.randn(4, 6, 4))
+
+
+def test_the_model_is_its_own_again_after_a_stack():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.classifier = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.classifier(self.body(x))
+
+    net = Net()
+    x = torch.randn(4, 4)
+    before = net(x)
+    adapted, vectors, grads = stacked_model(net, ["body"])
+    adapted.bind(Trained(vectors), grads)
+    adapted.forward(x=x).sum().backward()
+    assert grads.any()
+    adapted.bind(Trained(vectors[0]))
+    torch.testing.assert_close(adapted.forward(x=x), before)
+    adapted.unbind()
+    torch.testing.assert_close(adapted.forward(x=x), before, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedit", "trishul", "scaffold"])
+def test_actors_a_kill_and_a_resume_change_nothing(
+    name, local_ray, small, inline_result, assert_same, drive_to_end
+):
+    """Five clients in stacks of two: two whole ones, and one of a single client."""
+    overrides = [
+        *(f"method={name}", "federation.stacked=2", "resources.cpus_per_actor=0.5"),
+        *("federation.clients=5", "federation.clients_per_round=5"),
+    ]
+    one, two = small(*overrides, "resources.actors=1"), small(*overrides, "resources.actors=2")
+    assert one.id == two.id
+    prepared = prepare_run(one)
+    with open_driver(two, prepared, "a") as driver:
+        driver.begin()
+        driver.step()
+        os.kill(driver.processes()[1], signal.SIGKILL)  # an actor: its stack goes to the other
+        driver.step()
+        for process in driver.processes():  # the coordinator and its clients
+            os.kill(process, signal.SIGKILL)
+    with open_driver(one, prepared, "a") as driver:
+        result = drive_to_end(driver)
+    assert [event for event in result.events if "continuing after round 2" in event] != []
+    assert_same(result, inline_result(one))

@@ -1,0 +1,61 @@
+"""Several clients in one forward: their rows one after the other, their trainables stacked.
+
+Everything frozen computes on all rows at once. What is trained acts on the rows of its own client,
+by products with one axis more.
+
+Legend: k clients; n rows of one client, tokens counted; d_out, d_in a layer's widths.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trishul_ray.errors import InputError
+
+
+@dataclass
+class Stack:
+    """The clients of a forward, in the order of their rows.
+
+    Attributes:
+        clients: k.
+        examples: Rows of the batch, of all clients; set before every forward.
+    """
+
+    clients: int
+    examples: int = 0
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the inputs of a layer [k b, ..., d_in] by client, [k, n, d_in].
+
+        Raises:
+            InputError: The first axis does not hold the examples one after the other.
+        """
+        if not x.shape[0] or x.shape[0] % self.examples:
+            raise InputError(
+                f"federation.stacked: an adapted layer gets inputs of shape {tuple(x.shape)} for "
+                f"{self.examples} examples, whose first axis does not tell the clients apart: set "
+                "it to 1"
+            )
+        return x.reshape(self.clients, -1, x.shape[-1])
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what a linear layer of each client's own gives, [k b, ..., d_out].
+
+        ``weight`` is [k, d_out, d_in] and ``bias`` [k, d_out]; both are cast to the inputs' dtype.
+        """
+        if bias is not None:
+            bias = bias.to(x.dtype)[:, None]
+        y = own_linear(self.rows(x), weight.to(x.dtype), bias)
+        return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def own_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return each client's rows [k, n, d_in] times its own weight [k, d_out, d_in], [k, n, d_out].
+
+    ``bias`` is [d_out] for all, or [k, 1, d_out].
+    """
+    if bias is None:
+        return torch.bmm(rows, weight.mT)
+    return torch.baddbmm(bias, rows, weight.mT)
