@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from _results import Section, Times, paired
 from _setups import Setup, small_on_noise
 
@@ -13,9 +14,14 @@ from trishul_ray.federation.inline import InlineDriver
 SHAPES = {"17 tokens x 16": (8, 16), "65 tokens x 32": (4, 32)}
 COHORTS = (1, 3, 10)
 METHODS = ("fedit", "trishul")
+#: Local steps of a round.
+STEPS = 4
+
+#: Wall seconds of rounds, and seconds of the processor.
+Seconds = tuple[list[float], list[float]]
 
 
-def stacked(scratch: Path, threads: int, steps: int, rounds: int, more: list[str]) -> Section:
+def stacked(scratch: Path, shared: list[str], rounds: int) -> Section:
     """Time rounds of a ViT of width 192 with 6 blocks, q, k, v and o adapted."""
     rows, data = [], {}
     for shape, (patch, batch) in SHAPES.items():
@@ -25,40 +31,48 @@ def stacked(scratch: Path, threads: int, steps: int, rounds: int, more: list[str
                     *(f"method={method}", "budget=16", "partition.kind=iid"),
                     "adapter.targets=[query, key, value, o_proj]",
                     f"federation.clients_per_round={cohort}",
-                    f"federation.local_steps={steps}",
+                    f"federation.local_steps={STEPS}",
                     f"federation.batch_size={batch}",
                     f"federation.rounds={rounds + 2}",
                     *("evaluation.every=0", "evaluation.diagnostics_every=0"),
-                    *(f"resources.threads={threads}", "resources.backend=inline", *more),
+                    *("evaluation.limit=64", "resources.backend=inline", *shared),
                 ]
                 folder = scratch / f"{method}-{patch}-{cohort}"
                 setup = small_on_noise(folder, 192, 6, overrides, patch)
                 alone, together = rounds_by_turns(setup, cohort, rounds)
-                ratio = paired(together, alone)
+                ratios = [
+                    paired(Times.of(b), Times.of(a)) for a, b in zip(alone, together, strict=True)
+                ]
+                per_step = 1e3 / (cohort * STEPS)
                 rows.append(
                     [
                         *(shape, method, str(cohort)),
-                        *(each.show(1e3 / (cohort * steps), 1) for each in (alone, together)),
-                        ratio.show(digits=3),
+                        *(Times.of(each[0]).show(per_step, 1) for each in (alone, together)),
+                        *(ratio.show(digits=3) for ratio in ratios),
                     ]
                 )
-                data[f"{shape}, {method}, {cohort}"] = [alone.values, together.values]
+                data[f"{shape}, {method}, {cohort}"] = {"alone": alone, "together": together}
     return Section(
         "Clients of a cohort in one forward (ViT 192x6, random weights, synthetic images)",
-        ["tokens x rows", "method", "cohort", "alone ms", "together ms", "together / alone"],
+        [
+            *("tokens x rows", "method", "cohort", "alone ms", "together ms"),
+            *("together / alone", "in seconds of the processor"),
+        ],
         rows,
         [
-            f"inline, {threads} threads; medians (min-max) of {rounds} rounds of {steps} steps for "
-            "each kind, by turns in one process; ms are those of a round by client and step",
+            f"inline, {torch.get_num_threads()} threads; medians (min-max) of {rounds} rounds of "
+            f"{STEPS} steps for each kind, by turns in one process; ms are those of a round by "
+            "client and step",
             "a cohort of 1 computes the same both times: its range is that of the measurement",
         ],
         data=data,
     )
 
 
-def rounds_by_turns(setup: Setup, cohort: int, rounds: int) -> tuple[Times, Times]:
+def rounds_by_turns(setup: Setup, cohort: int, rounds: int) -> tuple[Seconds, Seconds]:
     """Return the seconds of rounds with clients alone, and with the cohort together."""
-    drivers, seconds = [], []
+    drivers: list[InlineDriver] = []
+    seconds: list[Seconds] = []
     for size in (1, cohort):
         fed = setup.experiment.federation.model_copy(update={"stacked": size})
         runs = f"{setup.experiment.storage.runs}/{len(drivers)}"
@@ -66,14 +80,14 @@ def rounds_by_turns(setup: Setup, cohort: int, rounds: int) -> tuple[Times, Time
         changed: dict[str, Any] = {"federation": fed, "storage": storage}
         experiment = setup.experiment.model_copy(update=changed)
         drivers.append(InlineDriver(experiment, setup.prepared, "benchmark"))
-        seconds.append([])
+        seconds.append(([], []))
     for number in range(rounds + 1):
-        order = (0, 1) if number % 2 else (1, 0)
-        for which in order:
-            began = time.perf_counter()
+        for which in (0, 1) if number % 2 else (1, 0):
+            wall, processor = time.perf_counter(), time.process_time()
             drivers[which].step()
             if number:  # the first one scores the untouched model, too
-                seconds[which].append(time.perf_counter() - began)
+                seconds[which][0].append(time.perf_counter() - wall)
+                seconds[which][1].append(time.process_time() - processor)
     for driver in drivers:
         driver.close()
-    return Times.of(seconds[0]), Times.of(seconds[1])
+    return seconds[0], seconds[1]

@@ -9,6 +9,7 @@ Parts (all by default; minutes on two idle CPU cores):
     small    (1)  a local step of the small ViT (128 wide, 6 blocks) against the limit, by parts
     large    (3)  the same for ViT-B/16 (q, v, 4 heads of rank 110), and the prox's share of it
     clients  (2)  memory and round time of 10,000 registered clients beside 20
+    stacked  (4)  rounds whose clients train in one forward beside rounds where each is alone
 
 Everything is measured by turns (limit, step, limit, step, ...), so that a slow spell of the
 machine falls on both sides of a ratio. With a mirror (TRISHUL_HUB, or --hub) the images are
@@ -27,8 +28,9 @@ from _clients import Federation
 from _limit import PARTS, Steps, time_steps
 from _results import Goal, Report, Section, Times, paired, told_by
 from _setups import Setup, has_real_data, large, small
+from _stacked import stacked
 
-ALL = ("backend", "small", "large", "clients")
+ALL = ("backend", "small", "large", "clients", "stacked")
 
 
 def main() -> None:
@@ -60,6 +62,8 @@ def main() -> None:
             # (70 MiB, more or less) would hide what a client costs.
             little = [f"evaluation.every={options.rounds + 1}", "evaluation.limit=64"]
             report.add(clients(options, [*_rounds(options, shared), *little]))
+        if "stacked" in options.parts:
+            report.add(stacked(scratch, shared, options.stacked_rounds))
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=60, help="measured steps of the small ViT")
     add("--large-batch", type=int, default=32, help="batch size of ViT-B/16")
     add("--large-steps", type=int, default=5, help="measured steps of ViT-B/16")
+    add("--stacked-rounds", type=int, default=5, help="measured rounds of each kind of stacked")
     add("--many", type=int, default=10_000, help="registered clients, beside 20")
     options = parser.parse_args()
     if min(options.rounds - 2, options.steps, options.large_steps, options.local_steps) < 1:

@@ -127,7 +127,11 @@ class LoRA(LayerAdapter):
         weight, bias = frozen.weight, frozen.bias
         factor_B, factor_A = self._factors(frozen.constants, params)
         d_out, d_in = weight.shape
-        if self._merges(x.numel() // d_in, frozen, factor_B, path):
+        merged = path == "merged"
+        if path == "auto":
+            backward = torch.is_grad_enabled() and factor_B.requires_grad
+            merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=backward)
+        if merged and not frozen.factored:
             return functional.linear(x, self.merged_weight(weight, frozen.constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
         x2 = x.reshape(-1, d_in)
@@ -142,14 +146,6 @@ class LoRA(LayerAdapter):
             y = functional.linear(x2, weight, bias).addmm_(thin, up)
         return y.view(*x.shape[:-1], d_out)
 
-    def _merges(self, n: int, frozen: FrozenLinear, factor_B: Tensor, path: ComputePath) -> bool:
-        """Return whether a call with n tokens of a client forms its merged weight."""
-        merged, (d_out, d_in) = path == "merged", frozen.weight.shape
-        if path == "auto":
-            backward = torch.is_grad_enabled() and factor_B.requires_grad
-            merged = merging_pays(n, d_out, d_in, self.rank, backward=backward)
-        return merged and not frozen.factored
-
     def forward_stacked(
         self,
         rows: Tensor,
@@ -157,14 +153,17 @@ class LoRA(LayerAdapter):
         params: Mapping[str, Tensor],
         path: ComputePath = "auto",
     ) -> Tensor:
-        """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out]."""
+        """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out].
+
+        ``auto`` is factored: weights of the clients' own could not share the frozen product.
+        """
         weight, bias = frozen.weight, frozen.bias
         factor_B, factor_A = self._factors(frozen.constants, params)
         (clients, n, d_in), d_out = rows.shape, weight.shape[0]
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
         if factor_A.dim() == 2:  # frozen: that of all clients
             factor_A = factor_A.expand(clients, -1, -1)
-        if self._merges(n, frozen, factor_B, path):
+        if path == "merged" and not frozen.factored:
             merged = torch.baddbmm(
                 weight.expand(clients, -1, -1), factor_B, factor_A, alpha=self.scale
             )
