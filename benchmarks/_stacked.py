@@ -15,48 +15,44 @@ SHAPES = {"17 tokens x 16": (8, 16), "65 tokens x 32": (4, 32)}
 COHORTS = (1, 3, 10)
 METHODS = ("fedit", "trishul")
 #: Local steps of a round.
-STEPS = 4
+STEPS = 3
 
 #: Wall seconds of rounds, and seconds of the processor.
 Seconds = tuple[list[float], list[float]]
 
 
-def stacked(scratch: Path, shared: list[str], rounds: int) -> Section:
+def stacked(scratch: Path, shared: list[str], shape: str, rounds: int) -> Section:
     """Time rounds of a ViT of width 192 with 6 blocks, q, k, v and o adapted."""
+    patch, batch = SHAPES[shape]
     rows, data = [], {}
-    for shape, (patch, batch) in SHAPES.items():
-        for method in METHODS:
-            for cohort in COHORTS:
-                overrides = [
-                    *(f"method={method}", "budget=16", "partition.kind=iid"),
-                    "adapter.targets=[query, key, value, o_proj]",
-                    f"federation.clients_per_round={cohort}",
-                    f"federation.local_steps={STEPS}",
-                    f"federation.batch_size={batch}",
-                    f"federation.rounds={rounds + 2}",
-                    *("evaluation.every=0", "evaluation.diagnostics_every=0"),
-                    *("evaluation.limit=64", "resources.backend=inline", *shared),
-                ]
-                folder = scratch / f"{method}-{patch}-{cohort}"
-                setup = small_on_noise(folder, 192, 6, overrides, patch)
-                alone, together = rounds_by_turns(setup, cohort, rounds)
-                ratios = [
-                    paired(Times.of(b), Times.of(a)) for a, b in zip(alone, together, strict=True)
-                ]
-                per_step = 1e3 / (cohort * STEPS)
-                rows.append(
-                    [
-                        *(shape, method, str(cohort)),
-                        *(Times.of(each[0]).show(per_step, 1) for each in (alone, together)),
-                        *(ratio.show(digits=3) for ratio in ratios),
-                    ]
-                )
-                data[f"{shape}, {method}, {cohort}"] = {"alone": alone, "together": together}
+    for method in METHODS:
+        for cohort in COHORTS:
+            overrides = [
+                *(f"method={method}", "budget=16", "partition.kind=iid"),
+                "adapter.targets=[query, key, value, o_proj]",
+                f"federation.clients_per_round={cohort}",
+                f"federation.local_steps={STEPS}",
+                f"federation.batch_size={batch}",
+                f"federation.rounds={rounds + 2}",
+                *("evaluation.every=0", "evaluation.diagnostics_every=0"),
+                *("evaluation.limit=64", "resources.backend=inline", *shared),
+            ]
+            folder = scratch / f"{method}-{patch}-{cohort}"
+            setup = small_on_noise(folder, 192, 6, overrides, patch)
+            alone, together = rounds_by_turns(setup, cohort, rounds)
+            ratios = [
+                paired(Times.of(b), Times.of(a)) for a, b in zip(alone, together, strict=True)
+            ]
+            shown = [
+                Times.of(each[0]).show(1e3 / (cohort * STEPS), 1) for each in (alone, together)
+            ]
+            rows.append([method, str(cohort), *shown, *(r.show(digits=3) for r in ratios)])
+            data[f"{method}, {cohort}"] = {"alone": alone, "together": together}
     return Section(
-        "Clients of a cohort in one forward (ViT 192x6, random weights, synthetic images)",
+        f"Clients of a cohort in one forward, {shape} rows (ViT 192x6, random weights, noise)",
         [
-            *("tokens x rows", "method", "cohort", "alone ms", "together ms"),
-            *("together / alone", "in seconds of the processor"),
+            *("method", "cohort", "alone ms", "together ms", "together / alone"),
+            "in seconds of the processor",
         ],
         rows,
         [

@@ -28,7 +28,7 @@ from _clients import Federation
 from _limit import PARTS, Steps, time_steps
 from _results import Goal, Report, Section, Times, paired, told_by
 from _setups import Setup, has_real_data, large, small
-from _stacked import stacked
+from _stacked import SHAPES, stacked
 
 ALL = ("backend", "small", "large", "clients", "stacked")
 
@@ -63,7 +63,8 @@ def main() -> None:
             little = [f"evaluation.every={options.rounds + 1}", "evaluation.limit=64"]
             report.add(clients(options, [*_rounds(options, shared), *little]))
         if "stacked" in options.parts:
-            report.add(stacked(scratch, shared, options.stacked_rounds))
+            for shape in SHAPES:
+                report.add(stacked(scratch, shared, shape, options.stacked_rounds))
 
 
 def _arguments() -> argparse.Namespace:
