@@ -5,6 +5,7 @@ Both drivers have the same methods: ``begin``, then ``step`` until finished, the
 
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -158,12 +159,17 @@ class RayDriver:
             raise self._failure(error) from error
 
     def _wait(self, answer: Any) -> Any:
-        """Return the coordinator's answer, and raise its errors as they were raised there."""
-        if self._notify_waiting and not ray.wait([answer], timeout=WAITING_NOTICE_SECONDS)[0]:
+        """Return the coordinator's answer, and raise its errors as they were raised there.
+
+        A signal interrupts a future at once. ``ray.get`` looks for signals once a second; where all
+        processes are asked to end (Slurm), Ray's may be gone by then, and Ray ends this one, too.
+        """
+        future = answer.future()
+        if self._notify_waiting and not futures.wait([future], WAITING_NOTICE_SECONDS).done:
             self._notify_waiting(f"waiting for resources on the cluster for {self.slices}")
         self._notify_waiting = None
         try:
-            return ray.get(answer)
+            return future.result()
         except RayTaskError as error:
             raise run_error("the coordinator failed", error) from error
 
