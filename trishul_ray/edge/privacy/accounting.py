@@ -62,6 +62,15 @@ def _loss(noise: float, rate: float) -> Any:
     )
 
 
+@lru_cache(maxsize=64)
+def _divergences(noise: float, population: int, cohort: int) -> Any:
+    """Return the Rényi divergences of one round of cohorts of a fixed size, one for each order."""
+    dp = _library()
+    # One client replaces another: the sensitivity is 2 S.
+    event = dp.SampledWithoutReplacementDpEvent(population, cohort, dp.GaussianDpEvent(noise / 2))
+    return dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE).compose(event).rdp
+
+
 @dataclass(frozen=True)
 class Guarantee:
     """What a run promises each client, known before its first round.
@@ -121,14 +130,8 @@ class Guarantee:
         if self.sampling == "poisson":
             loss = _loss(self.noise, self.cohort / self.population)
             return float(loss.self_compose(rounds).get_epsilon_for_delta(self.delta))
-        # The sensitivity of a fixed-size cohort is 2 S, as one client replaces another.
-        dp = _library()
-        event = dp.SampledWithoutReplacementDpEvent(
-            self.population, self.cohort, dp.GaussianDpEvent(self.noise / 2)
-        )
-        accountant = dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE)
-        accountant.compose(dp.SelfComposedDpEvent(event, rounds))
-        return float(accountant.get_epsilon(self.delta))
+        divergences = rounds * _divergences(self.noise, self.population, self.cohort)
+        return float(_library().rdp.compute_epsilon(ORDERS, divergences, self.delta)[0])
 
 
 @lru_cache(maxsize=256)
