@@ -195,13 +195,6 @@ def _read_all(
 
 def _read_state(home: Store, experiment: Experiment) -> CellState:
     """Return the state of an experiment by the files of its run alone."""
-    names = home.names()
-    noted = read_failure(home) if FAILURE in names else None
-    failure = noted.reason if noted else ""
-    if "result.json" not in names:
-        if noted:
-            return noted
-        return CellState("missing", "not finished yet") if names else NOT_RUN
     sources = None
     try:
         summary = RunSummary.read(home)
@@ -209,18 +202,24 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
         same = id_of(summary.identity) == experiment.id
         if not same or summary.versions["numerics"] != str(NUMERICS):
             reason = f"{home.place('result.json')} is that of another experiment"
-            return CellState("stale", f"{reason}; {failure}" if failure else reason)
+            return CellState("stale", _with_failure(reason, home))
         for name, fault in summary.damaged_files(home, NUMBERS).items():
             raise CorruptFileError(f"{home.place(name)} is {fault}")
+    except FileNotFoundError:
+        kept = CellState("missing", "not finished yet") if home.names() else NOT_RUN
+        return read_failure(home) or kept
     except CorruptFileError as error:
-        reason = str(error)
         if sources is None and (checkpoint := open_checkpoints(experiment).newest()) is not None:
             sources = checkpoint.sources
-        reason = f"{reason}; {failure}" if failure else reason
-        return CellState("corrupt", reason, sources=sources)
+        return CellState("corrupt", _with_failure(str(error), home), sources=sources)
     if why := summary.unscored(experiment):
         return CellState("stale", why)
     return CellState("finished", "", summary, sources=sources)
+
+
+def _with_failure(reason: str, home: Store) -> str:
+    noted = read_failure(home)
+    return f"{reason}; {noted.reason}" if noted else reason
 
 
 def read_failure(home: Store) -> CellState | None:
