@@ -1,9 +1,11 @@
 """A sweep whose driver is killed or interrupted leaves nothing, and repeats no finished cell."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import sqlite3
 import time
 
 import pytest
@@ -103,6 +105,24 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_continue(sweep, tmp_path):
     assert {run.info.status for run in runs} == {"KILLED"} and len(runs) > 1
 
 
+def suspend(processes, database):
+    """Stop processes at a moment when none of them has the database locked."""
+    deadline = time.monotonic() + LONG_WAIT
+    while time.monotonic() < deadline:
+        for process in processes:
+            process.suspend()
+        with contextlib.closing(sqlite3.connect(database, timeout=0)) as connection:
+            try:
+                connection.execute("BEGIN EXCLUSIVE")
+                return
+            except sqlite3.OperationalError:
+                pass
+        for process in processes:
+            process.resume()
+        time.sleep(0.05)
+    raise AssertionError(f"{database} was always locked")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("end", ["finishes", "is killed"])
 def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
@@ -115,8 +135,7 @@ def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
     # A fast machine would end these cells before the second command looks for them.
     workers = [process for process in first.processes() if process.name().startswith("ray::")]
     assert workers
-    for worker in workers:
-        worker.suspend()
+    suspend(workers, tmp_path / "runs" / "mlflow.db")
     second = sweep(slow, "federation.batch_size=32")
     waits = second.wait_for("another process runs it: waiting", LONG_WAIT)
     for worker in workers:
