@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 METHODS = (
     *("fedavg", "fedex", "fedit", "fedprox", "fedsb", "ffalora", "flexlora", "flora"),
     *("fullft", "hetlora", "ravan", "scaffold", "trishul"),
-    *("fedplora", "fedrot", "fedsa", "fedsvd", "frlora", "local", "rolora"),
+    *("fedplora", "fedrot", "fedrpca", "fedsa", "fedsvd", "frlora", "local", "rolora"),
 )
 #: One run for each kind of task and of text backbone.
 TASKS = {

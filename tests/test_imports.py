@@ -170,7 +170,7 @@ ANCESTORS = {
     "trishul": "ravan",
     "fedprox": "fedavg",
     **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora", "rolora"), "fedit"),
-    **dict.fromkeys(("fedsa", "fedsvd", "fedrot", "fedplora", "frlora"), "fedit"),
+    **dict.fromkeys(("fedsa", "fedsvd", "fedrot", "fedrpca", "fedplora", "frlora"), "fedit"),
 }
 
 
