@@ -249,9 +249,9 @@ def check_meaning(record, cells):
 def test_newer_methods_stand_beside_the_papers_own_runs(profile):
     newer, vision = find_sweeps(["newer_methods", "vision"], profile)
     names = {cell.experiment.method.name for cell in newer.cells}
-    new = {"rolora", "fedsvd", "fedrot", "frlora", "fedplora", "fedsa", "local"}
+    new = {"rolora", "fedsvd", "fedrot", "fedrpca", "frlora", "fedplora", "fedsa", "local"}
     assert names == new | {"fedit", "ravan", "trishul"}
-    assert len(distinct([newer])) == (19 if profile == "smoke" else 57)
+    assert len(distinct([newer])) == (21 if profile == "smoke" else 63)
     shared = [run for id, run in distinct([newer]).items() if id in distinct([vision])]
     assert {run.method.name for run in shared} == {"fedit", "ravan", "trishul"}
     assert newer.name not in NAMES
