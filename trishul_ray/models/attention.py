@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trishul_ray.adapters.model import BlockForward
 from trishul_ray.errors import InputError
 
 #: Name under which :func:`attention` and :func:`unread_mask` are registered with transformers.
@@ -98,11 +99,12 @@ def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
         block.forward = _CheckpointedForward(block, dropout)
 
 
-class _CheckpointedForward:
-    """Forward of a block, checkpointed while gradients are enabled; can be deep-copied with it."""
+class _CheckpointedForward(BlockForward):
+    """Forward of a block, checkpointed while gradients are enabled."""
 
     def __init__(self, block: nn.Module, dropout: bool) -> None:
-        self.block, self.dropout = block, dropout
+        super().__init__(block)
+        self.dropout = dropout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = type(self.block).forward
