@@ -31,7 +31,7 @@ FIRST, LAST = slice(0, 1), slice(-1, None)
 
 
 def narrow_last_block(model: nn.Module) -> None:
-    """Let the last block compute what the head reads, in place; leave unknown models as they are."""
+    """Let the last block compute what the head reads, in place; leave other models as they are."""
     untyped: Any = model
     if getattr(getattr(model, "config", None), "_attn_implementation", None) != ATTENTION:
         return
