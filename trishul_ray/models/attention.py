@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trishul_ray.adapters.model import BlockForward
 from trishul_ray.errors import InputError
 
 #: Name under which :func:`attention` and :func:`unread_mask` are registered with transformers.
@@ -29,11 +31,9 @@ def attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute scaled-dot-product attention; on a CPU, compute bfloat16 inputs in float32.
+    """Compute scaled-dot-product attention; on a CPU, bfloat16 inputs by :class:`_Products`.
 
-    PyTorch's fused CPU kernel runs bfloat16 backward passes three to ten times slower than float32
-    ones at up to 128 tokens (measured with torch 2.13 on AVX512-BF16), which doubled the step time
-    of a small BERT. On other devices and dtypes this is plain SDPA.
+    On other devices and dtypes this is plain SDPA; in float32, so are dropout and a trained bias.
 
     ``query`` is [b, attention heads, n, d], ``key`` and ``value`` [b, key heads, m, d]. The mask
     (bool, or added to the scores) and ``position_bias`` (added; T5) broadcast to [b, attention
@@ -42,6 +42,12 @@ def attention(
     """
     dtype = query.dtype
     if dtype == torch.bfloat16 and query.device.type == "cpu":
+        trained = position_bias is not None and position_bias.requires_grad
+        if not (trained or options.get("dropout")):
+            causal = options.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            bias = _bias(query, key, attention_mask, position_bias, causal=causal)
+            return _by_products(query, key, value, bias, options.get("scaling")), None
         query, key, value = query.float(), key.float(), value.float()
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.float()
@@ -50,6 +56,72 @@ def attention(
         module, query, key, value, attention_mask, position_bias=position_bias, **options
     )
     return output.to(dtype), None
+
+
+def _bias(
+    query: Tensor, key: Tensor, mask: Tensor | None, added: Tensor | None, *, causal: bool
+) -> Tensor | None:
+    """Return what is added to the scores, float32, broadcast to [b, heads, n, m]; None for 0."""
+    n, m = query.shape[2], key.shape[2]
+    if mask is None and causal and n > 1:
+        mask = torch.ones(n, m, dtype=torch.bool).tril()
+    bias = None if added is None else added.float()
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return mask.float() if bias is None else bias + mask
+    return torch.where(mask, 0.0 if bias is None else bias, torch.finfo(torch.float32).min)
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Return the attention [b, n, heads, d] of bfloat16 tensors, shaped as in :func:`attention`."""
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output: Tensor = _Products.apply(query, key, value, bias, scaling)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2).contiguous()
+
+
+class _Products(torch.autograd.Function):
+    """Attention of bfloat16 tensors by batched products, as exact as PyTorch's kernel for them.
+
+    Scores and softmax are float32; the attention weights, and what is multiplied by them, bfloat16.
+    Up to 200 tokens, PyTorch's CPU kernel takes three to ten times as long, and its float32 kernel
+    about twice as long (torch 2.13, AVX512-BF16).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
+    ) -> Tensor:
+        ctx.scaling, ctx.shapes = scaling, (query.shape, key.shape)
+        query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
+        scores = torch.bmm(query.float().mul_(scaling), key.float().mT)  # [b heads, n, m]
+        if bias is not None:
+            scores.view(*ctx.shapes[0][:2], *scores.shape[1:]).add_(bias)
+        weights = scores.softmax(dim=-1).to(value.dtype)
+        ctx.save_for_backward(query, key, value, weights)
+        return torch.bmm(weights, value).view(ctx.shapes[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights = ctx.saved_tensors
+        need_query, need_key, need_value = ctx.needs_input_grad[:3]
+        dy = dy.reshape(query.shape)
+        dq = dk = dv = None
+        if need_value:
+            dv = torch.bmm(weights.mT, dy).view(ctx.shapes[1])
+        if need_query or need_key:
+            ds = torch.bmm(dy, value.mT).mul_(weights)  # [b heads, n, m]
+            ds = ds.sub_(weights * ds.sum(dim=-1, keepdim=True))
+        if need_query:
+            dq = torch.bmm(ds, key).mul_(ctx.scaling).view(ctx.shapes[0])
+        if need_key:
+            dk = torch.bmm(ds.mT, query).mul_(ctx.scaling).view(ctx.shapes[1])
+        return dq, dk, dv, None, None
 
 
 def unread_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
@@ -98,11 +170,12 @@ def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
         block.forward = _CheckpointedForward(block, dropout)
 
 
-class _CheckpointedForward:
-    """Forward of a block, checkpointed while gradients are enabled; can be deep-copied with it."""
+class _CheckpointedForward(BlockForward):
+    """Forward of a block, checkpointed while gradients are enabled."""
 
     def __init__(self, block: nn.Module, dropout: bool) -> None:
-        self.block, self.dropout = block, dropout
+        super().__init__(block)
+        self.dropout = dropout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = type(self.block).forward

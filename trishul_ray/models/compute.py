@@ -76,6 +76,7 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
     """
     # Only a process that loads a backbone imports the models of transformers, which takes seconds.
     from trishul_ray.models.attention import recompute_activations, set_attention
+    from trishul_ray.models.last_block import narrow_last_block
 
     untyped: Any = model
     if getattr(untyped.config, "use_cache", False):
@@ -84,3 +85,4 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
     set_attention(model)
     if config.gradient_checkpointing:
         recompute_activations(model, dropout=config.dropout)
+    narrow_last_block(model)
