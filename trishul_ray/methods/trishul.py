@@ -426,7 +426,7 @@ class Trishul(Ravan):
 
     def broadcast(self, state: State) -> State:
         """Leave out what only the server reads."""
-        extra = {k: v for k, v in state.extra.items() if k not in ("energy", "spread")}
+        extra = {k: v for k, v in state.extra.items() if k not in slots.MEANS}
         return replace(state, extra=extra)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
