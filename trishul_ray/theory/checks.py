@@ -284,8 +284,11 @@ def _variance_checks(
     variance: float, arrays: dict[str, Any], setting: str, method: dict[str, Any]
 ) -> Iterator[Check]:
     statement = "variance of uploads (eq. variance_bound)"
-    # s H and, after a prox, H itself, whose bound takes s_max.
-    for name, largest in (("uploaded", 1.0), ("after", method.get("scalar_max"))):
+    # s H and, after a client's prox, H itself, whose bound takes s_max.
+    largest_scalars = {"uploaded": 1.0, "after": method.get("scalar_max")}
+    if method.get("lam_rule") in ("edge", "sure"):  # the server's, of the mean
+        del largest_scalars["after"]
+    for name, largest in largest_scalars.items():
         if f"spectrum_{name}" not in arrays or largest is None:
             continue
         values = torch.from_numpy(arrays[f"spectrum_{name}"]).nan_to_num()  # [n, r]
