@@ -156,18 +156,6 @@ def test_fedsvd_sends_b_and_reads_both(executor, tmp_path):
         assert record.downloaded_parameters == 3 * whole
 
 
-def test_between_decompositions_fedsvd_is_a_frozen_a(executor, tmp_path):
-    server = server_of(executor("method=fedsvd", "method.period=2"), tmp_path)
-    first = pairs(server, server.checkpoint.state.shared)
-    server.step()
-    second = pairs(server, server.checkpoint.state.shared)
-    server.step()
-    third = pairs(server, server.checkpoint.state.shared)
-    for layer in first:
-        assert torch.equal(first[layer][0], second[layer][0])
-        assert not torch.allclose(second[layer][0], third[layer][0])
-
-
 class Rotated(Recording):
     """An executor whose clients send factors in coordinates of their own: R^T A and B R."""
 
