@@ -231,6 +231,39 @@ def test_coordinates_of_a_client_change_fedit_but_not_exact_means(executor, tmp_
         assert min(errors) > 1e-2 if changes else max(errors) < 1e-5
 
 
+@pytest.mark.parametrize(("method", "changes"), [("fedrot", False), ("fedit", True)])
+def test_a_client_that_trains_in_coordinates_of_its_own(
+    method, changes, executor, tmp_path, monkeypatch
+):
+    """Hard FedRot rotates them back, by A in odd rounds and by B in even ones, from round 2 on."""
+    sgd = ["optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.momentum=0"]
+    inline = executor(f"method={method}", "federation.rounds=3", *sgd)
+    found, upload = [], inline.bench.method.upload
+
+    def turned(run, steps):
+        if run.round > 1:
+            for _, a, b in lora_pairs(run.layout.views(run.vector)):
+                noise = torch.randn(len(a), len(a), generator=run.generator)
+                turn = torch.linalg.qr(noise).Q
+                a.copy_(turn.mT @ a)
+                b.copy_(b @ turn)
+        return upload(run, steps)
+
+    for one in (upload, turned):
+        monkeypatch.setattr(inline.bench.method, "upload", one)
+        server, weights = server_of(inline, tmp_path), []
+        while server.checkpoint.round < 3:
+            server.step()
+            weights.append(weights_of(inline, server.broadcast()))
+        found.append(weights)
+    for number, (plain, other) in enumerate(zip(*found, strict=True), 1):
+        errors = [float((other[k] - v).norm() / v.norm()) for k, v in plain.items()]
+        if changes and number > 1:
+            assert min(errors) > 0.1
+        else:
+            assert max(errors) < 1e-3
+
+
 @pytest.mark.parametrize("method", ["fedit", "fedrot", "rolora", "fedsvd", "fedex"])
 def test_a_common_rotation_of_the_start_changes_no_product_under_sgd(method, executor, tmp_path):
     sgd = [
