@@ -346,6 +346,8 @@ class Trishul(Ravan):
         """
         prox: Prox = run.scratch
         for number, bank in enumerate(run.layout.core_banks(run.vector)):
+            if not len(bank):  # all are private
+                continue
             trained = prox.heads[number]
             if run.entries is not None:
                 lead = leading_rank(bank.shape[-1], run.capacity)
@@ -374,7 +376,7 @@ class Trishul(Ravan):
         """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
         sent, kept = super().upload(run, steps)
         sent = replace(sent, extra=sent.extra | self._told(run, sent.shared))
-        if not run.diagnosed or self.needs_uploads or not run.layout.core_banks(run.vector):
+        if not run.diagnosed or self.needs_uploads or not _core_heads(run.layout):
             return sent, kept
         # Without a threshold, λ is 0 and nothing was shrunk.
         relative, hard = self._relative, self.config.lam_rule == "unknown"
@@ -434,7 +436,7 @@ class Trishul(Ravan):
         """
         shared, extra = super().aggregate(state, mean, round_, layout).shared, {}
         rule = self.config.lam_rule
-        if rule in ("edge", "sure"):
+        if rule in ("edge", "sure") and _core_heads(layout):
             on_change = self.config.prox_on == "change"
             shared, stats = denoised(shared, state.shared, round_.uploads, layout, rule, on_change)
             round_.metrics.update({f"svt_{n}": value for n, value in svt_summary(stats).items()})
