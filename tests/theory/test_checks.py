@@ -32,6 +32,7 @@ from trishul_ray.storage import Store
 from trishul_ray.theory.checks import (
     LAM,
     Check,
+    _variance_checks,
     heads_checks,
     nuclear_checks,
     rounding_checks,
@@ -274,6 +275,14 @@ def test_a_finished_run_is_checked_from_its_files(runs):
     assert found["utility of chosen heads / best integers"].ratio > 0.99
     norm = found["nuclear norm of the update / sum over heads"]
     assert not norm.holds and 0.3 < norm.ratio < 1
+
+
+@pytest.mark.parametrize(("rule", "count"), [("relative", 2), ("edge", 1), ("sure", 1)])
+def test_what_the_server_has_shrunk_is_no_upload(rule, count):
+    arrays = {f"spectrum_{name}": np.ones((3, 2)) for name in ("uploaded", "before", "after")}
+    method = {"scalar_max": 10.0, "lam_rule": rule}
+    found = list(_variance_checks(1.0, arrays, "a round", method))
+    assert [check.bound for check in found] == [2.0, 200.0][:count]
 
 
 def test_heads_that_have_moved_are_counted_where_they_ended(tmp_path, monkeypatch):
