@@ -120,6 +120,19 @@ def check_run(experiment):
         assert len(prepared.shards.shard(client)) > 0
 
 
+def test_links_to_files_lead_to_one():
+    folders = (ROOT / name for name in ("docs", "benchmarks", "cluster"))
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in link
+    ]
+    assert len(links) > 50
+    assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
+
+
 @pytest.fixture
 def places(hub, cache, monkeypatch):
     """Run in the folder with the user's files, with the mirror; write nothing there."""

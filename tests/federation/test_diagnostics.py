@@ -1,5 +1,7 @@
 """What a run records of its clients' uploads, for the figures."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,9 @@ from trishul_ray.federation.diagnostics import append_round
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.methods.lam_rules import LamRule
 from trishul_ray.methods.trishul import Trishul
+from trishul_ray.spectral.svt import singular_values
 
 INLINE = ("resources.backend=inline", "evaluation.every=9")
 
@@ -30,6 +34,27 @@ def test_spectra_of_what_is_sent_are_recorded_with_and_without_a_prox(small, inl
         # Of the same cores, but for the scalars near 1.
         assert final.checkpoint.spectra["after"].shape == values.shape
         np.testing.assert_allclose(values[:, 0], final.checkpoint.spectra["after"][:, 0], rtol=0.2)
+
+
+@pytest.mark.parametrize("rule", get_args(LamRule))
+def test_spectra_before_and_after_are_recorded_wherever_a_rule_shrinks(small, inline_result, rule):
+    final = inline_result(small("method=trishul", f"method.lam_rule={rule}", *INLINE))
+    found = final.checkpoint.spectra
+    before, after, tau = (found[name] for name in ("before", "after", "threshold"))
+    assert before.shape == after.shape == found["uploaded"].shape
+    assert len(tau) == (1 if rule in ("fixed", "continuation") else len(before))
+    assert (tau > 0).all() and (after >= 0).all() and (after < before).any()
+    removed = np.minimum(before, tau[:, None])
+    if rule == "edge":  # shrunk by less
+        assert (before - after <= removed * (1 + 1e-9)).all()
+    elif rule == "unknown":  # hard
+        np.testing.assert_allclose(after, np.where(before > tau[:, None], before, 0))
+    else:
+        np.testing.assert_allclose(before - after, removed, rtol=1e-9, atol=1e-15)
+    if rule in ("edge", "sure"):  # of the mean, which the server has shrunk
+        state, layout = torch.from_numpy(final.checkpoint.state.shared), final.blueprint.layout
+        (bank,) = layout.core_banks(torch.nn.functional.pad(state, (0, layout.size - len(state))))
+        np.testing.assert_allclose(singular_values(bank), after, atol=1e-6 * after.max())
 
 
 def test_matrices_compare_the_clients_of_every_round(small, inline_result):

@@ -156,18 +156,6 @@ def test_fedsvd_sends_b_and_reads_both(executor, tmp_path):
         assert record.downloaded_parameters == 3 * whole
 
 
-def test_between_decompositions_fedsvd_is_a_frozen_a(executor, tmp_path):
-    server = server_of(executor("method=fedsvd", "method.period=2"), tmp_path)
-    first = pairs(server, server.checkpoint.state.shared)
-    server.step()
-    second = pairs(server, server.checkpoint.state.shared)
-    server.step()
-    third = pairs(server, server.checkpoint.state.shared)
-    for layer in first:
-        assert torch.equal(first[layer][0], second[layer][0])
-        assert not torch.allclose(second[layer][0], third[layer][0])
-
-
 class Rotated(Recording):
     """An executor whose clients send factors in coordinates of their own: R^T A and B R."""
 
@@ -241,6 +229,39 @@ def test_coordinates_of_a_client_change_fedit_but_not_exact_means(executor, tmp_
             found.append(weights_of(recording.inner, server.broadcast()))
         errors = [float((found[1][k] - v).norm() / v.norm()) for k, v in found[0].items()]
         assert min(errors) > 1e-2 if changes else max(errors) < 1e-5
+
+
+@pytest.mark.parametrize(("method", "changes"), [("fedrot", False), ("fedit", True)])
+def test_a_client_that_trains_in_coordinates_of_its_own(
+    method, changes, executor, tmp_path, monkeypatch
+):
+    """Hard FedRot rotates them back, by A in odd rounds and by B in even ones, from round 2 on."""
+    sgd = ["optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.momentum=0"]
+    inline = executor(f"method={method}", "federation.rounds=3", *sgd)
+    found, upload = [], inline.bench.method.upload
+
+    def turned(run, steps):
+        if run.round > 1:
+            for _, a, b in lora_pairs(run.layout.views(run.vector)):
+                noise = torch.randn(len(a), len(a), generator=run.generator)
+                turn = torch.linalg.qr(noise).Q
+                a.copy_(turn.mT @ a)
+                b.copy_(b @ turn)
+        return upload(run, steps)
+
+    for one in (upload, turned):
+        monkeypatch.setattr(inline.bench.method, "upload", one)
+        server, weights = server_of(inline, tmp_path), []
+        while server.checkpoint.round < 3:
+            server.step()
+            weights.append(weights_of(inline, server.broadcast()))
+        found.append(weights)
+    for number, (plain, other) in enumerate(zip(*found, strict=True), 1):
+        errors = [float((other[k] - v).norm() / v.norm()) for k, v in plain.items()]
+        if changes and number > 1:
+            assert min(errors) > 0.1
+        else:
+            assert max(errors) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["fedit", "fedrot", "rolora", "fedsvd", "fedex"])

@@ -105,6 +105,41 @@ def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
             )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=ravan"],
+        ["method=trishul"],
+        ["method.head_fraction=0.5", "method.scalars=fixed", "federation.stacked=3"],
+        ["method.lam_rule=entropy", "method.prox_on=change"],
+        ["method.lam_rule=unknown", "model.train_head=false"],
+        ["method.lam_rule=sure"],
+    ],
+)
+def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
+    executor, tmp_path, words
+):
+    own = ["method.private_heads=4", "evaluation.per_client=true"]
+    recording = Recording(executor(*own, *words))
+    server = run(recording, tmp_path)
+    layout, adapters = server.blueprint.layout, recording.inner.bench.model.adapters
+    classifier = sum(e.numel for e in layout.entries if e.kind == "classifier")
+    assert bool(classifier) == ("model.train_head=false" not in words)
+    assert server.blueprint.expected.lengths["shared"] == classifier
+    assert all(u.arrays.shared.shape == (classifier,) for u in recording.uploads)
+    kept, heads = server.checkpoint.client_states, server.blueprint.heads
+    assert kept and sum(heads.values()) * 2 == sum(a.private for a in adapters.values())
+    for state in kept.values():
+        assert sum(map(len, state.values())) == sum(heads.values()) * 2
+        assert all(np.abs(array).max() > 0 for array in state.values())
+    deltas = recording.inner.bench.model.deltas(
+        global_model(recording.inner.bench, server.broadcast(), 2)
+    )
+    assert not any(delta.any() for delta in deltas.values())
+    last = server.checkpoint.records[-1]
+    assert last.personal != last.per_client
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_first_round_trains_the_same_model_whether_heads_are_private_or_not(executor, method):
     found = []
@@ -156,7 +191,11 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method.private_heads=4"], "private_heads=4 must be below adapter.heads=4"),
+        (["method.private_heads=5"], "private_heads=5 must be at most adapter.heads=4"),
+        (
+            ["method.private_heads=4", "method.reallocate_every=2"],
+            "private_heads=4 leaves no head that method.reallocate_every moves",
+        ),
         (["method.private_heads=-1"], "greater than or equal to 0"),
         (
             ["method.private_heads=1", "federation.compute=uniform"],

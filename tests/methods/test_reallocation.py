@@ -11,6 +11,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.methods import slots
+from trishul_ray.methods.base import Round
 from trishul_ray.methods.trishul import TrishulConfig
 
 #: Six rounds in which heads certainly move: of gradients that differ much, from equal numbers.
@@ -165,6 +166,29 @@ def test_the_score_of_a_block_is_what_it_moves_times_how_far_clients_agree(execu
     disputed = slots.moved_status(status, energy, spread, layout, 3)
     assert len(loud.active(disputed)) <= len(loud.active(status))
     assert len(quiet.active(disputed)) >= len(quiet.active(status))
+
+
+def test_a_head_that_has_just_come_is_not_taken_for_a_weak_one(executor, eager):
+    """A block that moves most gets a head, which moves more than its others, and then gives one."""
+    layout = executor(*MOVING).bench.model.layout
+    block = slots.blocks_of(layout)[1]
+    extra = slots.first_extra(layout, 2)
+    old, ages = block.active(extra["status"]), torch.zeros(len(extra["status"]))
+    for number in range(1, 9):
+        active = extra["status"] == slots.ACTIVE
+        ages += active
+        energy = (1.0 if number <= 4 else 100.0) * active.double()
+        for slot in block.active(extra["status"]):
+            energy[block.entries(slot)] = 9.0 if slot in old else 9.1
+        round_ = Round(number, 3, 4, torch.ones(1, dtype=torch.bool), rounds=10)
+        extra = slots.next_extra(extra, energy, energy, round_, 4, layout)
+        if number == 4:
+            new = [slot for slot in block.active(extra["status"]) if slot not in old]
+            assert new
+    gone = block.with_status(extra["status"], 8.0)
+    assert gone and {*gone} <= {*old}
+    expected = 1 - slots.MEMORY ** ages.double()
+    torch.testing.assert_close(extra["active"][active], expected[active])
 
 
 def test_off_has_the_id_and_the_state_it_had(executor, tmp_path):

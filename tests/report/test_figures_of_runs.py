@@ -222,7 +222,7 @@ def test_spectra_show_what_the_prox_took_away(threshold):
     before = -np.sort(-numpy_rng(0, "figure").random((8, 16)), axis=1)
     after = np.maximum(before - threshold, 0)
     data = read(before=before, after=after, threshold=np.array([threshold]))
-    assert data.prox.removed[0].centre == pytest.approx(1.0, rel=1e-6)
+    assert data.proxes[0].removed[0].centre == pytest.approx(1.0, rel=1e-6)
     above, below = draw_spectra(data, []).axes
     assert above.get_yscale() == "log" and below.get_ylim()[1] > 1
 

@@ -13,6 +13,7 @@ import pytest
 from fake_cells import (
     CASES,
     CLIENTS,
+    LAMBDAS,
     ROUNDS,
     SEEDS,
     accuracy,
@@ -36,6 +37,7 @@ from trishul_ray.report.figures import KINDS, check_figure
 from trishul_ray.report.figures.curves import log_positions
 from trishul_ray.report.figures.drawing import ARTISTS, TIMED, draw, select
 from trishul_ray.report.figures.selection import Band
+from trishul_ray.report.figures.spectra import draw_spectra
 from trishul_ray.report.figures.style import spread_out, styles_of
 from trishul_ray.report.formats import caption
 from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout
@@ -437,7 +439,7 @@ def test_spectra_before_and_after_the_prox(tmp_path):
     kind, where = "svt_spectra", CASES["svt_spectra"][1]
     sweep = by_method(tmp_path)
     data = data_of(figure_of(kind, where), sweep)
-    prox = data.prox
+    (prox,) = data.proxes  # nothing is removed with λ=0
     assert (prox.series, prox.threshold) == ("TRISHUL", pytest.approx(0.0005))
     cells = [c for c in sweep.cells if c.labels["method"] == "TRISHUL"][: len(SEEDS)]
     after = np.concatenate([cell.arrays["spectrum_after"] for cell in cells])
@@ -452,10 +454,24 @@ def test_spectra_before_and_after_the_prox(tmp_path):
     assert data.uploaded[2].tail[-1].centre < data.uploaded[0].tail[-1].centre
 
 
+def test_spectra_of_every_series_with_a_prox(tmp_path):
+    figure = figure_of("svt_spectra", {"dataset": ("cifar100",)}, series="lambda")
+    data = data_of(figure, by_lambda(tmp_path))
+    labels = [*LAMBDAS][1:]
+    assert [prox.series for prox in data.proxes] == labels
+    zeroed = [prox.zeroed for prox in data.proxes]
+    assert zeroed == sorted(zeroed) and zeroed[0] < zeroed[-1]
+    rows = [row for row in data.rows() if row["metric"] == "after the prox"]
+    assert [*dict.fromkeys(row["series"] for row in rows)] == labels
+    *each, removed, uploaded, tail = draw_spectra(data, []).axes
+    assert [axes.get_title().partition(":")[0] for axes in each] == labels
+    assert [len(axes.lines) for axes in (removed, uploaded, tail)] == [4, 4, 4]
+
+
 def test_spectra_of_methods_without_a_prox(tmp_path):
     where = {"method": ("RAVAN",), "dataset": ("cifar100",)}
     data = data_of(figure_of("svt_spectra", where), by_method(tmp_path))
-    assert data.prox is None and len(data.uploaded) == 1
+    assert not data.proxes and len(data.uploaded) == 1
 
 
 def test_heads_by_allocation(tmp_path):

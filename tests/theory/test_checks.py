@@ -11,12 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import load as load_tensors
 from tiny_run import TINY
 
 from trishul_ray.api import load
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.methods import slots
 from trishul_ray.runs.runner import run_experiment
+from trishul_ray.runs.summary import RunSummary, read_metrics
 from trishul_ray.spectral.allocation import (
     best_integers,
     round_to_total,
@@ -25,12 +28,15 @@ from trishul_ray.spectral.allocation import (
     water_fill,
 )
 from trishul_ray.spectral.svt import svt
+from trishul_ray.storage import Store
 from trishul_ray.theory.checks import (
     LAM,
     Check,
+    _variance_checks,
     heads_checks,
     nuclear_checks,
     rounding_checks,
+    run_checks,
     stationarity_checks,
     upload_checks,
 )
@@ -269,6 +275,35 @@ def test_a_finished_run_is_checked_from_its_files(runs):
     assert found["utility of chosen heads / best integers"].ratio > 0.99
     norm = found["nuclear norm of the update / sum over heads"]
     assert not norm.holds and 0.3 < norm.ratio < 1
+
+
+@pytest.mark.parametrize(("rule", "count"), [("relative", 2), ("edge", 1), ("sure", 1)])
+def test_what_the_server_has_shrunk_is_no_upload(rule, count):
+    arrays = {f"spectrum_{name}": np.ones((3, 2)) for name in ("uploaded", "before", "after")}
+    method = {"scalar_max": 10.0, "lam_rule": rule}
+    found = list(_variance_checks(1.0, arrays, "a round", method))
+    assert [check.bound for check in found] == [2.0, 200.0][:count]
+
+
+def test_heads_that_have_moved_are_counted_where_they_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(slots, "MARGIN", 1.0)
+    moving = ["method.reallocate_every=1", "method.allocation=uniform", "federation.rounds=6"]
+    more = ["federation.local_steps=6", "budget=2", "adapter.overflow=cap"]
+    experiment = load_experiment(None, [*TINY, *moving, *more, f"storage.runs={tmp_path}"])
+    run_experiment(experiment, RunProgress(6, Console(file=io.StringIO())))
+    home = Store.open(str(tmp_path)).child(experiment.id)
+    summary, last = RunSummary.read(home), read_metrics(home)[-1]
+    ended = {name: int(last[f"heads/{name}"]) for name in summary.heads}
+    assert ended != summary.heads
+    tensors = load_tensors(home.read("adapter/adapter_model.safetensors"))
+    ranks = [len(value) for name, value in tensors.items() if ".lora_A." in name]
+    assert min(ranks) > min(ended[n] * summary.ranks[n] for n in ended)  # retired ones, too
+    found = {check.statement.split(" (")[0]: check for check in run_checks(summary, home)}
+    norm = found["nuclear norm of the update / sum over heads"]
+    assert norm.holds and norm.setting.startswith(f"{len(ranks)} layers")
+    norms = [summary.block_squared_norms[name] for name in ended]
+    chosen = found["utility of chosen heads / uniform"]
+    assert chosen.measured == utility(norms, list(ended.values()))
 
 
 def test_the_command_prints_both(runs, called):

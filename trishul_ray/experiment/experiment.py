@@ -165,10 +165,13 @@ class Experiment(Section):
                 f"({', '.join(supported)}), not {self._method_as_set()}"
             )
         private = getattr(self.method, "private_heads", 0)
-        if private >= self.adapter.heads:
+        if private > self.adapter.heads:
             raise ValueError(
-                f"method.private_heads={private} must be below adapter.heads={self.adapter.heads}: "
-                "the others are shared"
+                f"method.private_heads={private} must be at most adapter.heads={self.adapter.heads}"
+            )
+        if private == self.adapter.heads and getattr(self.method, "reallocate_every", 0):
+            raise ValueError(
+                f"method.private_heads={private} leaves no head that method.reallocate_every moves"
             )
         if self.evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
             raise ValueError(

@@ -43,7 +43,7 @@ class Diagnostics:
         spectra: Singular values [n, r] of one client, in descending order, padded with NaN for
             cores of smaller rank. ``uploaded``: of the cores s·H it sent, for every method with
             cores. ``before`` and ``after``: of its cores H at the last prox, with ``threshold``
-            [1]; only for methods with a prox.
+            [1] or [n]; only for methods with a prox. Of the mean if the server shrinks.
         matrices: Comparisons of the updates (uploads minus broadcast) of each two clients:
             ``clients`` [m], and [m, m] each of
             :func:`~trishul_ray.spectral.diagnostics.client_matrices`. Empty for methods without

@@ -539,7 +539,7 @@ class Server:
                 error = aggregation_error(valid, reducer, broadcast, self.broadcast())
                 if error is not None:
                     record.diagnostics["aggregation_error"] = error
-            now.spectra = diagnosed.spectra or now.spectra
+            now.spectra = (diagnosed.spectra | round_.spectra) or now.spectra
             now.matrices = append_round(now.matrices, number, diagnosed.matrices)
         record.diagnostics |= round_.metrics
         return record

@@ -227,6 +227,7 @@ class Round:
             :attr:`~Method.needs_uploads`.
         metrics: Numbers of :meth:`Method.aggregate` for the round's record, by name.
         rounds: Number of rounds of the run.
+        spectra: Singular values of :meth:`Method.aggregate`, for figures; see ``Diagnostics``.
     """
 
     number: int
@@ -236,6 +237,7 @@ class Round:
     uploads: tuple[ClientUpload, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     rounds: int = 0
+    spectra: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class Method:

@@ -3,12 +3,11 @@
 Lee et al.: "FedSVD: Adaptive Orthogonalization for Private Federated Learning with LoRA", NeurIPS
 2025, arXiv 2505.12805.
 
-Within a round A is frozen and common, so that the mean of B is exact, as in FFA-LoRA. Every
-``method.period`` rounds (1, as published) the server decomposes ``B A = U S V^T`` and sets
-``A <- V_r^T``, ``B <- U_r S_r``. The rank of B A is at most r: the global model stays the same, and
-A turns to the directions that the clients have found. The decomposition is that of an r x d_in
-matrix, after a QR of B. Both factors are sent down, B alone is sent up; the rank is the budget's
-LoRA rank.
+Within a round A is frozen and common, so that the mean of B is exact, as in FFA-LoRA. After every
+round the server decomposes ``B A = U S V^T`` and sets ``A <- V_r^T``, ``B <- U_r S_r``. The rank of
+B A is at most r: the global model stays the same, and A turns to the directions that the clients
+have found. The decomposition is that of an r x d_in matrix, after a QR of B. Both factors are sent
+down, B alone is sent up; the rank is the budget's LoRA rank.
 
 Codecs, privacy and server optimizers see the change of B within a round. What they keep for the
 next round (moments, errors of a codec) stays in the coordinates of the earlier A.
@@ -18,26 +17,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pydantic import Field
-
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import MethodConfig, Round, State, register
+from trishul_ray.methods.base import Round, State, register
 from trishul_ray.methods.fedit import FedIT
-
-
-class FedSVDConfig(MethodConfig):
-    """Hyper-parameters of FedSVD."""
-
-    period: int = Field(1, ge=1, description="rounds from one decomposition to the next")
 
 
 @register("fedsvd")
 class FedSVD(FedIT):
     """Train and average B; decompose the product into the next A and B."""
 
-    Config = FedSVDConfig
     summary = "LoRA; B averaged under a common A, which the SVD of B A renews each round (exact)"
     reference = "Lee et al., NeurIPS 2025, arXiv 2505.12805"
     communication = "r d_out per matrix up, r (d_in + d_out) down"
@@ -50,8 +40,6 @@ class FedSVD(FedIT):
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Decompose the product of the mean B and the common A."""
-        if round_.number % self.config.period:
-            return mean
         shared = mean.shared.clone()
         for _, a, b in lora_pairs(self.named_tensors(layout, shared)):
             left, small = torch.linalg.qr(b.double())  # [d_out, k], [k, r] with k = min(d_out, r)

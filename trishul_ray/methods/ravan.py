@@ -78,7 +78,7 @@ class RavanConfig(MethodConfig):
     private_heads: int = in_id_if_set(
         0,
         "core heads of each matrix that stay with the client: trained in each of its rounds, never "
-        "sent; a matrix with no more heads than that shares one",
+        "sent; a matrix with no more heads than that shares one. With adapter.heads, all stay",
         ge=0,
     )
 
@@ -139,7 +139,9 @@ class Ravan(Method):
             block: min(heads_that_fit(ranks[m.name], m.d_out, m.d_in) for m in members)
             for block, members in site.blocks().items()
         }
-        heads = self.heads_by_block(site, caps)
+        heads, wanted = self.heads_by_block(site, caps), self.config.private_heads
+        everything = wanted == options.heads
+        private = {b: n if everything else max(0, min(wanted, n - 1)) for b, n in heads.items()}
         return {
             layer.name: MultiHead(
                 heads=heads[layer.block] + self.spare_heads * (heads[layer.block] > 0),
@@ -149,7 +151,7 @@ class Ravan(Method):
                 # With "cap" the allocation is already limited to the width.
                 overflow="error" if options.overflow == "cap" else "independent",
                 train_scale=self.config.scalars == "trainable",
-                private=max(0, min(self.config.private_heads, heads[layer.block] - 1)),
+                private=private[layer.block],
                 spare=self.spare_heads * (heads[layer.block] > 0),
             )
             for layer in site.layers

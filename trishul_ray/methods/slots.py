@@ -39,6 +39,9 @@ MARGIN = 1.1
 #: What is left of a running mean after a round.
 MEMORY = 0.9
 
+#: Names of the running means [n]: see :func:`next_extra`. Only the server reads them.
+MEANS = ("energy", "spread", "active")
+
 #: Shares of the rounds before which, and after which, no head changes place.
 WARM_UP, STOP = 0.2, 0.8
 
@@ -92,7 +95,7 @@ def blocks_of(layout: Layout) -> list[Block]:
 def first_extra(layout: Layout, spare: int) -> Tensors:
     """Return the status before round 1, and the running means that :func:`next_extra` moves."""
     zeros = torch.zeros(len(sizes(layout)), dtype=torch.float64)
-    return {"status": first_status(layout, spare), "energy": zeros, "spread": zeros.clone()}
+    return {"status": first_status(layout, spare)} | {name: zeros.clone() for name in MEANS}
 
 
 def first_status(layout: Layout, spare: int) -> Tensor:
@@ -130,6 +133,9 @@ def next_extra(
 ) -> Tensors:
     """Return the status of each core head after a round, and the running means.
 
+    They start at zero. Divided by that of being active, 1 - 0.9^k after k rounds, they are those of
+    the rounds in which a core head was active: one that has just come is not taken for a weak one.
+
     Args:
         before: Those of the round before.
         energy: :func:`squared_changes` of the mean, [n].
@@ -139,14 +145,14 @@ def next_extra(
         layout: Names of the trainables.
     """
     status, number, rounds = before["status"], round_.number, round_.rounds
-    means = {
-        name: MEMORY * before[name] + (1 - MEMORY) * now
-        for name, now in (("energy", energy), ("spread", spread))
-    }
+    found = zip(MEANS, (energy, spread, (status == ACTIVE).double()), strict=True)
+    means = {name: MEMORY * before[name] + (1 - MEMORY) * now for name, now in found}
     for block in blocks_of(layout):
         round_.metrics[f"heads/{block.name}"] = float(len(block.active(status)))
     if number % every == 0 and WARM_UP * rounds <= number <= STOP * rounds:
-        status = moved_status(status, means["energy"], means["spread"], layout, number)
+        weight = torch.where(means["active"] > 0, means["active"], 1.0)
+        level, of_clients = means["energy"] / weight, means["spread"] / weight
+        status = moved_status(status, level, of_clients, layout, number)
     return {"status": status, **means}
 
 
@@ -160,8 +166,8 @@ def moved_status(status: Tensor, energy: Tensor, spread: Tensor, layout: Layout,
 
     Args:
         status: [n] as it is.
-        energy: [n] running mean of the squared norm of a core head's mean change.
-        spread: [n] running mean over rounds of the mean over clients of the same.
+        energy: [n] mean over its rounds of the squared norm of a core head's mean change.
+        spread: [n] mean over its rounds of the mean over clients of the same.
         layout: Names of the trainables.
         n: The round after which heads move.
     """

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from trishul_ray.adapters.layout import Layout
@@ -56,7 +57,7 @@ from trishul_ray.spectral.allocation import (
     water_fill_ranks,
 )
 from trishul_ray.spectral.diagnostics import stack_spectra
-from trishul_ray.spectral.svt import singular_values, svt, svt_stats, svt_summary
+from trishul_ray.spectral.svt import SvtStats, singular_values, svt, svt_stats, svt_summary
 from trishul_ray.spectral.thresholds import hard_threshold
 
 if TYPE_CHECKING:
@@ -345,6 +346,8 @@ class Trishul(Ravan):
         """
         prox: Prox = run.scratch
         for number, bank in enumerate(run.layout.core_banks(run.vector)):
+            if not len(bank):  # all are private
+                continue
             trained = prox.heads[number]
             if run.entries is not None:
                 lead = leading_rank(bank.shape[-1], run.capacity)
@@ -373,21 +376,18 @@ class Trishul(Ravan):
         """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
         sent, kept = super().upload(run, steps)
         sent = replace(sent, extra=sent.extra | self._told(run, sent.shared))
-        if not run.diagnosed or self.needs_uploads or not run.layout.core_banks(run.vector):
+        if not run.diagnosed or self.needs_uploads or not _core_heads(run.layout):
             return sent, kept
         # Without a threshold, λ is 0 and nothing was shrunk.
         relative, hard = self._relative, self.config.lam_rule == "unknown"
         stats = [svt_stats(b, t, relative=relative, hard=hard) for b, t in run.scratch.before]
         run.metrics |= {f"svt_{name}": value for name, value in svt_summary(stats).items()}
         if stats:
-            tau = torch.cat([s.threshold for s in stats])
+            run.spectra = _spectra(stats)
             if self.config.lam_rule != "fixed":
-                run.metrics["svt_threshold"] = float(tau.mean())
-            run.spectra = {
-                "before": stack_spectra([s.before for s in stats]).numpy(),
-                "after": stack_spectra([s.after for s in stats]).numpy(),
-                "threshold": tau.numpy() if relative or hard else tau[:1].numpy(),
-            }
+                run.metrics["svt_threshold"] = float(run.spectra["threshold"].mean())
+            if not (relative or hard):  # all have one
+                run.spectra["threshold"] = run.spectra["threshold"][:1]
         return sent, kept
 
     def _told(self, run: LocalRun, shared: Tensor) -> Tensors:
@@ -426,7 +426,7 @@ class Trishul(Ravan):
 
     def broadcast(self, state: State) -> State:
         """Leave out what only the server reads."""
-        extra = {k: v for k, v in state.extra.items() if k not in ("energy", "spread")}
+        extra = {k: v for k, v in state.extra.items() if k not in slots.MEANS}
         return replace(state, extra=extra)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
@@ -436,11 +436,12 @@ class Trishul(Ravan):
         """
         shared, extra = super().aggregate(state, mean, round_, layout).shared, {}
         rule = self.config.lam_rule
-        if rule in ("edge", "sure"):
+        if rule in ("edge", "sure") and _core_heads(layout):
             on_change = self.config.prox_on == "change"
             shared, stats = denoised(shared, state.shared, round_.uploads, layout, rule, on_change)
             round_.metrics.update({f"svt_{n}": value for n, value in svt_summary(stats).items()})
-            round_.metrics["svt_threshold"] = float(torch.cat([s.threshold for s in stats]).mean())
+            round_.spectra.update(_spectra(stats))
+            round_.metrics["svt_threshold"] = float(round_.spectra["threshold"].mean())
         if rule == "entropy":
             extra["log_share"] = next_shares(
                 state.extra["log_share"], mean.extra, self.config.level
@@ -470,6 +471,15 @@ class Trishul(Ravan):
             new = broadcast.extra["status"] >= (last or 1)
             count += int(slots.sizes(layout)[new].sum())
         return count
+
+
+def _spectra(stats: Sequence[SvtStats]) -> dict[str, np.ndarray]:
+    """Return singular values ``before`` and ``after`` [n, r], and each ``threshold`` [n]."""
+    return {
+        "before": stack_spectra([s.before for s in stats]).numpy(),
+        "after": stack_spectra([s.after for s in stats]).numpy(),
+        "threshold": torch.cat([s.threshold for s in stats]).numpy(),
+    }
 
 
 def _core_heads(layout: Layout) -> int:

@@ -108,7 +108,7 @@ def _draw_figures(
     named = {f"spectrum_{name}": values for name, values in arrays.spectra.items()}
     spectra = spectra_of_run(method, named)
     if spectra.uploaded:
-        uploaded = replace(spectra, prox=None)
+        uploaded = replace(spectra, proxes=())
         save_png(draw_spectra, uploaded, figures / "uploaded_spectrum.png", note)
-    if spectra.prox:
+    if spectra.proxes:
         save_png(draw_spectra, replace(spectra, uploaded=()), figures / "spectra.png", note)

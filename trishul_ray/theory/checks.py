@@ -5,7 +5,7 @@ No run reads this. Where a bound fails, docs/what-the-paper-leaves-open.md says 
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from trishul_ray.lazy import torch
 from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.runs.summary import RunSummary, read_metrics
 from trishul_ray.spectral.allocation import (
     best_integers,
     round_to_total,
@@ -33,7 +34,6 @@ from trishul_ray.theory.stand_in import (
 )
 
 if TYPE_CHECKING:
-    from trishul_ray.runs.summary import RunSummary
     from trishul_ray.storage import Store
 
 #: Relative rounding errors that no check counts: of float64, and of exported factors in float32.
@@ -245,7 +245,7 @@ def stand_in_checks(seed: int = 0, rounds: int = 10000) -> list[Check]:
     ]
 
 
-def run_checks(summary: "RunSummary", home: "Store") -> list[Check]:
+def run_checks(summary: RunSummary, home: "Store") -> list[Check]:
     """Return what the files of a finished run tell; empty for a method without core heads.
 
     ``diagnostics.npz`` has the spectra of one client in the last diagnosed round, so that M and ρ
@@ -261,19 +261,34 @@ def run_checks(summary: "RunSummary", home: "Store") -> list[Check]:
         checks += _variance_checks(variance, arrays, setting, summary.config["method"])
     norms = [summary.block_squared_norms.get(block, 0.0) for block in summary.heads]
     if norms and min(norms) > 0:
-        heads = list(summary.heads.values())
+        heads = _final_heads(summary.heads, read_metrics(home))
         checks += heads_checks(norms, heads, f"{len(heads)} blocks, {sum(heads)} heads")
     if summary.heads and home.exists("adapter/adapter_model.safetensors"):
         checks += _adapter_checks(summary, home.read("adapter/adapter_model.safetensors"))
     return checks
 
 
+def _final_heads(heads: Mapping[str, int], rows: Sequence[Mapping[str, float]]) -> list[int]:
+    """Return the heads of each block in the last round, given those of round 1.
+
+    Where they change place, the rows count those that are not private.
+    """
+    trained = [row for row in rows if row["round"] > 0]
+    first, last = trained[0], trained[-1]
+    names = [f"heads/{block}" for block in heads]
+    moved = [last.get(name, 0) - first.get(name, 0) for name in names]
+    return [count + round(more) for count, more in zip(heads.values(), moved, strict=True)]
+
+
 def _variance_checks(
     variance: float, arrays: dict[str, Any], setting: str, method: dict[str, Any]
 ) -> Iterator[Check]:
     statement = "variance of uploads (eq. variance_bound)"
-    # s H and, after a prox, H itself, whose bound takes s_max.
-    for name, largest in (("uploaded", 1.0), ("after", method.get("scalar_max"))):
+    # s H and, after a client's prox, H itself, whose bound takes s_max.
+    largest_scalars = {"uploaded": 1.0, "after": method.get("scalar_max")}
+    if method.get("lam_rule") in ("edge", "sure"):  # the server's, of the mean
+        del largest_scalars["after"]
+    for name, largest in largest_scalars.items():
         if f"spectrum_{name}" not in arrays or largest is None:
             continue
         values = torch.from_numpy(arrays[f"spectrum_{name}"]).nan_to_num()  # [n, r]
@@ -284,24 +299,26 @@ def _variance_checks(
         yield Check(statement, setting, variance, "<=", bound, note)
 
 
-def _adapter_checks(summary: "RunSummary", content: bytes) -> Iterator[Check]:
+def _adapter_checks(summary: RunSummary, content: bytes) -> Iterator[Check]:
     from safetensors.torch import load
 
     tensors = {name: value.double().numpy() for name, value in load(content).items()}
     whole = heads = 0.0
     layers = 0
-    for name, factor_A in tensors.items():
-        if ".lora_A." not in name:
-            continue
-        factor_B = tensors[name.replace(".lora_A.", ".lora_B.")]  # [B_1 s_1 H_1, ...]
-        count = next((n for block, n in summary.heads.items() if f".{block}." in name), 0)
-        if not count or len(factor_A) % count:
-            continue
-        layers += 1
-        # R of each factor's QR: the singular values of the product, without the product.
-        whole += _product_norm(factor_B, factor_A)
-        parts = zip(np.split(factor_B, count, axis=1), np.split(factor_A, count), strict=True)
-        heads += math.fsum(_product_norm(b, a) for b, a in parts)
+    for block, rank in summary.ranks.items():
+        names = [name for name in tensors if ".lora_A." in name and f".{block}." in name]
+        # The largest rank of its matrices. Each has as many heads: all that were ever trained.
+        count = max((len(tensors[name]) for name in names), default=0) // rank
+        for name in names:
+            factor_A = tensors[name]
+            factor_B = tensors[name.replace(".lora_A.", ".lora_B.")]  # [B_1 s_1 H_1, ...]
+            if len(factor_A) % count:  # the core of one is all zero
+                continue
+            layers += 1
+            # R of each factor's QR: the singular values of the product, without the product.
+            whole += _product_norm(factor_B, factor_A)
+            parts = zip(np.split(factor_B, count, axis=1), np.split(factor_A, count), strict=True)
+            heads += math.fsum(_product_norm(b, a) for b, a in parts)
     if layers:
         init = summary.config["adapter"].get("init") or "the method's"
         setting = f"{layers} layers, {init} bases"

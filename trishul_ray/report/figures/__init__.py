@@ -43,7 +43,7 @@ _BY_ALLOCATION = {"series": ("allocation", "method")}
 KINDS: dict[str, Mapping[str, Any]] = {
     "convergence": _BY_METHOD | _BY_DATASET,
     "overhead": _BY_METHOD | {"groups": ("model", "dataset")},
-    "svt_spectra": _BY_METHOD | {"prox": None},
+    "svt_spectra": _BY_METHOD,
     "spectral_alignment": _BY_METHOD | {"of": _BOTH},
     "spectral_diagnostics": _BY_METHOD | {"of": _BOTH},
     "lambda_accuracy": _ONE_SERIES | _BY_DATASET | _LAMBDA,

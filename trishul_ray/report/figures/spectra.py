@@ -1,4 +1,4 @@
-"""The figure of singular values: before and after the prox, and of the uploads by series."""
+"""The figure of singular values by series: before and after the prox, and of the uploads."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,10 @@ from trishul_ray.report.figures.style import (
 #: What ``diagnostics.npz`` has, by name.
 Arrays = Mapping[str, Any]
 
-_REMARK = "line and band: median and 10–90 % of the core heads of one client, last round"
+_REMARK = (
+    "line and band: median and 10–90 % of the core heads of one client (before and after: of the "
+    "mean, if the server shrinks it), last round"
+)
 #: Singular values below this share of the largest are rounding of float32 cores: drawn as zero.
 _ROUNDING = 1e-6
 _BEFORE = Style(COLOURS[1], (0, (5, 2)), "s", "")
@@ -74,19 +77,18 @@ class Uploaded:
 class SpectraData:
     """The content of the figure; ``names`` also has the series that are missing."""
 
-    prox: Prox | None
+    proxes: tuple[Prox, ...]
     uploaded: tuple[Uploaded, ...]
     names: tuple[str, ...]
     remarks: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return the threshold, the share of zeros, and the size of each tail in words."""
-        parts = []
-        if self.prox is not None:
-            parts.append(
-                f"{self.prox.series}: threshold {self.prox.threshold:.3g}, {self.prox.zeroed:.1%} "
-                "of singular values zero after the prox"
-            )
+        """Return each threshold, the share of zeros, and the size of each tail in words."""
+        parts = [
+            f"{prox.series}: threshold {prox.threshold:.3g}, {prox.zeroed:.1%} of singular values "
+            "zero after the prox"
+            for prox in self.proxes
+        ]
         parts += [
             f"{each.series}: median of the largest singular value {each.values[0].centre:.3g}, of "
             f"the middle one {each.values[len(each.values) // 2].centre:.3g}"
@@ -97,10 +99,10 @@ class SpectraData:
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each singular value of each spectrum."""
         drawn: list[tuple[str, str, Spectrum]] = []
-        if prox := self.prox:
+        for prox in self.proxes:
             spectra = {"before the prox": prox.before, "after the prox": prox.after}
             spectra |= {"removed, in τ": prox.removed}
-            drawn = [(what, prox.series, spectrum) for what, spectrum in spectra.items()]
+            drawn += [(what, prox.series, spectrum) for what, spectrum in spectra.items()]
         drawn += [("uploaded", each.series, each.values) for each in self.uploaded]
         drawn += [("energy in the tail", each.series, each.tail) for each in self.uploaded]
         return [
@@ -113,31 +115,23 @@ class SpectraData:
 def svt_spectra(selection: Selection) -> SpectraData | None:
     """Collect the spectra of the last diagnosed round, of all core heads of one client per run."""
     groups = selection.groups(selection.axes("series"))
-    wanted = selection.options["prox"]
     arrays = {group.name: [cell.arrays for cell in group.cells] for group in groups}
-    prox = next(
-        (
-            found
-            for name, runs in arrays.items()
-            if wanted in (None, name) and (found := _prox(name, runs)) is not None
-        ),
-        None,
-    )
-    uploaded = [each for name, runs in arrays.items() if (each := _uploaded(name, runs))]
-    if not uploaded and prox is None:
+    proxes = [each for name, runs in arrays.items() if (each := _prox(name, runs))]
+    uploaded = [found for name, runs in arrays.items() if (found := _uploaded(name, runs))]
+    if not uploaded and not proxes:
         return None
     remarks = [_REMARK, *selection.pooled([group.cells for group in groups])]
     empty = [cell for cell in selection.finished if "spectrum_uploaded" not in cell.arrays]
     if empty:
         remarks.append(f"without cores: {'; '.join(selection.names(empty))}")
-    return SpectraData(prox, tuple(uploaded), tuple(arrays), tuple(remarks))
+    return SpectraData(tuple(proxes), tuple(uploaded), tuple(arrays), tuple(remarks))
 
 
 def spectra_of_run(name: str, arrays: Arrays) -> SpectraData:
     """Return the spectra of one run, from arrays as a finished cell has them."""
-    uploaded = _uploaded(name, [arrays])
-    each = () if uploaded is None else (uploaded,)
-    return SpectraData(_prox(name, [arrays]), each, (name,), (_REMARK,))
+    proxes = [each] if (each := _prox(name, [arrays])) else []
+    uploaded = [found] if (found := _uploaded(name, [arrays])) else []
+    return SpectraData(tuple(proxes), tuple(uploaded), (name,), (_REMARK,))
 
 
 def _prox(name: str, runs: Sequence[Arrays]) -> Prox | None:
@@ -151,14 +145,15 @@ def _prox(name: str, runs: Sequence[Arrays]) -> Prox | None:
         if "spectrum_threshold" in arrays
     ]
     each = np.concatenate(found)
-    threshold = float(np.mean(each))
-    units = threshold if np.ptp(each) == 0 else np.where(each > 0, each, np.nan)[:, None]
+    if not each.any():  # nothing was removed
+        return None
+    units = np.where(each > 0, each, np.nan)[:, None]
     return Prox(
         name,
         _spectrum(before),
         _spectrum(after),
         _spectrum((before - after) / units),
-        threshold,
+        float(np.mean(each)),
         float((after[np.isfinite(after)] <= 0).mean()),
     )
 
@@ -191,25 +186,33 @@ def _tails(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def draw_spectra(data: SpectraData, note: Sequence[str]) -> Figure:
-    """Draw the spectra on log axes, what the prox removed, and the energy in the tails."""
-    figure, panels = new_panels(2 * (data.prox is not None) + 2 * bool(data.uploaded), note)
+    """Draw each prox's spectra on log axes, what they removed, and the energy in the tails."""
+    proxes, styles = data.proxes, styles_of(data.names)
+    count = len(proxes) + bool(proxes) + 2 * bool(data.uploaded)
+    figure, panels = new_panels(count, note, height=2.7 if len(proxes) > 1 else 3.2)
     ends: dict[Axes, list[tuple[str, float, float, str]]] = {}
-    if prox := data.prox:
-        left, right, *panels = panels
-        floor = min(_floor([prox.before]), prox.threshold / 2 or math.inf)
+    for prox in proxes:
+        axes, *panels = panels
+        floor = min(_floor([prox.before]), prox.threshold / 2)
         drawn = (("before", prox.before, _BEFORE), ("after", prox.after, _AFTER))
-        ends[left] = [_draw(left, s, style, floor, name) for name, s, style in drawn]
-        ends[left].append(("threshold τ", len(prox.before) + 0.5, prox.threshold, GREY))
-        _finish(left, prox.before, f"{prox.series}: {prox.zeroed:.1%} zero after the prox")
-        _draw(right, prox.removed, _AFTER, -math.inf, "")
-        y_label = f"before − after, in τ = {prox.threshold:.2g}"
-        _finish(right, prox.removed, "removed by the prox", y_label)
-        right.set_yscale("linear")
-        right.set_ylim(0, 1.15)
-        for axes, level in ((left, prox.threshold), (right, 1.0)):
-            axes.axhline(level, color=GREY, linestyle=":", linewidth=1.3)
+        ends[axes] = [_draw(axes, s, style, floor, name) for name, s, style in drawn]
+        ends[axes].append(("threshold τ", len(prox.before) + 0.5, prox.threshold, GREY))
+        _finish(axes, prox.before, f"{prox.series}: {prox.zeroed:.1%} zero after the prox")
+        axes.axhline(prox.threshold, color=GREY, linestyle=":", linewidth=1.3)
+    if proxes:
+        axes, *panels = panels
+        several = len(proxes) > 1
+        looks = styles if several else {proxes[0].series: _AFTER}
+        found = [_draw(axes, p.removed, looks[p.series], -math.inf, p.series) for p in proxes]
+        ends |= {axes: found} if several else {}
+        unit = "in τ" if several else f"in τ = {proxes[0].threshold:.2g}"
+        longest = max((p.removed for p in proxes), key=len)
+        _finish(axes, longest, "removed by the prox", f"before − after, {unit}")
+        axes.set_yscale("linear")
+        axes.set_ylim(0, 1.15)
+        axes.axhline(1.0, color=GREY, linestyle=":", linewidth=1.3)
     if data.uploaded:
-        styles, several = styles_of(data.names), len(data.names) > 1
+        several = len(data.names) > 1
         left, right = panels
         values = [(each.series, each.values) for each in data.uploaded]
         tails = [(each.series, each.tail) for each in data.uploaded]
