@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from trishul_ray.report.statistics import (
@@ -217,6 +220,22 @@ def test_missing_runs():
     empty[0, :, 0], empty[1, :, 1] = 1, 2
     assert set(compare_rows([empty]).groups[0].rows) == {None}
     assert compare_rows([]).groups == ()
+
+
+@given(
+    values=hnp.arrays(np.float64, hnp.array_shapes(min_dims=3, max_dims=3, max_side=5),
+                      elements=st.sampled_from([0.0, 0.25, 0.5, 1.0, np.nan]))
+)  # fmt: skip
+def test_the_best_row_is_that_of_the_additive_fit_of_rows_and_pairs(values):
+    runs = values.reshape(len(values), -1)
+    rows, pairs = np.nonzero(np.isfinite(runs))
+    if len(set(rows)) < 2:
+        assert best_row(values) is None
+        return
+    design = np.hstack([np.eye(len(runs))[rows], np.eye(runs.shape[1])[pairs]])
+    effects = np.linalg.lstsq(design, runs[rows, pairs])[0][: len(runs)]
+    found = best_row(values)
+    assert found in rows and effects[found] >= effects[np.unique(rows)].max() - 1e-9
 
 
 def test_a_row_without_what_is_difficult_is_not_the_best_for_it():

@@ -184,7 +184,8 @@ def compare_rows(groups: Sequence[Array]) -> TableComparison:
         groups: Values [rows, seeds, columns] of each group; seeds and columns are those of the
             table. Equal groups, and equal rows of a group, are the same runs: they count once.
     """
-    compared = [values for values in groups if best_row(values) is not None]
+    best_rows = [best_row(values) for values in groups]
+    compared = [v for v, best in zip(groups, best_rows, strict=True) if best is not None]
     known = [values[np.isfinite(values).any(axis=(1, 2))] for values in compared]
     unique = _distinct(np.stack(_distinct(values)) for values in known)
     family = _Family(
@@ -193,8 +194,7 @@ def compare_rows(groups: Sequence[Array]) -> TableComparison:
         sum(len(rows) - 1 for rows in unique),
     )
     result = []
-    for values in groups:
-        best = best_row(values)
+    for values, best in zip(groups, best_rows, strict=True):
         rows = (
             None if best is None or row == best else _compare(values[row] - values[best], family)
             for row in range(len(values))
@@ -310,12 +310,17 @@ def best_row(values: Array) -> int | None:
     of seed and column: a row that lacks the difficult columns or seeds is not better for it.
     """
     runs = values.reshape(len(values), -1)
-    rows, pairs = np.nonzero(np.isfinite(runs))
-    if len(np.unique(rows)) < 2:
+    finite = np.isfinite(runs)
+    known = finite.any(axis=1)
+    if known.sum() < 2:
         return None
-    design = np.hstack([np.eye(runs.shape[0])[rows], np.eye(runs.shape[1])[pairs]])
-    effects = np.linalg.lstsq(design, runs[rows, pairs])[0][: runs.shape[0]]
-    known = np.isin(np.arange(runs.shape[0]), rows)
+    # Pairs that the same rows have count as one of as much weight: the fit is the same.
+    kinds, kind, counts = np.unique(finite, axis=1, return_inverse=True, return_counts=True)
+    sums = np.where(finite, runs, 0.0) @ np.eye(len(counts))[kind.ravel()]
+    rows, columns = np.nonzero(kinds)
+    weights = np.sqrt(counts)[columns]
+    design = np.hstack([np.eye(len(runs))[rows] * weights[:, None], np.eye(len(counts))[columns]])
+    effects = np.linalg.lstsq(design, sums[rows, columns] / weights)[0][: len(runs)]
     return int(np.argmax(np.where(known, np.round(effects, _DECIMALS), -np.inf)))
 
 
