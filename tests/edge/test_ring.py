@@ -33,16 +33,19 @@ def encoded(ring, row, weight=1.0):
     return ring(Change(row, {}), sender).shared
 
 
-@given(rows=values, seed=st.integers(0, 10))
-def test_the_sum_has_the_same_bits_in_every_order_and_is_close_to_the_exact_one(rows, seed):
+@given(rows=values, weights=arrays(np.int64, 7, elements=st.integers(1, 500)), seed=st.integers(0, 10))
+def test_the_sum_has_the_same_bits_in_every_order_and_its_mean_is_rounded_once_a_client(
+    rows, weights, seed
+):
+    """Its error is at most m 2^-(f+1) / (sum of weights), half of what cutting off would make."""
     ring = Ring(32, len(rows))
-    integers = np.array([encoded(ring, row) for row in rows])
+    integers = np.array([encoded(ring, *each) for each in zip(rows, weights, strict=True)])
     order = np.random.default_rng(seed).permutation(len(rows))
     total = integers.sum(axis=0)
     first, rest = integers[order[:3]].sum(axis=0), integers[order[3:]].sum(axis=0)
     np.testing.assert_array_equal(total, rest + first)
-    error = np.abs(ring.decode(total) - rows.sum(axis=0))
-    assert (error <= len(rows) * 2.0**-33 + 1e-9).all()
+    error = np.abs(ring.decode(total) / weights.sum() - np.average(rows, axis=0, weights=weights))
+    assert (error <= len(rows) * 2.0**-33 / weights.sum() + 1e-11).all()
 
 
 @pytest.mark.parametrize(("bits", "clients"), [(8, 1), (32, 3), (32, 1_000_000), (48, 17)])
