@@ -33,7 +33,9 @@ def encoded(ring, row, weight=1.0):
     return ring(Change(row, {}), sender).shared
 
 
-@given(rows=values, weights=arrays(np.int64, 7, elements=st.integers(1, 500)), seed=st.integers(0, 10))
+@given(
+    rows=values, weights=arrays(np.int64, 7, elements=st.integers(1, 500)), seed=st.integers(0, 10)
+)
 def test_the_sum_has_the_same_bits_in_every_order_and_its_mean_is_rounded_once_a_client(
     rows, weights, seed
 ):
@@ -125,6 +127,14 @@ def test_a_round_in_the_ring_is_a_round(method, edge_run):
     for name in ("alignment", "delta_alignment", "entropy"):
         if name in known:
             assert shown[name] == pytest.approx(known[name], rel=1e-3), name
+
+
+def test_clipped_entries_are_counted_over_the_whole_cohort(edge_run, monkeypatch):
+    monkeypatch.setattr(Ring, "largest", property(lambda ring: ring.step))  # clips all but zeros
+    result = edge_run("method=fedit", "rounds=1", "server.sum=ring")
+    record = result.checkpoint.records[1]
+    numbers = len(result.checkpoint.state.shared)
+    assert numbers < record.edge["clipped_entries"] <= len(record.clients) * numbers
 
 
 def test_a_resumed_run_has_the_same_bytes(edge_run, assert_same, tmp_path):

@@ -12,6 +12,9 @@ import numpy as np
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.rng import numpy_rng
 
+#: What filters count: the round's record has the sum over clients, and the mean of other numbers.
+COUNTS = {"clipped_entries"}
+
 
 @dataclass(frozen=True)
 class Change:
@@ -23,7 +26,7 @@ class Change:
         extra: What the method adds, by name.
         uploaded_bytes: Bytes of the encoding; None while they are four for each number.
         kept: What filters leave with the client for its next round, by name.
-        metrics: Numbers of the filters for the round's record, by name; averaged over clients.
+        metrics: Numbers of the filters for the round's record, by name; see :data:`COUNTS`.
     """
 
     shared: np.ndarray

@@ -18,6 +18,7 @@ import torch
 
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
+from trishul_ray.edge.changes import COUNTS
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
 from trishul_ray.edge.privacy.draws import participants, poisson_cohort, uniform_cohort
 from trishul_ray.edge.traffic import CodedState
@@ -43,6 +44,7 @@ from trishul_ray.federation.messages import (
     Job,
     Outcome,
     TrainJob,
+    TrainReport,
     Upload,
     as_tensor,
     changed_sources,
@@ -590,10 +592,7 @@ class Server:
             downloaded_parameters=down + setup,
             downloaded_bytes=None if size is None else size * len(reports) + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
-            edge={
-                name: float(np.mean([r.edge[name] for r in reports if name in r.edge]))
-                for name in dict.fromkeys(name for r in reports for name in r.edge)
-            },
+            edge=_over_clients(reports),
         )
 
     def progress(self) -> RoundReport:
@@ -612,6 +611,15 @@ class Server:
         edge = replace(self.checkpoint.edge, kept={})
         kept = replace(self.checkpoint, client_states={}, edge=edge)
         return RunResult(kept, self.blueprint, self.broadcast())
+
+
+def _over_clients(reports: Sequence[TrainReport]) -> dict[str, float]:
+    """Return what filters report of a round's clients: means, and the sums of counts."""
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in report.edge.items():
+            found.setdefault(name, []).append(value)
+    return {n: float(np.sum(v) if n in COUNTS else np.mean(v)) for n, v in found.items()}
 
 
 def _single(upload: Upload, reducer: Reducer) -> ClientUpload:
