@@ -34,7 +34,6 @@ CHOICES = (
     {"codec": "int8", "rounding": "stochastic"},
     {"codec": "int4", "deflate": True},
     {"codec": "topk", "density": 0.05},
-    {"codec": "qsgd", "levels": 7},
 )
 #: Sections of the edge, and the share of a round that they may cost.
 SECTIONS = {
