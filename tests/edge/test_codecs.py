@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from newcomers import unloaded_after
 from pydantic import ValidationError
+from threadpoolctl import threadpool_info, threadpool_limits
 from tolerances import rounding
 
+from trishul_ray.edge.codecs import skeleton
 from trishul_ray.edge.codecs.base import (
     CodecFields,
     Units,
@@ -258,6 +260,22 @@ def test_a_skeleton_is_smaller_than_the_core_for_every_lower_rank(rank):
             assert len(payload) == 1 + 2 + columns + 4 * k * (2 * rank - k)
         else:
             assert len(payload) == 1
+
+
+def test_skeletons_are_computed_by_one_thread_of_the_blas(monkeypatch):
+    """With more of them QR decompositions and products have other last bits."""
+    seen, rebuilt = [], skeleton._rebuilt
+
+    def spied(*args):
+        seen.append({p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"})
+        return rebuilt(*args)
+
+    monkeypatch.setattr(skeleton, "_rebuilt", spied)
+    change, units = core(9, 4, stream(0)), Units(np.array([81]), np.array([9]))
+    with threadpool_limits(2, user_api="blas"):
+        codec = codec_of("skeleton")
+        codec.decode(codec.encode(change, units, stream()), units)
+    assert seen == [{1}, {1}]  # of both
 
 
 def test_a_core_is_sent_itself_where_that_is_smaller():

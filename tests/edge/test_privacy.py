@@ -11,10 +11,10 @@ from hypothesis.extra.numpy import arrays
 from scipy.stats import chi2
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.privacy.accounting import Guarantee
 from trishul_ray.edge.privacy.audit import canaries, cosines, estimate
-from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm, norm_of
+from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm
 from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
 from trishul_ray.edge.privacy.mechanism import Mechanism

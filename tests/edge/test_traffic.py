@@ -13,9 +13,9 @@ from newcomers import unloaded_after
 from tolerances import rounding
 
 from trishul_ray.adapters.layout import Unit
-from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.codecs.base import Units, codec_class, codec_names
-from trishul_ray.edge.privacy.clipping import Clip, norm_of
+from trishul_ray.edge.privacy.clipping import Clip
 from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment

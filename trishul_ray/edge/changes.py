@@ -3,7 +3,8 @@
 Legend: W entries of the shared part, U units of aggregation.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,6 +63,11 @@ class Sender:
     def rng(self, purpose: str) -> np.random.Generator:
         """Return the random stream of this client and round for a purpose."""
         return numpy_rng(self.seed, purpose, self.round, self.client)
+
+
+def norm_of(arrays: Iterable[np.ndarray]) -> float:
+    """Return the L2 norm of all entries together, summed in float64 in a fixed order."""
+    return math.sqrt(math.fsum(float(np.square(a, dtype=np.float64).sum()) for a in arrays))
 
 
 class UploadFilter(Protocol):
