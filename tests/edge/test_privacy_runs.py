@@ -1,5 +1,6 @@
 """Private runs: every method, resumed runs, cohorts of nobody, refusals, budgets."""
 
+import math
 from contextlib import closing
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from method_runs import BY_MEAN, Recording, server_of
 from trishul_ray.edge.changes import norm_of
 from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.draws import poisson_cohort
-from trishul_ray.errors import InputError
+from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
@@ -114,6 +115,20 @@ def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
     empty = [record for record in result.checkpoint.records[1:] if not record.clients]
     assert empty and all(record.train_loss is None for record in empty)
     assert all("privacy_epsilon" in record.edge and record.scored for record in empty)
+
+
+@pytest.mark.parametrize("words", [*BY_MEAN, "fedit federation.stacked=2"])
+def test_clients_whose_loss_diverges_count_as_zeros_and_end_no_run(words, edge_run):
+    """Whether a run ends would tell what they have. All of them diverge here."""
+    options = [*f"method={words}".split(), "optimizer.lr=1e30", "rounds=2"]
+    result = edge_run(*options, "privacy.noise=1", "privacy.clip=1e-6")
+    for record in result.checkpoint.records[1:]:
+        assert record.clients and len(record.refused) == len(record.clients)
+        assert record.train_loss is None and record.scored
+        assert all(map(math.isfinite, record.metrics().values()))
+    assert np.isfinite(result.checkpoint.state.shared).all()
+    with pytest.raises(FailsAgainError, match="is not finite at round 1"):
+        edge_run(*options)
 
 
 def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):

@@ -7,6 +7,7 @@ Evaluation does not delay training: the model after round t is the broadcast of 
 evaluation and training run together, and the record of round t is complete one round later.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -529,7 +530,11 @@ class Server:
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(
-                valid, broadcast, self.blueprint, self.experiment, outcome.reports
+                valid,
+                broadcast,
+                self.blueprint,
+                self.experiment,
+                [report for report in outcome.reports if report.client in accepted],
             )
             record.diagnostics = diagnosed.metrics
             units = round_units(self.method, layout, number)
@@ -580,13 +585,14 @@ class Server:
         )
         setup = sum(self._setup(tensors, client) for client in sent)
         size = outcome.broadcast_bytes
+        losses = [r.loss for r in reports if math.isfinite(r.loss)]
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(
             round=number,
             clients=list(sent),
             refused={str(client): why for client, why in total.refused.items()},
             accepted_uploads=[sent[client] for client in total.clients],
-            train_loss=float(np.mean([r.loss for r in reports])) if reports else None,
+            train_loss=float(np.mean(losses)) if losses else None,
             uploaded_parameters=sum(sent.values()),
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down + setup,
@@ -618,7 +624,8 @@ def _over_clients(reports: Sequence[TrainReport]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for report in reports:
         for name, value in report.edge.items():
-            found.setdefault(name, []).append(value)
+            if math.isfinite(value):  # that of what is refused may not be
+                found.setdefault(name, []).append(value)
     return {n: float(np.sum(v) if n in COUNTS else np.mean(v)) for n, v in found.items()}
 
 
