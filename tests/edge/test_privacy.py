@@ -213,7 +213,7 @@ def test_denoising_touches_cores_alone_each_with_its_own_noise():
 def test_the_scope_core_keeps_what_lies_below_the_edge_until_it_rises_above():
     """A steady change of y = 1.5 a round passes the edge of 2 sqrt t when 1.5 t > 2 sqrt t."""
     private = mechanism(1.0, cohort=1, denoise="shrink", scope="core")
-    state, value = PrivacyState(1.0), np.zeros(LAYOUT.size)
+    state, value = PrivacyState(1.0, 1.0), np.zeros(LAYOUT.size)
     step = np.zeros(LAYOUT.size)
     step[0] = 1.5 * 2.0  # sigma sqrt r = 2 in a core of rank 4
     seen = []

@@ -10,14 +10,15 @@ from invented_outcomes import invent_sweep
 from method_runs import BY_MEAN, Recording, server_of
 
 from trishul_ray.edge.changes import norm_of
+from trishul_ray.edge.privacy import accounting
 from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.draws import poisson_cohort
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.edge import promised
-from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.edge import privacy_report, promised
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.page import comparable
@@ -81,6 +82,25 @@ def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_pat
     norms = [record.edge["privacy_clip_norm"] for record in whole.checkpoint.records[1:]]
     assert len(set(norms)) == 3  # it moves
     assert whole.checkpoint.records[-1].edge["privacy_epsilon"] == pytest.approx(8, rel=0.01)
+
+
+def test_a_run_keeps_the_noise_that_it_began_with(edge_run, small, monkeypatch, tmp_path):
+    """Another version of the library may find another z for the same epsilon."""
+    words = ["method=fedit", "privacy.epsilon=8"]
+    whole = edge_run(*words, f"storage.runs={tmp_path / 'whole'}")
+    experiment = small("resources.backend=inline", *words)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    driver.step()
+    driver.close()
+    known = promised(experiment).noise
+    monkeypatch.setattr(accounting, "DIGITS", 1)
+    accounting.guarantee.cache_clear()
+    assert promised(experiment).noise > known
+    again = edge_run(*words)
+    accounting.guarantee.cache_clear()
+    assert "continuing after round 1" in again.events and again.digest == whole.digest
+    report = privacy_report(experiment, again.checkpoint.edge, again.checkpoint.records[-1])
+    assert report["noise"] == known
 
 
 def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):

@@ -139,29 +139,45 @@ class Edge:
         return replace(mean, shared=(before.shared + step).astype(np.float32))
 
 
-def promised(experiment: Experiment) -> Guarantee:
+def promised(experiment: Experiment, noise: float | None = None) -> Guarantee:
     """Return what a private experiment promises each client.
+
+    Args:
+        experiment: Its section ``privacy`` is on.
+        noise: z of a run that has begun; None finds it.
 
     Raises:
         InputError: No noise that is tried keeps the promise, or dp-accounting is missing.
     """
     fed, options = experiment.federation, experiment.privacy
+    if noise is not None:
+        options = options.model_copy(update={"epsilon": None, "noise": noise})
     found = guarantee(options, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds)
     change_noise(options, found)  # the private count must leave some of it
     return found
 
 
-def privacy_report(experiment: Experiment, records: Sequence[RoundRecord]) -> dict[str, Any] | None:
-    """Return what the summary of a finished run says of its privacy; None without any."""
+def privacy_report(
+    experiment: Experiment, state: EdgeState, last: RoundRecord
+) -> dict[str, Any] | None:
+    """Return what the summary of a run says of its privacy after a round; None without any."""
     fed = experiment.federation
-    if not experiment.privacy.on:
+    if state.privacy is None:
         return None
     simulated = (fed.participants, fed.clients_per_round)
-    return reported(promised(experiment), simulated, records[-1].edge)
+    return reported(promised(experiment, state.privacy.noise), simulated, last.edge)
 
 
-def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -> Mechanism | None:
+def mechanism_of(
+    experiment: Experiment, method: Method, blueprint: Blueprint, state: EdgeState
+) -> Mechanism | None:
     """Return what a private experiment releases in a round; None for others.
+
+    Args:
+        experiment: The experiment.
+        method: Its method.
+        blueprint: What is known of the workers' benches.
+        state: What the edge keeps between rounds; begun here if nothing is.
 
     Raises:
         InputError: As :func:`promised`, or rounding in fixed point is as large as the clip norm.
@@ -186,10 +202,13 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
                 f"{numbers:,} numbers by {room:.3g}, which leaves nothing of the clip norm "
                 f"{first_norm:.3g}: allowed: more bits, or a larger privacy.clip"
             )
+    kept = state.privacy
+    guaranteed = promised(experiment, None if kept is None else kept.noise)
+    state.privacy = kept or PrivacyState(first_norm, guaranteed.noise)
     return Mechanism(
         options=options,
         seed=experiment.seed,
-        promised=promised(experiment),
+        promised=guaranteed,
         clients=fed.participants,
         cohort=fed.clients_per_round,
         units=tuple(layout.units(blueprint.wire)),
@@ -222,7 +241,8 @@ def release(
     Returns:
         The noisy mean change; [U] bool, the units that it moves; and what the record says of it.
     """
-    kept = state.privacy = state.privacy or PrivacyState(mechanism.first_norm)
+    kept = state.privacy
+    assert kept is not None
     norm = kept.clip_norm
     sums = total.sums or State(
         np.zeros(before.shared.shape), {k: np.zeros(n) for k, n in mechanism.extra.items()}

@@ -152,7 +152,7 @@ class Server:
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
-        self.private = mechanism_of(experiment, self.method, self.blueprint)
+        self.private = mechanism_of(experiment, self.method, self.blueprint, self.checkpoint.edge)
         if self.private is not None:
             self.events += self.private.lines()
         self.checkpoint.sources = self.blueprint.sources
@@ -349,9 +349,7 @@ class Server:
         """Return the job of a client in a round, with what it has kept."""
         now = self.checkpoint
         state, kept = now.client_states.get(client, {}), now.edge.kept.get(client, {})
-        norm = None
-        if self.private is not None:
-            norm = now.edge.privacy.clip_norm if now.edge.privacy else self.private.first_norm
+        norm = None if now.edge.privacy is None else now.edge.privacy.clip_norm
         return TrainJob(number, client, state, kept, norm, steps)
 
     def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
