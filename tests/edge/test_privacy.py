@@ -144,7 +144,7 @@ def test_the_ratio_printed_is_that_of_equal_changes_to_their_noise():
     direction = np.ones(LAYOUT.size) / math.sqrt(LAYOUT.size)
     noises = [private.mean(t, np.zeros(LAYOUT.size), {}, 1.0)[0] for t in range(200)]
     measured = np.linalg.norm(8 * direction / 8) / np.mean([np.linalg.norm(n) for n in noises])
-    assert private.signal_to_noise == pytest.approx(measured, rel=0.02)
+    assert private.signal_to_noise(private.numbers) == pytest.approx(measured, rel=0.02)
 
 
 def low_rank(rng, size, rank, smallest):

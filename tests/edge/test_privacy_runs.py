@@ -13,6 +13,7 @@ from trishul_ray.edge.changes import norm_of
 from trishul_ray.edge.privacy import accounting
 from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.draws import poisson_cohort
+from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
@@ -101,6 +102,47 @@ def test_a_run_keeps_the_noise_that_it_began_with(edge_run, small, monkeypatch, 
     assert "continuing after round 1" in again.events and again.digest == whole.digest
     report = privacy_report(experiment, again.checkpoint.edge, again.checkpoint.records[-1])
     assert report["noise"] == known
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
+def test_a_survey_is_one_more_release(edge_run, small, sampling):
+    """Fed-SB's bases: epsilon after t rounds is that of t + 1 of a method without a survey."""
+    words = ["privacy.noise=2", f"privacy.sampling={sampling}"]
+    found = edge_run("method=fedsb", *words, "rounds=2")
+    one, two = (record.edge["privacy_epsilon"] for record in found.checkpoint.records[1:])
+    plain = promised(small("method=fedit", *words, "rounds=3"))
+    if sampling == "none":  # round 0 has a cohort of its own
+        assert plain.epsilon(1) <= one <= two
+    else:
+        assert [one, two] == [plain.epsilon(2), plain.epsilon(3)]
+    assert any("rounds and a survey" in event for event in found.events)
+    assert promised(small("method=fedsb", "privacy.epsilon=8", "rounds=2")).epsilon() <= 8
+
+
+def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, tmp_path):
+    experiment = small("method=fedsb", "privacy.noise=3", "federation.clients_per_round=2")
+    inline = InlineExecutor(experiment, prepare_run(experiment))
+    executor = Recording(inline)
+    executor.bench = inline.bench
+    server = server_of(executor, tmp_path)
+    clients, norms = poisson_cohort(0, 0, 4, 2), []
+    total = {}
+    for upload in executor.uploads:
+        norms.append(norm_of(upload.arrays.extra.values()))
+        for layer, answer in upload.arrays.extra.items():
+            total[layer] = total.get(layer, 0) + answer.astype(np.float64)
+    assert [upload.client for upload in executor.uploads] == clients != []
+    assert max(norms) <= SURVEY_NORM and min(norms) > 0.999 * SURVEY_NORM
+    told = server.survey()
+    noise = np.concatenate([(told[layer] - total[layer] / 2).ravel() for layer in told])
+    assert noise.std() == pytest.approx(3 * SURVEY_NORM / 2, rel=5 / np.sqrt(2 * noise.size))
+    assert server.checkpoint.records[0].uploaded_parameters == len(clients) * noise.size
+    server.cohort = lambda number: []
+    again = server.survey()
+    for layer, answer in again.items():  # the same noise, and nothing else
+        np.testing.assert_allclose(answer, told[layer] - total[layer] / 2, atol=1e-12)
+    assert server.checkpoint.records[0].uploaded_parameters == 0
+    inline.close()
 
 
 def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):
@@ -208,6 +250,10 @@ def test_methods_that_need_more_than_a_mean_are_refused(method):
         (["privacy.clip=1"], "privacy: clip=1.0 has no effect"),
         (["privacy.epsilon=2", "privacy.budget=3"], "privacy.budget=3 needs privacy.noise"),
         (["privacy.noise=1", "federation.weighting=size"], "federation.weighting='size'"),
+        *(
+            (["privacy.noise=1", f"method.allocation={name}"], "allowed for trishul: method.alloc")
+            for name in ("gradient", "curvature")
+        ),
         (
             ["privacy.noise=1", "method=ravan", "method.selection=weight"],
             "method.selection='weight'",
@@ -331,7 +377,7 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     for text in (private["sentence"], page):
         assert "noise is reproducible from the seed" in text
         outside = text.partition("outside the guarantee: ")[2]
-        for name in ("train_loss", "per_client", "norms", "clipped", "refused uploads", "survey"):
+        for name in ("train_loss", "per_client", "norms", "clipped", "refused uploads"):
             assert name in outside
     assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}
 

@@ -233,6 +233,12 @@ class Experiment(Section):
                     "privacy: method.lam_rule='entropy' sends numbers beside the cores, far larger "
                     "than changes, which clipping would leave alone in an upload"
                 )
+            if (plan := method.survey_plan) is not None and plan.decides_adapters:
+                raise ValueError(
+                    f"privacy: {self._method_as_set()} lets what clients measure before round 1 "
+                    "decide the adapters, in clear; allowed for trishul: method.allocation="
+                    "waterfill, uniform or ranks"
+                )
             if every := getattr(self.method, "reallocate_every", 0):
                 raise ValueError(
                     f"privacy: method.reallocate_every={every} sends numbers beside the cores, "
@@ -305,6 +311,11 @@ class Experiment(Section):
         copied = super().__copy__()
         copied.__dict__.pop("id", None)  # that of the fields before
         return copied
+
+    @property
+    def surveys(self) -> int:
+        """How often clients answer a survey before round 1: once, or not at all."""
+        return int(build_method(self.method).survey_plan is not None)
 
     @property
     def scored_rounds(self) -> frozenset[int]:

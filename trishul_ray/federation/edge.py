@@ -152,7 +152,8 @@ def promised(experiment: Experiment, noise: float | None = None) -> Guarantee:
     fed, options = experiment.federation, experiment.privacy
     if noise is not None:
         options = options.model_copy(update={"epsilon": None, "noise": noise})
-    found = guarantee(options, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds)
+    clients, cohort, surveys = fed.participants, fed.clients_per_round, experiment.surveys
+    found = guarantee(options, experiment.seed, clients, cohort, fed.rounds, surveys)
     change_noise(options, found)  # the private count must leave some of it
     return found
 

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
 from trishul_ray.edge.fleet import StepFlops
+from trishul_ray.edge.privacy.clipping import clip
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
@@ -390,10 +391,13 @@ def _answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport
 
     began = time.perf_counter()
     with _client_stream(bench, "survey-dropout", job.client):
-        answer = State(torch.empty(0), extra=bench.method.survey(gradients()))
-    seconds, numbers = time.perf_counter() - began, count_numbers(answer.extra)
+        answer = State(torch.empty(0), extra=bench.method.survey(gradients())).map(to_array)
+    if job.clip_norm is not None:  # what is not finite counts as zeros
+        finite = {k: np.nan_to_num(v, nan=0, posinf=0, neginf=0) for k, v in answer.extra.items()}
+        answer = replace(answer, extra=clip(answer.shared, finite, job.clip_norm)[1])
+    seconds, numbers = time.perf_counter() - began, sum(a.size for a in answer.extra.values())
     return (
-        Upload(job.client, len(shard), answer.map(to_array)),
+        Upload(job.client, len(shard), answer),
         TrainReport(job.client, {}, math.nan, seconds, uploaded=numbers),
     )
 

@@ -22,6 +22,7 @@ from trishul_ray.data.partition import client_names
 from trishul_ray.edge.changes import COUNTS
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
 from trishul_ray.edge.privacy.draws import participants, poisson_cohort, uniform_cohort
+from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
@@ -144,6 +145,7 @@ class Server:
         for record in self.checkpoint.records:
             self._remember(record)
         self.blueprint = executor.describe(self.checkpoint.state.survey)
+        self.private = mechanism_of(experiment, self.method, self.blueprint, self.checkpoint.edge)
         if restored is None:
             with deterministic(experiment):
                 self.checkpoint.state = self._initial_state()
@@ -152,7 +154,6 @@ class Server:
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
-        self.private = mechanism_of(experiment, self.method, self.blueprint, self.checkpoint.edge)
         if self.private is not None:
             self.events += self.private.lines()
         self.checkpoint.sources = self.blueprint.sources
@@ -191,25 +192,41 @@ class Server:
         return replace(state, survey=decisive)
 
     def survey(self) -> Arrays:
-        """Return the mean answer of some clients to the method's survey; empty without one."""
+        """Return the mean answer of some clients to the method's survey; empty without one.
+
+        Under privacy it is a release like those of rounds, of a cohort that is drawn like theirs.
+        """
         plan, fed = self.method.survey_plan, self.experiment.federation
         if plan is None:
             return {}
-        rng = numpy_rng(self.experiment.seed, "survey-cohort")
-        clients = rng.choice(self.participants, min(plan.clients, fed.participants), replace=False)
-        cohort = sorted(clients.tolist())
+        if self.private is None:
+            rng = numpy_rng(self.experiment.seed, "survey-cohort")
+            size = min(plan.clients, fed.participants)
+            cohort = sorted(rng.choice(self.participants, size, replace=False).tolist())
+            jobs = [TrainJob(0, client) for client in cohort]
+        else:
+            cohort = self.cohort(0)
+            jobs = [TrainJob(0, client, clip_norm=SURVEY_NORM) for client in cohort]
+            # If nobody came, an answer of zeros tells what answers look like.
+            jobs = jobs or [TrainJob(0, int(self.participants[0]), clip_norm=0.0)]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
-        outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
+        outcome = self.executor.run(state, jobs)
         self.events += outcome.events
-        if self.experiment.privacy.on:
-            self.events.append(
-                f"warning: privacy: {len(cohort)} clients answer the survey of "
-                f"method={self.experiment.method.name} before round 1, outside the guarantee"
-            )
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
-        mean, _ = finish(self._sum(0, outcome, reducer), state, reducer)
-        record.uploaded_parameters = sum(report.uploaded for report in outcome.reports)
-        return {layer: answer.astype(np.float32) for layer, answer in mean.extra.items()}
+        total = self._sum(0, outcome, reducer)
+        record.uploaded_parameters = sum(r.uploaded for r in outcome.reports if r.client in cohort)
+        if self.private is None:
+            found = finish(total, state, reducer)[0].extra
+        else:
+            assert total.sums is not None  # answers are finite
+            found = self.private.surveyed(total.sums.extra)
+            if self.private.noise > 0:
+                numbers = sum(answer.size for answer in found.values())
+                self.events.append(
+                    "privacy: signal-to-noise ratio of the survey "
+                    f"{self.private.signal_to_noise(numbers):.2g} at most, with {numbers:,} numbers"
+                )
+        return {layer: answer.astype(np.float32) for layer, answer in found.items()}
 
     @property
     def finished(self) -> bool:
