@@ -3,6 +3,7 @@
 import math
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.page import comparable
-from trishul_ray.runs.mlflow_log import grouped_metrics
+from trishul_ray.runs.mlflow_log import PRIVACY_TAG, grouped_metrics, log_totals
 from trishul_ray.runs.runner import central_twin, run_steps
 from trishul_ray.runs.summary import RunSummary
 from trishul_ray.tracking.progress import RunProgress
@@ -239,8 +240,13 @@ def test_other_ways_to_draw_keep_the_cohorts_and_account_for_them(edge_run):
 
 
 @pytest.mark.parametrize("method", sorted({*method_names()} - {*BY_MEAN}))
-def test_methods_that_need_more_than_a_mean_are_refused(method):
-    assert refused("privacy.noise=1", f"method={method}").startswith("privacy: needs a method")
+@pytest.mark.parametrize(
+    "setting",
+    ["privacy.noise=1", "uploads.codec=int8", "downloads.codec=int8", "server.optimizer=sgd"],
+)
+def test_methods_that_need_more_than_a_mean_are_refused(method, setting):
+    section = setting.partition(".")[0]
+    assert refused(setting, f"method={method}").startswith(f"{section}: needs a method")
 
 
 @pytest.mark.parametrize(
@@ -367,17 +373,25 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     )
     with closing(run_steps(experiment, RunProgress(2), extras=False)) as steps:
         list(steps)
-    private = RunSummary.read(run_folder(experiment)).privacy
+    summary, tags = RunSummary.read(run_folder(experiment)), {}
+    private = summary.privacy
+    log_totals(
+        SimpleNamespace(log_totals=lambda step, totals, own: tags.update(own)),
+        replace(summary, sources={}),
+    )
     assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
     sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
     plain = comparable([sweep])
     cells = [replace(c, summary=replace(c.result, privacy=private)) for c in sweep.cells]
     page = comparable([replace(sweep, cells=tuple(cells))])
     assert page.startswith(plain) and "cohorts of 3 of 4" in page
-    for text in (private["sentence"], page):
+    for text in (private["sentence"], page, tags[PRIVACY_TAG]):
         assert "noise is reproducible from the seed" in text
         outside = text.partition("outside the guarantee: ")[2]
-        for name in ("train_loss", "per_client", "norms", "clipped", "refused uploads"):
+        for name in (
+            *("train_loss", "per_client", "norms", "coding errors", "ranks", "clipped", "entries"),
+            *("refused uploads", "simulated seconds", "joules"),
+        ):
             assert name in outside
     assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}
 

@@ -33,8 +33,9 @@ from trishul_ray.rng import numpy_rng
 #: What is in a run's files, and not covered by its epsilon.
 OUTSIDE = (
     "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
-    "the spectra and other diagnostics of clients", "norms and coding errors of uploads",
-    "how many were clipped", "refused uploads", "cohorts", "traffic",
+    "the spectra and other diagnostics of clients", "norms, coding errors and ranks of uploads",
+    "how many of them and of their entries were clipped", "refused uploads", "cohorts", "traffic",
+    "simulated seconds and joules",
 )  # fmt: skip
 #: Clip norm of answers to a survey: far below the norm of any gradient, so that directions alone
 #: count, and no data are needed to choose it.
