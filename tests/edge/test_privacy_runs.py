@@ -64,12 +64,13 @@ def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
     assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
 
 
-def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(edge_run):
-    everyone = "federation.clients_per_round=4"
-    plain = edge_run("method=ravan", everyone)
-    private = edge_run("method=ravan", everyone, "privacy.noise=0", "privacy.clip=1000000")
+@pytest.mark.parametrize("method", sorted({*BY_MEAN} - {"fedsb"}))  # whose survey is clipped
+def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(method, edge_run):
+    """Up to rounding, which local steps of later rounds enlarge: Adam divides by what is small."""
+    everyone = [f"method={method}", "federation.clients_per_round=4", "rounds=1"]
+    plain, private = edge_run(*everyone), edge_run(*everyone, "privacy.noise=0", "privacy.clip=1e6")
     first, second = (run.checkpoint.state.shared for run in (plain, private))
-    np.testing.assert_allclose(second, first, atol=1e-5)
+    np.testing.assert_allclose(second, first, atol=1e-6, rtol=0)
     assert "privacy_epsilon" not in private.checkpoint.records[-1].edge  # it has none
 
 
@@ -402,12 +403,12 @@ def test_a_central_twin_has_no_clients_to_protect_and_sends_nothing(small):
     assert twin.id == plain.id and twin.to_dict().keys() == plain.to_dict().keys()
 
 
-@pytest.mark.parametrize("method", ["trishul", "scaffold"])
+@pytest.mark.parametrize("words", ["trishul", "trishul method.head_fraction=0.5", "scaffold"])
 @pytest.mark.parametrize("codec", ["none", "int8", "topk"])
-def test_what_is_added_is_clipped_whatever_encodes_it(small, tmp_path, method, codec):
+def test_what_is_added_is_clipped_whatever_encodes_or_masks_it(small, tmp_path, words, codec):
     """Decoded uploads have at most the norm, over all that a client sends; epsilon is the same."""
-    options = [f"uploads.codec={codec}"] if codec != "none" else []
-    experiment = small("privacy.noise=1", "privacy.clip=0.05", f"method={method}", *options)
+    options = [*f"method={words}".split(), f"uploads.codec={codec}"]
+    experiment = small("privacy.noise=1", "privacy.clip=0.05", *options)
     inline = InlineExecutor(experiment, prepare_run(experiment))
     executor = Recording(inline)
     executor.bench = inline.bench
@@ -415,6 +416,12 @@ def test_what_is_added_is_clipped_whatever_encodes_it(small, tmp_path, method, c
     server.step()
     norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
     assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
+    units = list(inline.units)
+    for upload in executor.uploads:
+        assert (upload.active is None) == ("fraction" not in words)
+        if upload.active is not None:
+            rests = np.repeat(~upload.active, [unit.size for unit in units])
+            assert rests.any() and not upload.arrays.shared[rests].any()
     record = server.checkpoint.records[-1]
     assert record.edge["privacy_epsilon"] == promised(experiment).epsilon(1)
     assert record.edge["privacy_clipped"] == 1
