@@ -110,6 +110,43 @@ def test_any_grouping_of_masked_weighted_uploads_has_the_same_bits_near_the_floa
     np.testing.assert_allclose(before.shared + means[0], exact, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_what_too_few_clients_have_trained_stays_as_it_was(trained, least):
+    inline, before, uploads, reducer = trained("server.sum=ring", f"server.min_clients={least}")
+    kept = inline.edge.kept_value(before)
+    uploads = [upload for upload in uploads if upload.active is not None][:4]
+    count = np.sum([upload.active for upload in uploads], axis=0)
+    assert {0, 1, 2} < {*count.tolist()}
+    total = combine([partial_sum([upload], reducer) for upload in uploads])
+    mean, moved = finish(total, kept, reducer)
+    np.testing.assert_array_equal(moved, count >= least)
+    entries = np.repeat(moved, reducer.expected.unit_sizes)
+    assert mean.shared[entries].any() and not mean.shared[~entries].any()
+
+
+def test_a_run_says_how_much_too_few_clients_have_trained(edge_run):
+    words = ["method=ravan", "rounds=1", "server.sum=ring", "evaluation.diagnostics_every=0"]
+    few = edge_run(*words, "method.head_fraction=0.25")
+    assert few.checkpoint.records[1].edge["withheld_units"] > 0
+    assert any("server.min_clients=2: so many of 3 clients do not" in line for line in few.events)
+    assert any("is the simulator's view" in line for line in few.events)
+    every = edge_run(*words)
+    assert every.checkpoint.records[1].edge["withheld_units"] == 0
+    assert not any("min_clients" in line for line in every.events)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["clients_per_round=1"], r"^server.min_clients=2 exceeds federation.clients_per_round=1"),
+        (["server.min_clients=3", "privacy.noise=1"], r"^server.min_clients=3 has no .* privacy"),
+    ],
+)
+def test_sums_that_are_never_or_always_used_are_refused(small, words, said):
+    with pytest.raises(InputError, match=said):
+        small("server.sum=ring", *words)
+
+
 @pytest.mark.parametrize("method", BY_MEAN)
 def test_a_round_in_the_ring_is_a_round(method, edge_run):
     options = [f"method={method}", "rounds=1"]

@@ -215,6 +215,17 @@ class Experiment(Section):
                 f"uploads.codec={self.uploads.codec!r} saves nothing with server.sum='ring', which "
                 "adds what clients send as it is, eight bytes a number; set only one"
             )
+        least, size = self.server.min_clients, self.federation.clients_per_round
+        if self.server.sum == "ring" and not self.privacy.on and size < least:
+            raise ValueError(
+                f"server.min_clients={least} exceeds federation.clients_per_round={size}: no sum "
+                "in the ring would ever be used"
+            )
+        if self.privacy.on and least != type(self.server).model_fields["min_clients"].default:
+            raise ValueError(
+                f"server.min_clients={least} has no effect with privacy, whose noise hides what "
+                "single clients have trained; set only one"
+            )
         check_fleet(self.devices, self.cohort, self.federation, private=self.privacy.on)
         method, fed = build_method(self.method), self.federation
         if self.privacy.on:

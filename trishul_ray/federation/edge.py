@@ -30,6 +30,9 @@ from trishul_ray.federation.reduce import Partial, Reducer, configured_weight, r
 from trishul_ray.methods.base import Method, State, method_class
 from trishul_ray.rng import numpy_rng
 
+#: Share of units that too few clients train, on average, above which a run warns of it.
+OFTEN = 0.05
+
 
 class Edge:
     """What an experiment's sections of the edge ask for; the same in every process.
@@ -53,7 +56,7 @@ class Edge:
         if server.sum == "ring":
             poisson = privacy.on and privacy.sampling == "poisson"
             most = fed.participants if poisson else fed.clients_per_round
-            self.ring = Ring(server.fraction_bits, most, plain)
+            self.ring = Ring(server.fraction_bits, most, plain, server.min_clients)
         clip = Clip(self.ring.step / 2 if self.ring else 0.0) if privacy.on else None
         chain: tuple[UploadFilter | None, ...] = (codec, clip, self.ring)
         self.filters = tuple(each for each in chain if each is not None)
@@ -169,6 +172,39 @@ def privacy_report(
     return reported(promised(experiment, state.privacy.noise), simulated, last.edge)
 
 
+def unit_shares(experiment: Experiment, method: Method, blueprint: Blueprint) -> np.ndarray:
+    """Return the share of the clients that train a unit, on average, [U] float64."""
+    fed, seed = experiment.federation, experiment.seed
+    every = capacities(fed.compute, seed, fed.clients, fed.compute_shares)
+    shares = [every[client] for client in participants(fed, seed).tolist()]
+    return method.unit_shares(blueprint.layout, shares)
+
+
+def ring_lines(experiment: Experiment, method: Method, blueprint: Blueprint) -> list[str]:
+    """Return what a reader must know of sums in fixed point before the run, a line each."""
+    server, privacy = experiment.server, experiment.privacy
+    if server.sum != "ring":
+        return []
+    lines = [
+        "server.sum=ring: secure sums show nothing of single clients; what is recorded of them "
+        "(diagnostics, losses, refused uploads) is the simulator's view"
+    ]
+    from scipy.stats import binom
+
+    size, shares = (
+        experiment.federation.clients_per_round,
+        unit_shares(experiment, method, blueprint),
+    )
+    few = binom.cdf(server.min_clients - 1, size, shares) - binom.pmf(0, size, shares)
+    if not privacy.on and (share := float(few.mean())) > OFTEN:
+        lines.append(
+            f"warning: server.min_clients={server.min_clients}: so many of {size} clients do not "
+            f"train a unit in {share:.0%} of cases, and it stays as it was: take larger cohorts "
+            "or clients that train more heads"
+        )
+    return lines
+
+
 def mechanism_of(
     experiment: Experiment, method: Method, blueprint: Blueprint, state: EdgeState
 ) -> Mechanism | None:
@@ -189,8 +225,6 @@ def mechanism_of(
     lengths = dict(blueprint.expected.lengths)
     numbers = sum(lengths.values())
     del lengths["shared"]
-    every = capacities(fed.compute, experiment.seed, fed.clients, fed.compute_shares)
-    shares = [every[client] for client in participants(fed, experiment.seed).tolist()]
     first_norm = options.clip
     if first_norm == "auto":
         first_norm = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
@@ -213,7 +247,7 @@ def mechanism_of(
         clients=fed.participants,
         cohort=fed.clients_per_round,
         units=tuple(layout.units(blueprint.wire)),
-        shares=method.unit_shares(layout, shares),
+        shares=unit_shares(experiment, method, blueprint),
         extra=lengths,
         first_norm=first_norm,
     )

@@ -36,7 +36,7 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     upload_diagnostics,
 )
-from trishul_ray.federation.edge import Edge, audited, mechanism_of, release
+from trishul_ray.federation.edge import Edge, audited, mechanism_of, release, ring_lines
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -156,6 +156,7 @@ class Server:
             )
         if self.private is not None:
             self.events += self.private.lines()
+        self.events += ring_lines(experiment, self.method, self.blueprint)
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
         self.fleet = self._fleet()
@@ -513,6 +514,8 @@ class Server:
         reported: dict[str, float] = {}
         if self.private is None:
             mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
+            if self.edge.ring is not None:
+                reported["withheld_units"] = float((~trained & (total.unit_clients > 0)).sum())
         else:
             mean, trained, reported = release(
                 self.private, number, total, reducer, now.state, outcome.reports, now.edge
@@ -573,17 +576,19 @@ class Server:
             FailsAgainError: Too few are valid.
         """
         if not outcome.uploads:
-            return Partial(None, 0.0, np.zeros(0))
+            return Partial(None, 0.0, np.zeros(0), np.zeros(0))
         total = self.executor.reduce(outcome.uploads, reducer)
         quorum, sent = self.experiment.federation.quorum, len(outcome.uploads)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        private = number > 0 and self.experiment.privacy.on  # what is refused counts as zeros
-        if len(total.clients) < max(quorum * sent, 1) and not private:
+        private = self.experiment.privacy.on  # what is refused counts as zeros
+        least = reducer.ring.least if reducer.ring is not None else 1
+        if len(total.clients) < max(quorum * sent, least) and not private:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
+            limits = f"federation.quorum={quorum}" + f" or server.min_clients={least}" * (least > 1)
             raise FailsAgainError(
                 f"round {number}: only {len(total.clients)} of {sent} uploads are valid, "
-                f"below federation.quorum={quorum}; rejected: {total.refused}: try "
+                f"below {limits}; rejected: {total.refused}: try "
                 f"{remedy if number else 'other weights or data'} or a lower quorum"
             )
         return total
