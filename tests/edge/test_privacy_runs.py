@@ -72,6 +72,7 @@ def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(metho
     first, second = (run.checkpoint.state.shared for run in (plain, private))
     np.testing.assert_allclose(second, first, atol=1e-6, rtol=0)
     assert "privacy_epsilon" not in private.checkpoint.records[-1].edge  # it has none
+    assert "privacy: ε = ∞ (privacy.noise=0)" in "".join(private.events)
 
 
 @pytest.mark.parametrize("method", ["trishul", "scaffold"])

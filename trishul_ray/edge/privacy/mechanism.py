@@ -55,7 +55,9 @@ def reported(
         last: What the last record has of the edge.
     """
     epsilon = last.get("privacy_epsilon")
-    what = "no ε (noise 0)" if epsilon is None else f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
+    what = "ε = ∞ (privacy.noise=0)"
+    if epsilon is not None:
+        what = f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
     return {
         "epsilon": epsilon,
         "delta": promised.delta,
