@@ -24,7 +24,7 @@ WITH_CORES = ("RAVAN", "TRISHUL (λ=0)", "TRISHUL")
 ALPHAS = {"dirichlet(0.3)": 0.3, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.05}
 LAMBDAS = {"0 (no penalty)": 0.0, "0.001": 0.001, "0.01 (ours)": 0.01, "1": 1.0}
 SEEDS = ("0", "1", "2")
-EPSILONS = {"2": 2.0, "8": 8.0, "none": None}
+EPSILONS = {"2": 2.0, "8": 8.0, "inf": None, "none": None}
 ROUNDS, CLIENTS, COHORT, RANK, BLOCKS = 5, 6, 4, 6, 4
 
 
@@ -185,14 +185,14 @@ def by_lambda(folder, unfinished=lambda labels: None):
 
 
 def by_epsilon(folder, unfinished=lambda labels: None):
-    """Methods with cores x ε x seeds."""
+    """Methods with cores x ε x seeds; also without noise, and not private at all."""
 
     def cell(labels):
         epsilon = EPSILONS[labels["epsilon"]]
-        config = {"method": METHODS[labels["method"]], "privacy": {"epsilon": epsilon}}
-        if epsilon is None:
-            del config["privacy"]
-        return cell_of(folder, labels, config, unfinished)
+        config, private = {"method": METHODS[labels["method"]]}, None
+        if labels["epsilon"] != "none":
+            config["privacy"], private = {"epsilon": epsilon}, {"epsilon": epsilon}
+        return cell_of(folder, labels, config, unfinished, privacy=private)
 
     return sweep_of({"method": WITH_CORES, "epsilon": EPSILONS, "seed": SEEDS}, cell)
 

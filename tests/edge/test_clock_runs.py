@@ -206,11 +206,26 @@ def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
         assert down == record.edge["asked"]
 
 
+#: Batteries that one round empties.
+EMPTY = ["devices.battery=1", "devices.speed=1e6"]
+
+
+@pytest.mark.parametrize("there", ["always", "diurnal"])
+def test_a_round_waits_for_batteries(edge_run, there):
+    """They need 0.2 joules of 1e-5 watts each: more than five hours in which they can be asked."""
+    words = ["method=fedit", ON, *EMPTY, "devices.charging=1e-5", f"devices.availability={there}"]
+    one, two = (r.edge["simulated_seconds"] for r in edge_run(*words).checkpoint.records[1:3])
+    assert two - one > 0.2 / 1e-5
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["cohort.deadline=0.0001"], "round 1: in 100 attempts .*cohort.deadline=0.0001.* longer"),
-        (["devices.battery=1", "devices.charging=0", "devices.speed=1e6"], "can never be asked"),
+        *(
+            ([*EMPTY, "devices.charging=0", f"devices.availability={there}"], "can never be asked")
+            for there in ("always", "diurnal")
+        ),
     ],
 )
 def test_what_can_never_be_is_said_at_once(edge_run, words, said):

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from newcomers import unloaded_after
 from pydantic import ValidationError
+from threadpoolctl import threadpool_info, threadpool_limits
 from tolerances import rounding
 
+from trishul_ray.edge.codecs import skeleton
 from trishul_ray.edge.codecs.base import (
     CodecFields,
     Units,
@@ -155,7 +157,7 @@ def test_an_unbiased_codec_is_right_on_average(name):
 
 
 def test_there_are_unbiased_ones():
-    assert codec_of("int8", rounding="stochastic").unbiased and codec_of("qsgd").unbiased
+    assert codec_of("int8", rounding="stochastic").unbiased
     assert not codec_of("int8").unbiased and not codec_of("topk").unbiased
 
 
@@ -199,21 +201,6 @@ def test_numbers_on_the_grid_are_read_as_they_are(name):
     np.testing.assert_array_equal(
         codec_of(name).decode(codec_of(name).encode(grid, units, stream()), units), grid
     )
-
-
-@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (7, 4), (8, 8), (127, 8)])
-def test_qsgd_costs_and_errs_as_published(levels, bits):
-    units, size = one_unit(700), 256
-    change = stream(0).standard_normal(700).astype(np.float32)
-    codec, rng = codec_of("qsgd", levels=levels, bucket=size), stream(1)
-    payloads = [codec.encode(change, units, rng) for _ in range(300)]
-    assert {len(payload) for payload in payloads} == {1 + 4 * 3 + 700 * bits // 8}
-    errors = np.array([codec.decode(p, units) for p in payloads], dtype=np.float64) - change
-    for start in (0, 256, 512):
-        part = slice(start, start + size)
-        norm, d = np.linalg.norm(change[part]), len(change[part])
-        most = min(d / levels**2, math.sqrt(d) / levels) * norm**2
-        assert np.mean(np.square(errors[:, part]).sum(axis=1)) <= most
 
 
 # The largest entries.
@@ -273,6 +260,22 @@ def test_a_skeleton_is_smaller_than_the_core_for_every_lower_rank(rank):
             assert len(payload) == 1 + 2 + columns + 4 * k * (2 * rank - k)
         else:
             assert len(payload) == 1
+
+
+def test_skeletons_are_computed_by_one_thread_of_the_blas(monkeypatch):
+    """With more of them QR decompositions and products have other last bits."""
+    seen, rebuilt = [], skeleton._rebuilt
+
+    def spied(*args):
+        seen.append({p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"})
+        return rebuilt(*args)
+
+    monkeypatch.setattr(skeleton, "_rebuilt", spied)
+    change, units = core(9, 4, stream(0)), Units(np.array([81]), np.array([9]))
+    with threadpool_limits(2, user_api="blas"):
+        codec = codec_of("skeleton")
+        codec.decode(codec.encode(change, units, stream()), units)
+    assert seen == [{1}, {1}]  # of both
 
 
 def test_a_core_is_sent_itself_where_that_is_smaller():

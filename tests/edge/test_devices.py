@@ -76,8 +76,10 @@ def test_a_window_is_found_whatever_interval_is_asked(seed, at, width):
 @settings(max_examples=25)
 def test_the_clock_jumps_to_the_first_moment_with_enough_members(seed, now, needed, members):
     source = Diurnal(seed, 30)
-    found = next_time(source, members, now, needed)
+    found = next_time(source, members, now, needed, now + 366 * DAY)
     assert found >= now
+    if found > now:
+        assert next_time(source, members, now, needed, np.nextafter(found, now)) is None
     windows = source.between(now, found).of(members)
     assert windows.at(found, 30).sum() >= needed
     moments = [now, *windows.start[(windows.start > now) & (windows.start < found)]]
@@ -88,8 +90,8 @@ def test_enough_clients_may_never_be_there(tmp_path):
     path = tmp_path / "w.parquet"
     pq.write_table(pa.table({"client": [0, 1], "start": [0, 20], "end": [10, 30]}), path)
     both = np.arange(2)
-    assert next_time(FromFile(str(path), 2), both, 5.0, 2) is None
-    assert next_time(Always(3), np.arange(3), 7.0, 3) == 7.0
+    assert next_time(FromFile(str(path), 2), both, 5.0, 2, 366 * DAY) is None
+    assert next_time(Always(3), np.arange(3), 7.0, 3, 366 * DAY) == 7.0
 
 
 def test_windows_of_a_file_repeat_after_their_last_day(tmp_path):

@@ -11,10 +11,10 @@ from hypothesis.extra.numpy import arrays
 from scipy.stats import chi2
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.privacy.accounting import Guarantee
 from trishul_ray.edge.privacy.audit import canaries, cosines, estimate
-from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm, norm_of
+from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm
 from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
 from trishul_ray.edge.privacy.mechanism import Mechanism
@@ -144,7 +144,7 @@ def test_the_ratio_printed_is_that_of_equal_changes_to_their_noise():
     direction = np.ones(LAYOUT.size) / math.sqrt(LAYOUT.size)
     noises = [private.mean(t, np.zeros(LAYOUT.size), {}, 1.0)[0] for t in range(200)]
     measured = np.linalg.norm(8 * direction / 8) / np.mean([np.linalg.norm(n) for n in noises])
-    assert private.signal_to_noise == pytest.approx(measured, rel=0.02)
+    assert private.signal_to_noise(private.numbers) == pytest.approx(measured, rel=0.02)
 
 
 def low_rank(rng, size, rank, smallest):
@@ -213,7 +213,7 @@ def test_denoising_touches_cores_alone_each_with_its_own_noise():
 def test_the_scope_core_keeps_what_lies_below_the_edge_until_it_rises_above():
     """A steady change of y = 1.5 a round passes the edge of 2 sqrt t when 1.5 t > 2 sqrt t."""
     private = mechanism(1.0, cohort=1, denoise="shrink", scope="core")
-    state, value = PrivacyState(1.0), np.zeros(LAYOUT.size)
+    state, value = PrivacyState(1.0, 1.0), np.zeros(LAYOUT.size)
     step = np.zeros(LAYOUT.size)
     step[0] = 1.5 * 2.0  # sigma sqrt r = 2 in a core of rank 4
     seen = []

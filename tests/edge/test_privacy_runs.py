@@ -1,25 +1,30 @@
 """Private runs: every method, resumed runs, cohorts of nobody, refusals, budgets."""
 
+import math
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from invented_outcomes import invent_sweep
 from method_runs import BY_MEAN, Recording, server_of
 
-from trishul_ray.edge.privacy.clipping import automatic_norm, norm_of
+from trishul_ray.edge.changes import norm_of
+from trishul_ray.edge.privacy import accounting
+from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.draws import poisson_cohort
-from trishul_ray.errors import InputError
+from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
+from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.edge import promised
-from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.edge import privacy_report, promised
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.page import comparable
-from trishul_ray.runs.mlflow_log import grouped_metrics
+from trishul_ray.runs.mlflow_log import PRIVACY_TAG, grouped_metrics, log_totals
 from trishul_ray.runs.runner import central_twin, run_steps
 from trishul_ray.runs.summary import RunSummary
 from trishul_ray.tracking.progress import RunProgress
@@ -59,13 +64,15 @@ def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
     assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
 
 
-def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(edge_run):
-    everyone = "federation.clients_per_round=4"
-    plain = edge_run("method=ravan", everyone)
-    private = edge_run("method=ravan", everyone, "privacy.noise=0", "privacy.clip=1000000")
+@pytest.mark.parametrize("method", sorted({*BY_MEAN} - {"fedsb"}))  # whose survey is clipped
+def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(method, edge_run):
+    """Up to rounding, which local steps of later rounds enlarge: Adam divides by what is small."""
+    everyone = [f"method={method}", "federation.clients_per_round=4", "rounds=1"]
+    plain, private = edge_run(*everyone), edge_run(*everyone, "privacy.noise=0", "privacy.clip=1e6")
     first, second = (run.checkpoint.state.shared for run in (plain, private))
-    np.testing.assert_allclose(second, first, atol=1e-5)
+    np.testing.assert_allclose(second, first, atol=1e-6, rtol=0)
     assert "privacy_epsilon" not in private.checkpoint.records[-1].edge  # it has none
+    assert "privacy: ε = ∞ (privacy.noise=0)" in "".join(private.events)
 
 
 @pytest.mark.parametrize("method", ["trishul", "scaffold"])
@@ -79,6 +86,66 @@ def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_pat
     norms = [record.edge["privacy_clip_norm"] for record in whole.checkpoint.records[1:]]
     assert len(set(norms)) == 3  # it moves
     assert whole.checkpoint.records[-1].edge["privacy_epsilon"] == pytest.approx(8, rel=0.01)
+
+
+def test_a_run_keeps_the_noise_that_it_began_with(edge_run, small, monkeypatch, tmp_path):
+    """Another version of the library may find another z for the same epsilon."""
+    words = ["method=fedit", "privacy.epsilon=8"]
+    whole = edge_run(*words, f"storage.runs={tmp_path / 'whole'}")
+    experiment = small("resources.backend=inline", *words)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    driver.step()
+    driver.close()
+    known = promised(experiment).noise
+    monkeypatch.setattr(accounting, "DIGITS", 1)
+    accounting.guarantee.cache_clear()
+    assert promised(experiment).noise > known
+    again = edge_run(*words)
+    accounting.guarantee.cache_clear()
+    assert "continuing after round 1" in again.events and again.digest == whole.digest
+    report = privacy_report(experiment, again.checkpoint.edge, again.checkpoint.records[-1])
+    assert report["noise"] == known
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
+def test_a_survey_is_one_more_release(edge_run, small, sampling):
+    """Fed-SB's bases: epsilon after t rounds is that of t + 1 of a method without a survey."""
+    words = ["privacy.noise=2", f"privacy.sampling={sampling}"]
+    found = edge_run("method=fedsb", *words, "rounds=2")
+    one, two = (record.edge["privacy_epsilon"] for record in found.checkpoint.records[1:])
+    plain = promised(small("method=fedit", *words, "rounds=3"))
+    if sampling == "none":  # round 0 has a cohort of its own
+        assert plain.epsilon(1) <= one <= two
+    else:
+        assert [one, two] == [plain.epsilon(2), plain.epsilon(3)]
+    assert any("rounds and a survey" in event for event in found.events)
+    assert promised(small("method=fedsb", "privacy.epsilon=8", "rounds=2")).epsilon() <= 8
+
+
+def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, tmp_path):
+    experiment = small("method=fedsb", "privacy.noise=3", "federation.clients_per_round=2")
+    inline = InlineExecutor(experiment, prepare_run(experiment))
+    executor = Recording(inline)
+    executor.bench = inline.bench
+    server = server_of(executor, tmp_path)
+    clients, norms = poisson_cohort(0, 0, 4, 2), []
+    total = {}
+    for upload in executor.uploads:
+        norms.append(norm_of(upload.arrays.extra.values()))
+        for layer, answer in upload.arrays.extra.items():
+            total[layer] = total.get(layer, 0) + answer.astype(np.float64)
+    assert [upload.client for upload in executor.uploads] == clients != []
+    assert max(norms) <= SURVEY_NORM and min(norms) > 0.999 * SURVEY_NORM
+    told = server.survey()
+    noise = np.concatenate([(told[layer] - total[layer] / 2).ravel() for layer in told])
+    assert noise.std() == pytest.approx(3 * SURVEY_NORM / 2, rel=5 / np.sqrt(2 * noise.size))
+    assert server.checkpoint.records[0].uploaded_parameters == len(clients) * noise.size
+    server.cohort = lambda number: []
+    again = server.survey()
+    for layer, answer in again.items():  # the same noise, and nothing else
+        np.testing.assert_allclose(answer, told[layer] - total[layer] / 2, atol=1e-12)
+    assert server.checkpoint.records[0].uploaded_parameters == 0
+    inline.close()
 
 
 def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):
@@ -113,6 +180,20 @@ def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
     empty = [record for record in result.checkpoint.records[1:] if not record.clients]
     assert empty and all(record.train_loss is None for record in empty)
     assert all("privacy_epsilon" in record.edge and record.scored for record in empty)
+
+
+@pytest.mark.parametrize("words", [*BY_MEAN, "fedit federation.stacked=2"])
+def test_clients_whose_loss_diverges_count_as_zeros_and_end_no_run(words, edge_run):
+    """Whether a run ends would tell what they have. All of them diverge here."""
+    options = [*f"method={words}".split(), "optimizer.lr=1e30", "rounds=2"]
+    result = edge_run(*options, "privacy.noise=1", "privacy.clip=1e-6")
+    for record in result.checkpoint.records[1:]:
+        assert record.clients and len(record.refused) == len(record.clients)
+        assert record.train_loss is None and record.scored
+        assert all(map(math.isfinite, record.metrics().values()))
+    assert np.isfinite(result.checkpoint.state.shared).all()
+    with pytest.raises(FailsAgainError, match="is not finite at round 1"):
+        edge_run(*options)
 
 
 def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):
@@ -161,8 +242,13 @@ def test_other_ways_to_draw_keep_the_cohorts_and_account_for_them(edge_run):
 
 
 @pytest.mark.parametrize("method", sorted({*method_names()} - {*BY_MEAN}))
-def test_methods_that_need_more_than_a_mean_are_refused(method):
-    assert refused("privacy.noise=1", f"method={method}").startswith("privacy: needs a method")
+@pytest.mark.parametrize(
+    "setting",
+    ["privacy.noise=1", "uploads.codec=int8", "downloads.codec=int8", "server.optimizer=sgd"],
+)
+def test_methods_that_need_more_than_a_mean_are_refused(method, setting):
+    section = setting.partition(".")[0]
+    assert refused(setting, f"method={method}").startswith(f"{section}: needs a method")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +258,10 @@ def test_methods_that_need_more_than_a_mean_are_refused(method):
         (["privacy.clip=1"], "privacy: clip=1.0 has no effect"),
         (["privacy.epsilon=2", "privacy.budget=3"], "privacy.budget=3 needs privacy.noise"),
         (["privacy.noise=1", "federation.weighting=size"], "federation.weighting='size'"),
+        *(
+            (["privacy.noise=1", f"method.allocation={name}"], "allowed for trishul: method.alloc")
+            for name in ("gradient", "curvature")
+        ),
         (
             ["privacy.noise=1", "method=ravan", "method.selection=weight"],
             "method.selection='weight'",
@@ -285,17 +375,25 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     )
     with closing(run_steps(experiment, RunProgress(2), extras=False)) as steps:
         list(steps)
-    private = RunSummary.read(run_folder(experiment)).privacy
+    summary, tags = RunSummary.read(run_folder(experiment)), {}
+    private = summary.privacy
+    log_totals(
+        SimpleNamespace(log_totals=lambda step, totals, own: tags.update(own)),
+        replace(summary, sources={}),
+    )
     assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
     sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
     plain = comparable([sweep])
     cells = [replace(c, summary=replace(c.result, privacy=private)) for c in sweep.cells]
     page = comparable([replace(sweep, cells=tuple(cells))])
     assert page.startswith(plain) and "cohorts of 3 of 4" in page
-    for text in (private["sentence"], page):
+    for text in (private["sentence"], page, tags[PRIVACY_TAG]):
         assert "noise is reproducible from the seed" in text
         outside = text.partition("outside the guarantee: ")[2]
-        for name in ("train_loss", "per_client", "norms", "clipped", "refused uploads", "survey"):
+        for name in (
+            *("train_loss", "per_client", "norms", "coding errors", "ranks", "clipped", "entries"),
+            *("refused uploads", "simulated seconds", "joules"),
+        ):
             assert name in outside
     assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}
 
@@ -306,12 +404,12 @@ def test_a_central_twin_has_no_clients_to_protect_and_sends_nothing(small):
     assert twin.id == plain.id and twin.to_dict().keys() == plain.to_dict().keys()
 
 
-@pytest.mark.parametrize("method", ["trishul", "scaffold"])
+@pytest.mark.parametrize("words", ["trishul", "trishul method.head_fraction=0.5", "scaffold"])
 @pytest.mark.parametrize("codec", ["none", "int8", "topk"])
-def test_what_is_added_is_clipped_whatever_encodes_it(small, tmp_path, method, codec):
+def test_what_is_added_is_clipped_whatever_encodes_or_masks_it(small, tmp_path, words, codec):
     """Decoded uploads have at most the norm, over all that a client sends; epsilon is the same."""
-    options = [f"uploads.codec={codec}"] if codec != "none" else []
-    experiment = small("privacy.noise=1", "privacy.clip=0.05", f"method={method}", *options)
+    options = [*f"method={words}".split(), f"uploads.codec={codec}"]
+    experiment = small("privacy.noise=1", "privacy.clip=0.05", *options)
     inline = InlineExecutor(experiment, prepare_run(experiment))
     executor = Recording(inline)
     executor.bench = inline.bench
@@ -319,6 +417,12 @@ def test_what_is_added_is_clipped_whatever_encodes_it(small, tmp_path, method, c
     server.step()
     norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
     assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
+    units = list(inline.units)
+    for upload in executor.uploads:
+        assert (upload.active is None) == ("fraction" not in words)
+        if upload.active is not None:
+            rests = np.repeat(~upload.active, [unit.size for unit in units])
+            assert rests.any() and not upload.arrays.shared[rests].any()
     record = server.checkpoint.records[-1]
     assert record.edge["privacy_epsilon"] == promised(experiment).epsilon(1)
     assert record.edge["privacy_clipped"] == 1

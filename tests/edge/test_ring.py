@@ -33,16 +33,21 @@ def encoded(ring, row, weight=1.0):
     return ring(Change(row, {}), sender).shared
 
 
-@given(rows=values, seed=st.integers(0, 10))
-def test_the_sum_has_the_same_bits_in_every_order_and_is_close_to_the_exact_one(rows, seed):
+@given(
+    rows=values, weights=arrays(np.int64, 7, elements=st.integers(1, 500)), seed=st.integers(0, 10)
+)
+def test_the_sum_has_the_same_bits_in_every_order_and_its_mean_is_rounded_once_a_client(
+    rows, weights, seed
+):
+    """Its error is at most m 2^-(f+1) / (sum of weights), half of what cutting off would make."""
     ring = Ring(32, len(rows))
-    integers = np.array([encoded(ring, row) for row in rows])
+    integers = np.array([encoded(ring, *each) for each in zip(rows, weights, strict=True)])
     order = np.random.default_rng(seed).permutation(len(rows))
     total = integers.sum(axis=0)
     first, rest = integers[order[:3]].sum(axis=0), integers[order[3:]].sum(axis=0)
     np.testing.assert_array_equal(total, rest + first)
-    error = np.abs(ring.decode(total) - rows.sum(axis=0))
-    assert (error <= len(rows) * 2.0**-33 + 1e-9).all()
+    error = np.abs(ring.decode(total) / weights.sum() - np.average(rows, axis=0, weights=weights))
+    assert (error <= len(rows) * 2.0**-33 / weights.sum() + 1e-11).all()
 
 
 @pytest.mark.parametrize(("bits", "clients"), [(8, 1), (32, 3), (32, 1_000_000), (48, 17)])
@@ -105,6 +110,43 @@ def test_any_grouping_of_masked_weighted_uploads_has_the_same_bits_near_the_floa
     np.testing.assert_allclose(before.shared + means[0], exact, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_what_too_few_clients_have_trained_stays_as_it_was(trained, least):
+    inline, before, uploads, reducer = trained("server.sum=ring", f"server.min_clients={least}")
+    kept = inline.edge.kept_value(before)
+    uploads = [upload for upload in uploads if upload.active is not None][:4]
+    count = np.sum([upload.active for upload in uploads], axis=0)
+    assert {0, 1, 2} < {*count.tolist()}
+    total = combine([partial_sum([upload], reducer) for upload in uploads])
+    mean, moved = finish(total, kept, reducer)
+    np.testing.assert_array_equal(moved, count >= least)
+    entries = np.repeat(moved, reducer.expected.unit_sizes)
+    assert mean.shared[entries].any() and not mean.shared[~entries].any()
+
+
+def test_a_run_says_how_much_too_few_clients_have_trained(edge_run):
+    words = ["method=ravan", "rounds=1", "server.sum=ring", "evaluation.diagnostics_every=0"]
+    few = edge_run(*words, "method.head_fraction=0.25")
+    assert few.checkpoint.records[1].edge["withheld_units"] > 0
+    assert any("server.min_clients=2: so many of 3 clients do not" in line for line in few.events)
+    assert any("is the simulator's view" in line for line in few.events)
+    every = edge_run(*words)
+    assert every.checkpoint.records[1].edge["withheld_units"] == 0
+    assert not any("min_clients" in line for line in every.events)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["clients_per_round=1"], r"^server.min_clients=2 exceeds federation.clients_per_round=1"),
+        (["server.min_clients=3", "privacy.noise=1"], r"^server.min_clients=3 has no .* privacy"),
+    ],
+)
+def test_sums_that_are_never_or_always_used_are_refused(small, words, said):
+    with pytest.raises(InputError, match=said):
+        small("server.sum=ring", *words)
+
+
 @pytest.mark.parametrize("method", BY_MEAN)
 def test_a_round_in_the_ring_is_a_round(method, edge_run):
     options = [f"method={method}", "rounds=1"]
@@ -122,6 +164,14 @@ def test_a_round_in_the_ring_is_a_round(method, edge_run):
     for name in ("alignment", "delta_alignment", "entropy"):
         if name in known:
             assert shown[name] == pytest.approx(known[name], rel=1e-3), name
+
+
+def test_clipped_entries_are_counted_over_the_whole_cohort(edge_run, monkeypatch):
+    monkeypatch.setattr(Ring, "largest", property(lambda ring: ring.step))  # clips all but zeros
+    result = edge_run("method=fedit", "rounds=1", "server.sum=ring")
+    record = result.checkpoint.records[1]
+    numbers = len(result.checkpoint.state.shared)
+    assert numbers < record.edge["clipped_entries"] <= len(record.clients) * numbers
 
 
 def test_a_resumed_run_has_the_same_bytes(edge_run, assert_same, tmp_path):

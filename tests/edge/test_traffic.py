@@ -13,16 +13,17 @@ from newcomers import unloaded_after
 from tolerances import rounding
 
 from trishul_ray.adapters.layout import Unit
-from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.codecs.base import Units, codec_class, codec_names
-from trishul_ray.edge.privacy.clipping import Clip, norm_of
+from trishul_ray.edge.privacy.clipping import Clip
 from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
 from trishul_ray.errors import InputError
+from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import State
+from trishul_ray.methods.base import State, method_names
 from trishul_ray.rng import numpy_rng
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
@@ -315,6 +316,23 @@ def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(e
     assert (after != 0).mean() > 0.5
     # What is scored is the server's state: before the first round, the untouched backbone.
     assert plain.checkpoint.records[0].scores == coded.checkpoint.records[0].scores
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_with_all_sections_off_no_method_meets_any_part_of_the_edge(method, small, drive_to_end):
+    """So every run takes the path that it took before there was one."""
+    experiment = small("resources.backend=inline", f"method={method}", "rounds=1")
+    assert not {*EDGE_SECTIONS} & experiment.identity().keys()
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    server = driver.server
+    for edge in (server.edge, server.executor.edge):
+        assert not edge.filters and not edge.sends_changes and not edge.moves_beyond_mean
+        assert edge.downloads is None and edge.ring is None
+    assert server.fleet is None and server.private is None
+    checkpoint = drive_to_end(driver).checkpoint
+    assert not checkpoint.edge and not any(record.edge for record in checkpoint.records)
+    assert b'"edge"' not in checkpoint.to_bytes()
+    driver.close()
 
 
 def test_off_they_are_neither_in_the_id_nor_in_the_file():

@@ -23,7 +23,7 @@ class Faulty(InlineExecutor):
     def run(self, broadcast, jobs):
         outcome = super().run(broadcast, jobs)
         for index, upload in enumerate(outcome.uploads[: self.spoilt]):
-            spoilt = upload.arrays.map(lambda array: np.full_like(array, np.nan))
+            spoilt = upload.arrays.map(lambda array: np.full(array.shape, np.nan, "f4"))
             outcome.uploads[index] = replace(upload, arrays=spoilt)
         return outcome
 
@@ -88,6 +88,13 @@ def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method)
     assert record.clients == [0, 1, 2, 3]
     assert record.diagnostics["effective_rank"] > 0
     assert np.isfinite(record.diagnostics["aggregation_variance"])
+
+
+def test_a_sum_in_the_ring_of_one_upload_is_never_used(small):
+    words = ["resources.backend=inline", "federation.clients_per_round=2"]
+    serve(small(*words), spoilt=1).step()  # it meets the quorum
+    with pytest.raises(RunError, match=r"only 1 of 2 .* or server.min_clients=2; rejected"):
+        serve(small(*words, "server.sum=ring"), spoilt=1).step()
 
 
 def test_a_survey_is_a_round_before_the_first(small):

@@ -174,13 +174,15 @@ def source_of(options: DevicesConfig, seed: int, clients: int) -> Source:
     return FromFile(options.windows, clients)
 
 
-def next_time(source: Source, members: np.ndarray, now: float, needed: int) -> float | None:
-    """Return when, from now on, ``needed`` of the members can be asked; None if not in a year."""
+def next_time(
+    source: Source, members: np.ndarray, now: float, needed: int, latest: float
+) -> float | None:
+    """Return when, from now on, ``needed`` members can be asked; None if not until ``latest``."""
     first, step = now, 2 * DAY
-    while first < now + MOST_DAYS * DAY:
+    while first < latest and len(members) >= needed:
         found = source.between(first, first + step).of(members).first_time(first, needed)
         if found is not None:
-            return found
+            return found if found <= latest else None
         first += step
     return None
 

@@ -3,7 +3,8 @@
 Legend: W entries of the shared part, U units of aggregation.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.rng import numpy_rng
+
+#: What filters count: the round's record has the sum over clients, and the mean of other numbers.
+COUNTS = {"clipped_entries"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Change:
         extra: What the method adds, by name.
         uploaded_bytes: Bytes of the encoding; None while they are four for each number.
         kept: What filters leave with the client for its next round, by name.
-        metrics: Numbers of the filters for the round's record, by name; averaged over clients.
+        metrics: Numbers of the filters for the round's record, by name; see :data:`COUNTS`.
     """
 
     shared: np.ndarray
@@ -59,6 +63,11 @@ class Sender:
     def rng(self, purpose: str) -> np.random.Generator:
         """Return the random stream of this client and round for a purpose."""
         return numpy_rng(self.seed, purpose, self.round, self.client)
+
+
+def norm_of(arrays: Iterable[np.ndarray]) -> float:
+    """Return the L2 norm of all entries together, summed in float64 in a fixed order."""
+    return math.sqrt(math.fsum(float(np.square(a, dtype=np.float64).sum()) for a in arrays))
 
 
 class UploadFilter(Protocol):

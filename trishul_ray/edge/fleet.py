@@ -34,7 +34,7 @@ CLOCK_NUMBERS = {
 #: How often a round asks anew if too few clients come in time.
 MOST_ATTEMPTS = 100
 
-#: Seconds until the server looks again if enough clients are there, but their batteries are low.
+#: Least seconds until the server looks again at batteries that are low.
 _LOOK_AGAIN = 600.0
 
 
@@ -241,27 +241,34 @@ class Fleet:
 
     def _wait(self, state: ClockState) -> tuple[ClockState, np.ndarray]:
         """Move the clock to when enough clients can be asked; return them, int64 [n]."""
-        first, now = state, state.seconds
+        now, latest = state.seconds, state.seconds + MOST_DAYS * DAY
         while True:
-            state = self._charged(first, now)
-            there = self.source.between(now, now).of(self.members).at(now, self.clients)
-            ready = there.copy()
-            if self.options.battery is not None:
-                ready &= state.battery >= self.options.battery_low * self.options.battery
-            if ready.sum() >= self.asks:
-                return state, np.flatnonzero(ready)
-            found = (
-                now + _LOOK_AGAIN
-                if there.sum() >= self.asks
-                else next_time(self.source, self.members, now, self.asks)
-            )
-            if found is None or found > first.seconds + MOST_DAYS * DAY:
+            state = self._charged(state, now)
+            charged, more = self._charge(state)
+            there = self.source.between(now, now).of(charged).at(now, self.clients)
+            if there.sum() >= self.asks:
+                return state, np.flatnonzero(there)
+            found = next_time(self.source, charged, now, self.asks, min(more, latest))
+            now = more if found is None else found
+            if now > latest:
                 raise FailsAgainError(
                     f"devices.availability={self.options.availability}: {self.asks} clients can "
                     "never be asked at once in a year of the clock: try fewer "
                     "(federation.clients_per_round, cohort.extra) or other devices"
                 )
-            now = found
+
+    def _charge(self, state: ClockState) -> tuple[np.ndarray, float]:
+        """Return who has enough charge, int64 [n], and before when it cannot be enough more."""
+        full, watts = self.options.battery, self.options.charging
+        if full is None:
+            return self.members, math.inf
+        lack = np.maximum(self.options.battery_low * full - state.battery[self.members], 0)
+        charged = self.members[lack == 0]
+        needed = max(self.asks, len(charged) + 1)
+        if needed > len(self.members) or watts == 0:
+            return charged, math.inf
+        seconds = np.partition(lack, needed - 1)[needed - 1] / watts  # if it is always charged
+        return charged, state.seconds + max(float(seconds), _LOOK_AGAIN)
 
     def _choose(
         self,

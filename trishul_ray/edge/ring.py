@@ -30,11 +30,13 @@ class Ring:
         fraction_bits: f.
         clients: m, the most changes that are ever added.
         plain: Names in ``extra`` that are added without weights.
+        least: With fewer clients, a sum is not used: that of one shows what it sent.
     """
 
     fraction_bits: int
     clients: int
     plain: frozenset[str] = frozenset()
+    least: int = 1
 
     @property
     def largest(self) -> float:

@@ -52,6 +52,12 @@ class ServerConfig(Section):
     fraction_bits: int = Field(
         32, ge=8, le=48, description="f of sum=ring: values are multiples of 2^-f"
     )
+    min_clients: int = Field(
+        2,
+        ge=1,
+        description="sum=ring: what fewer clients have trained stays as it was, as the sum of one "
+        "shows what it sent",
+    )
 
     @model_validator(mode="after")
     def _check_fields_are_read(self) -> "ServerConfig":
@@ -62,7 +68,7 @@ class ServerConfig(Section):
         }
         self.refuse_unread(unread.get(self.optimizer, []), f"with optimizer={self.optimizer!r}")
         if self.sum == "float":
-            self.refuse_unread(["fraction_bits"], "with sum='float'")
+            self.refuse_unread(["fraction_bits", "min_clients"], "with sum='float'")
         return self
 
     @property

@@ -14,6 +14,8 @@ class PrivacyState:
 
     Attributes:
         clip_norm: S of the next round.
+        noise: z, as it was found when the run began: another version of the library may find
+            another one.
         squared_norms: The sum of S^2 over the rounds so far.
         arrays: ``start``, the shared part before round 1, float32 [W], where canaries or the scope
             "core" need it; ``released``, the sum of all noisy mean changes, float64 [W], for the
@@ -21,6 +23,7 @@ class PrivacyState:
     """
 
     clip_norm: float
+    noise: float
     squared_norms: float = 0.0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import model_validator
 
 from trishul_ray.config import in_id_if_set
-from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.codecs.base import NONE, Codec, CodecFields, Units, build_codec
 from trishul_ray.methods.base import State
 
@@ -92,9 +92,8 @@ class UploadCodec:
             size += len(payload)
             error = target - read[name]
             if shared:
-                norm = float(np.linalg.norm(target))
                 metrics |= self.codec.metrics(payload, units)
-                metrics["codec_error"] = float(np.linalg.norm(error)) / (norm or 1.0)
+                metrics["codec_error"] = norm_of([error]) / (norm_of([target]) or 1.0)
             if left is not None:
                 now = np.full_like(since, sender.round)
                 if active is not None:

@@ -218,6 +218,17 @@ class Experiment(Section):
                 f"uploads.codec={self.uploads.codec!r} saves nothing with server.sum='ring', which "
                 "adds what clients send as it is, eight bytes a number; set only one"
             )
+        least, size = self.server.min_clients, self.federation.clients_per_round
+        if self.server.sum == "ring" and not self.privacy.on and size < least:
+            raise ValueError(
+                f"server.min_clients={least} exceeds federation.clients_per_round={size}: no sum "
+                "in the ring would ever be used"
+            )
+        if self.privacy.on and least != type(self.server).model_fields["min_clients"].default:
+            raise ValueError(
+                f"server.min_clients={least} has no effect with privacy, whose noise hides what "
+                "single clients have trained; set only one"
+            )
         check_fleet(self.devices, self.cohort, self.federation, private=self.privacy.on)
         method, fed = build_method(self.method), self.federation
         if self.privacy.on:
@@ -235,6 +246,12 @@ class Experiment(Section):
                 raise ValueError(
                     "privacy: method.lam_rule='entropy' sends numbers beside the cores, far larger "
                     "than changes, which clipping would leave alone in an upload"
+                )
+            if (plan := method.survey_plan) is not None and plan.decides_adapters:
+                raise ValueError(
+                    f"privacy: {self._method_as_set()} lets what clients measure before round 1 "
+                    "decide the adapters, in clear; allowed for trishul: method.allocation="
+                    "waterfill, uniform or ranks"
                 )
             if every := getattr(self.method, "reallocate_every", 0):
                 raise ValueError(
@@ -308,6 +325,11 @@ class Experiment(Section):
         copied = super().__copy__()
         copied.__dict__.pop("id", None)  # that of the fields before
         return copied
+
+    @property
+    def surveys(self) -> int:
+        """How often clients answer a survey before round 1: once, or not at all."""
+        return int(build_method(self.method).survey_plan is not None)
 
     @property
     def scored_rounds(self) -> frozenset[int]:

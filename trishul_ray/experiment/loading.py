@@ -172,9 +172,8 @@ def _within_budget(experiment: Experiment) -> Experiment:
     from trishul_ray.edge.privacy.accounting import affordable  # the library takes a second
 
     fed = experiment.federation
-    paid = affordable(
-        experiment.privacy, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds
-    )
+    clients, cohort, surveys = fed.participants, fed.clients_per_round, experiment.surveys
+    paid = affordable(experiment.privacy, experiment.seed, clients, cohort, fed.rounds, surveys)
     return experiment.model_copy(update={"federation": fed.model_copy(update={"rounds": paid})})
 
 

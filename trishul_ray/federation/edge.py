@@ -30,6 +30,9 @@ from trishul_ray.federation.reduce import Partial, Reducer, configured_weight, r
 from trishul_ray.methods.base import Method, State, method_class
 from trishul_ray.rng import numpy_rng
 
+#: Share of units that too few clients train, on average, above which a run warns of it.
+OFTEN = 0.05
+
 
 class Edge:
     """What an experiment's sections of the edge ask for; the same in every process.
@@ -53,7 +56,7 @@ class Edge:
         if server.sum == "ring":
             poisson = privacy.on and privacy.sampling == "poisson"
             most = fed.participants if poisson else fed.clients_per_round
-            self.ring = Ring(server.fraction_bits, most, plain)
+            self.ring = Ring(server.fraction_bits, most, plain, server.min_clients)
         clip = Clip(self.ring.step / 2 if self.ring else 0.0) if privacy.on else None
         chain: tuple[UploadFilter | None, ...] = (codec, clip, self.ring)
         self.filters = tuple(each for each in chain if each is not None)
@@ -139,29 +142,79 @@ class Edge:
         return replace(mean, shared=(before.shared + step).astype(np.float32))
 
 
-def promised(experiment: Experiment) -> Guarantee:
+def promised(experiment: Experiment, noise: float | None = None) -> Guarantee:
     """Return what a private experiment promises each client.
+
+    Args:
+        experiment: Its section ``privacy`` is on.
+        noise: z of a run that has begun; None finds it.
 
     Raises:
         InputError: No noise that is tried keeps the promise, or dp-accounting is missing.
     """
     fed, options = experiment.federation, experiment.privacy
-    found = guarantee(options, experiment.seed, fed.participants, fed.clients_per_round, fed.rounds)
+    if noise is not None:
+        options = options.model_copy(update={"epsilon": None, "noise": noise})
+    clients, cohort, surveys = fed.participants, fed.clients_per_round, experiment.surveys
+    found = guarantee(options, experiment.seed, clients, cohort, fed.rounds, surveys)
     change_noise(options, found)  # the private count must leave some of it
     return found
 
 
-def privacy_report(experiment: Experiment, records: Sequence[RoundRecord]) -> dict[str, Any] | None:
-    """Return what the summary of a finished run says of its privacy; None without any."""
+def privacy_report(
+    experiment: Experiment, state: EdgeState, last: RoundRecord
+) -> dict[str, Any] | None:
+    """Return what the summary of a run says of its privacy after a round; None without any."""
     fed = experiment.federation
-    if not experiment.privacy.on:
+    if state.privacy is None:
         return None
     simulated = (fed.participants, fed.clients_per_round)
-    return reported(promised(experiment), simulated, records[-1].edge)
+    return reported(promised(experiment, state.privacy.noise), simulated, last.edge)
 
 
-def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -> Mechanism | None:
+def unit_shares(experiment: Experiment, method: Method, blueprint: Blueprint) -> np.ndarray:
+    """Return the share of the clients that train a unit, on average, [U] float64."""
+    fed, seed = experiment.federation, experiment.seed
+    every = capacities(fed.compute, seed, fed.clients, fed.compute_shares)
+    shares = [every[client] for client in participants(fed, seed).tolist()]
+    return method.unit_shares(blueprint.layout, shares)
+
+
+def ring_lines(experiment: Experiment, method: Method, blueprint: Blueprint) -> list[str]:
+    """Return what a reader must know of sums in fixed point before the run, a line each."""
+    server, privacy = experiment.server, experiment.privacy
+    if server.sum != "ring":
+        return []
+    lines = [
+        "server.sum=ring: secure sums show nothing of single clients; what is recorded of them "
+        "(diagnostics, losses, refused uploads) is the simulator's view"
+    ]
+    from scipy.stats import binom
+
+    size, shares = (
+        experiment.federation.clients_per_round,
+        unit_shares(experiment, method, blueprint),
+    )
+    few = binom.cdf(server.min_clients - 1, size, shares) - binom.pmf(0, size, shares)
+    if not privacy.on and (share := float(few.mean())) > OFTEN:
+        lines.append(
+            f"warning: server.min_clients={server.min_clients}: so many of {size} clients do not "
+            f"train a unit in {share:.0%} of cases, and it stays as it was: take larger cohorts "
+            "or clients that train more heads"
+        )
+    return lines
+
+
+def mechanism_of(
+    experiment: Experiment, method: Method, blueprint: Blueprint, state: EdgeState
+) -> Mechanism | None:
     """Return what a private experiment releases in a round; None for others.
+
+    Args:
+        experiment: The experiment.
+        method: Its method.
+        blueprint: What is known of the workers' benches.
+        state: What the edge keeps between rounds; begun here if nothing is.
 
     Raises:
         InputError: As :func:`promised`, or rounding in fixed point is as large as the clip norm.
@@ -172,8 +225,6 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
     lengths = dict(blueprint.expected.lengths)
     numbers = sum(lengths.values())
     del lengths["shared"]
-    every = capacities(fed.compute, experiment.seed, fed.clients, fed.compute_shares)
-    shares = [every[client] for client in participants(fed, experiment.seed).tolist()]
     first_norm = options.clip
     if first_norm == "auto":
         first_norm = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
@@ -186,14 +237,17 @@ def mechanism_of(experiment: Experiment, method: Method, blueprint: Blueprint) -
                 f"{numbers:,} numbers by {room:.3g}, which leaves nothing of the clip norm "
                 f"{first_norm:.3g}: allowed: more bits, or a larger privacy.clip"
             )
+    kept = state.privacy
+    guaranteed = promised(experiment, None if kept is None else kept.noise)
+    state.privacy = kept or PrivacyState(first_norm, guaranteed.noise)
     return Mechanism(
         options=options,
         seed=experiment.seed,
-        promised=promised(experiment),
+        promised=guaranteed,
         clients=fed.participants,
         cohort=fed.clients_per_round,
         units=tuple(layout.units(blueprint.wire)),
-        shares=method.unit_shares(layout, shares),
+        shares=unit_shares(experiment, method, blueprint),
         extra=lengths,
         first_norm=first_norm,
     )
@@ -222,7 +276,8 @@ def release(
     Returns:
         The noisy mean change; [U] bool, the units that it moves; and what the record says of it.
     """
-    kept = state.privacy = state.privacy or PrivacyState(mechanism.first_norm)
+    kept = state.privacy
+    assert kept is not None
     norm = kept.clip_norm
     sums = total.sums or State(
         np.zeros(before.shared.shape), {k: np.zeros(n) for k, n in mechanism.extra.items()}

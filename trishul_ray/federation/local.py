@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
 from trishul_ray.edge.fleet import StepFlops
+from trishul_ray.edge.privacy.clipping import clip
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
@@ -55,7 +57,7 @@ def train_client(
     is the method's survey, at the pretrained model.
 
     Raises:
-        FailsAgainError: The training loss is not finite; the message names client and step.
+        FailsAgainError: The training loss is not finite, without privacy; names client and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if job.round == 0:
@@ -66,7 +68,7 @@ def train_client(
     ):
         steps = LocalSteps(bench, _started(bench, broadcast, job), job)
         losses, seconds = _timed_steps(bench, steps)
-        upload, state = _uploaded(bench, steps)
+        upload, state = _uploaded(bench, steps, job, losses)
     return _answer(bench, job, steps.run, upload, state, losses, seconds)
 
 
@@ -79,7 +81,7 @@ def train_together(
     up to the last bits; its seconds are its share of those of all.
 
     Raises:
-        FailsAgainError: The training loss of a client is not finite.
+        FailsAgainError: The training loss of a client is not finite, without privacy.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if len(jobs) == 1:
@@ -97,7 +99,8 @@ def train_together(
             run.vector, run.grad = vector, grad
             each.append(LocalSteps(bench, run, job))
         losses, seconds = _timed_steps(bench, SharedSteps(bench, each, vectors, grads))
-        sent = [_uploaded(bench, steps) for steps in each]
+        own = zip(each, jobs, losses.T, strict=True)
+        sent = [_uploaded(bench, *client) for client in own]
     return [
         _answer(bench, job, steps.run, *what, losses[:, i], seconds / len(jobs))
         for i, (job, steps, what) in enumerate(zip(jobs, each, sent, strict=True))
@@ -122,9 +125,25 @@ def _timed_steps(bench: Workbench, steps: "LocalSteps | SharedSteps") -> tuple[T
         return losses, time.perf_counter() - began
 
 
-def _uploaded(bench: Workbench, steps: "LocalSteps") -> tuple[State, Tensors]:
+def _uploaded(
+    bench: Workbench, steps: "LocalSteps", job: TrainJob, losses: Tensor
+) -> tuple[State, Tensors]:
+    vector, settings = steps.run.vector, bench.settings
+    private, finite = settings.privacy.on, bool(torch.isfinite(losses).all())
+    if not finite and not private:
+        step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
+        raise FailsAgainError(
+            f"training loss of client {job.client} is not finite at round {job.round}, local "
+            f"step {step} (optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
+        )
+    if private:
+        # A run that ended would tell what this client has. Its upload is refused: it counts as 0.
+        finite = finite and bool(torch.isfinite(vector).all())
+        vector.nan_to_num_(0.0, 0.0, 0.0)
     with torch.no_grad():
         upload, state = bench.method.upload(steps.run, steps.last)
+    if not finite:
+        upload = replace(upload, shared=torch.full_like(upload.shared, math.nan))
     # It refers to the run and the workbench: let them be freed before the next garbage collection.
     del steps.run.gradient
     return upload, state
@@ -139,7 +158,6 @@ def _answer(
     losses: Tensor,
     seconds: float,
 ) -> tuple[Upload, TrainReport]:
-    _check_finite(losses, job, bench.settings.optimizer.lr)
     active = None if run.active is None else run.active.numpy()
     rows = len(bench.shards.shard(job.client))
     report = TrainReport(
@@ -373,10 +391,13 @@ def _answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport
 
     began = time.perf_counter()
     with _client_stream(bench, "survey-dropout", job.client):
-        answer = State(torch.empty(0), extra=bench.method.survey(gradients()))
-    seconds, numbers = time.perf_counter() - began, count_numbers(answer.extra)
+        answer = State(torch.empty(0), extra=bench.method.survey(gradients())).map(to_array)
+    if job.clip_norm is not None:  # what is not finite counts as zeros
+        finite = {k: np.nan_to_num(v, nan=0, posinf=0, neginf=0) for k, v in answer.extra.items()}
+        answer = replace(answer, extra=clip(answer.shared, finite, job.clip_norm)[1])
+    seconds, numbers = time.perf_counter() - began, sum(a.size for a in answer.extra.values())
     return (
-        Upload(job.client, len(shard), answer.map(to_array)),
+        Upload(job.client, len(shard), answer),
         TrainReport(job.client, {}, math.nan, seconds, uploaded=numbers),
     )
 
@@ -451,15 +472,6 @@ def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tens
 
 def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
     return bench.task.loss(bench.model.forward(**bench.task.inputs(batch)), batch)
-
-
-def _check_finite(losses: Tensor, job: TrainJob, rate: float) -> None:
-    if not torch.isfinite(losses).all():
-        step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
-        raise FailsAgainError(
-            f"training loss of client {job.client} is not finite at round {job.round}, local "
-            f"step {step} (optimizer.lr={rate}): try a smaller learning rate"
-        )
 
 
 @contextmanager

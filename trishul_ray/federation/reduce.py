@@ -99,6 +99,7 @@ class Partial:
     sums: ArrayState | None  # float64, weighted; None without a valid upload
     weight: float  # sum of w_c
     unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
+    unit_clients: np.ndarray  # [U] int64, sum of m_cu
     clients: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)  # the reason, by client
 
@@ -148,7 +149,7 @@ def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
 def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
     """Validate and sum one group of uploads, in the order given (ascending client)."""
     units = 0 if reducer.expected is None else len(reducer.expected.unit_sizes)
-    total = Partial(sums=None, weight=0.0, unit_weight=np.zeros(units))
+    total = Partial(None, 0.0, np.zeros(units), np.zeros(units, dtype=np.int64))
     for upload in uploads:
         if (reason := rejection_reason(upload, reducer.expected)) is not None:
             total.refused[upload.client] = reason
@@ -159,6 +160,7 @@ def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
         total.sums = term if total.sums is None else _add(total.sums, term)
         total.weight += weight
         total.unit_weight += unit_weight
+        total.unit_clients += 1 if upload.active is None else upload.active
         total.clients.append(upload.client)
     return total
 
@@ -187,6 +189,7 @@ def combine(partials: Sequence[Partial]) -> Partial:
             first.sums = _add(first.sums, other.sums)
         first.weight += other.weight
         first.unit_weight = first.unit_weight + other.unit_weight
+        first.unit_clients = first.unit_clients + other.unit_clients
         first.clients += other.clients
         first.refused |= other.refused
     return first
@@ -203,12 +206,13 @@ def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayS
 
     Returns:
         The mean (what clients upload in float32, what the method adds to it in float64), and [U]
-        bool, the units that at least one client trained.
+        bool, the units that at least one client trained; in fixed point, as many as it needs.
     """
     assert total.sums is not None, "no upload is valid"
     trained, sums = total.unit_weight > 0, total.sums
     if reducer.ring is not None:
         sums = sums.map(reducer.ring.decode)
+        trained &= total.unit_clients >= reducer.ring.least
     lengths = {} if reducer.expected is None else reducer.expected.lengths
     shared, plain = before.shared, reducer.method.plain_mean
     if reducer.expected is not None:

@@ -7,6 +7,7 @@ Evaluation does not delay training: the model after round t is the broadcast of 
 evaluation and training run together, and the record of round t is complete one round later.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +19,10 @@ import torch
 
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
+from trishul_ray.edge.changes import COUNTS
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
 from trishul_ray.edge.privacy.draws import participants, poisson_cohort, uniform_cohort
+from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
@@ -33,7 +36,7 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     upload_diagnostics,
 )
-from trishul_ray.federation.edge import Edge, audited, mechanism_of, release
+from trishul_ray.federation.edge import Edge, audited, mechanism_of, release, ring_lines
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,
@@ -43,6 +46,7 @@ from trishul_ray.federation.messages import (
     Job,
     Outcome,
     TrainJob,
+    TrainReport,
     Upload,
     as_tensor,
     changed_sources,
@@ -141,6 +145,7 @@ class Server:
         for record in self.checkpoint.records:
             self._remember(record)
         self.blueprint = executor.describe(self.checkpoint.state.survey)
+        self.private = mechanism_of(experiment, self.method, self.blueprint, self.checkpoint.edge)
         if restored is None:
             with deterministic(experiment):
                 self.checkpoint.state = self._initial_state()
@@ -149,9 +154,9 @@ class Server:
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
-        self.private = mechanism_of(experiment, self.method, self.blueprint)
         if self.private is not None:
             self.events += self.private.lines()
+        self.events += ring_lines(experiment, self.method, self.blueprint)
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
         self.fleet = self._fleet()
@@ -188,25 +193,41 @@ class Server:
         return replace(state, survey=decisive)
 
     def survey(self) -> Arrays:
-        """Return the mean answer of some clients to the method's survey; empty without one."""
+        """Return the mean answer of some clients to the method's survey; empty without one.
+
+        Under privacy it is a release like those of rounds, of a cohort that is drawn like theirs.
+        """
         plan, fed = self.method.survey_plan, self.experiment.federation
         if plan is None:
             return {}
-        rng = numpy_rng(self.experiment.seed, "survey-cohort")
-        clients = rng.choice(self.participants, min(plan.clients, fed.participants), replace=False)
-        cohort = sorted(clients.tolist())
+        if self.private is None:
+            rng = numpy_rng(self.experiment.seed, "survey-cohort")
+            size = min(plan.clients, fed.participants)
+            cohort = sorted(rng.choice(self.participants, size, replace=False).tolist())
+            jobs = [TrainJob(0, client) for client in cohort]
+        else:
+            cohort = self.cohort(0)
+            jobs = [TrainJob(0, client, clip_norm=SURVEY_NORM) for client in cohort]
+            # If nobody came, an answer of zeros tells what answers look like.
+            jobs = jobs or [TrainJob(0, int(self.participants[0]), clip_norm=0.0)]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
-        outcome = self.executor.run(state, [TrainJob(0, client) for client in cohort])
+        outcome = self.executor.run(state, jobs)
         self.events += outcome.events
-        if self.experiment.privacy.on:
-            self.events.append(
-                f"warning: privacy: {len(cohort)} clients answer the survey of "
-                f"method={self.experiment.method.name} before round 1, outside the guarantee"
-            )
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
-        mean, _ = finish(self._sum(0, outcome, reducer), state, reducer)
-        record.uploaded_parameters = sum(report.uploaded for report in outcome.reports)
-        return {layer: answer.astype(np.float32) for layer, answer in mean.extra.items()}
+        total = self._sum(0, outcome, reducer)
+        record.uploaded_parameters = sum(r.uploaded for r in outcome.reports if r.client in cohort)
+        if self.private is None:
+            found = finish(total, state, reducer)[0].extra
+        else:
+            assert total.sums is not None  # answers are finite
+            found = self.private.surveyed(total.sums.extra)
+            if self.private.noise > 0:
+                numbers = sum(answer.size for answer in found.values())
+                self.events.append(
+                    "privacy: signal-to-noise ratio of the survey "
+                    f"{self.private.signal_to_noise(numbers):.2g} at most, with {numbers:,} numbers"
+                )
+        return {layer: answer.astype(np.float32) for layer, answer in found.items()}
 
     @property
     def finished(self) -> bool:
@@ -346,9 +367,7 @@ class Server:
         """Return the job of a client in a round, with what it has kept."""
         now = self.checkpoint
         state, kept = now.client_states.get(client, {}), now.edge.kept.get(client, {})
-        norm = None
-        if self.private is not None:
-            norm = now.edge.privacy.clip_norm if now.edge.privacy else self.private.first_norm
+        norm = None if now.edge.privacy is None else now.edge.privacy.clip_norm
         return TrainJob(number, client, state, kept, norm, steps)
 
     def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
@@ -495,6 +514,8 @@ class Server:
         reported: dict[str, float] = {}
         if self.private is None:
             mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
+            if self.edge.ring is not None:
+                reported["withheld_units"] = float((~trained & (total.unit_clients > 0)).sum())
         else:
             mean, trained, reported = release(
                 self.private, number, total, reducer, now.state, outcome.reports, now.edge
@@ -527,7 +548,11 @@ class Server:
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(
-                valid, broadcast, self.blueprint, self.experiment, outcome.reports
+                valid,
+                broadcast,
+                self.blueprint,
+                self.experiment,
+                [report for report in outcome.reports if report.client in accepted],
             )
             record.diagnostics = diagnosed.metrics
             units = round_units(self.method, layout, number)
@@ -551,17 +576,19 @@ class Server:
             FailsAgainError: Too few are valid.
         """
         if not outcome.uploads:
-            return Partial(None, 0.0, np.zeros(0))
+            return Partial(None, 0.0, np.zeros(0), np.zeros(0))
         total = self.executor.reduce(outcome.uploads, reducer)
         quorum, sent = self.experiment.federation.quorum, len(outcome.uploads)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        private = number > 0 and self.experiment.privacy.on  # what is refused counts as zeros
-        if len(total.clients) < max(quorum * sent, 1) and not private:
+        private = self.experiment.privacy.on  # what is refused counts as zeros
+        least = reducer.ring.least if reducer.ring is not None else 1
+        if len(total.clients) < max(quorum * sent, least) and not private:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
+            limits = f"federation.quorum={quorum}" + f" or server.min_clients={least}" * (least > 1)
             raise FailsAgainError(
                 f"round {number}: only {len(total.clients)} of {sent} uploads are valid, "
-                f"below federation.quorum={quorum}; rejected: {total.refused}: try "
+                f"below {limits}; rejected: {total.refused}: try "
                 f"{remedy if number else 'other weights or data'} or a lower quorum"
             )
         return total
@@ -578,22 +605,20 @@ class Server:
         )
         setup = sum(self._setup(tensors, client) for client in sent)
         size = outcome.broadcast_bytes
+        losses = [r.loss for r in reports if math.isfinite(r.loss)]
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(
             round=number,
             clients=list(sent),
             refused={str(client): why for client, why in total.refused.items()},
             accepted_uploads=[sent[client] for client in total.clients],
-            train_loss=float(np.mean([r.loss for r in reports])) if reports else None,
+            train_loss=float(np.mean(losses)) if losses else None,
             uploaded_parameters=sum(sent.values()),
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down + setup,
             downloaded_bytes=None if size is None else size * len(reports) + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
-            edge={
-                name: float(np.mean([r.edge[name] for r in reports if name in r.edge]))
-                for name in dict.fromkeys(name for r in reports for name in r.edge)
-            },
+            edge=_over_clients(reports),
         )
 
     def progress(self) -> RoundReport:
@@ -612,6 +637,16 @@ class Server:
         edge = replace(self.checkpoint.edge, kept={})
         kept = replace(self.checkpoint, client_states={}, edge=edge)
         return RunResult(kept, self.blueprint, self.broadcast())
+
+
+def _over_clients(reports: Sequence[TrainReport]) -> dict[str, float]:
+    """Return what filters report of a round's clients: means, and the sums of counts."""
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in report.edge.items():
+            if math.isfinite(value):  # that of what is refused may not be
+                found.setdefault(name, []).append(value)
+    return {n: float(np.sum(v) if n in COUNTS else np.mean(v)) for n, v in found.items()}
 
 
 def _single(upload: Upload, reducer: Reducer) -> ClientUpload:

@@ -279,7 +279,8 @@ def comparable(sweeps: Sequence[SweepOutcome]) -> str:
 def _private(sweeps: Sequence[SweepOutcome]) -> str:
     """Return what a reader must know of the private runs of sweeps; empty if there are none."""
     runs = [run.result for s in sweeps for run in s.cells if run.status == "finished"]
-    private = [run.privacy for run in runs if run.privacy is not None]
+    # Without noise nothing is promised.
+    private = [each for run in runs if (each := run.privacy) is not None and each["epsilon"]]
     if not private:
         return ""
     accounted = {(each["population"], each["cohort"]) for each in private}

@@ -268,7 +268,8 @@ class RunSummary:
         chosen_on: RowSet = "validation" if "validation" in blueprint.scored else "test"
         best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
         names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
-        last, private = measured[-1], privacy_report(experiment, records)
+        last = measured[-1]
+        private = privacy_report(experiment, result.checkpoint.edge, records[-1])
 
         def total(name: str) -> int:
             return int(sum(row.get(name, 0) for row in rows))

@@ -26,8 +26,9 @@ DROPPED = [
 VALIDATED = ["data.validation_share=0.2", "evaluation.per_client=true"]
 #: Random rounding up, with what it has left out kept by the clients, and another codec down.
 CODED = [
-    "method=scaffold", "uploads.codec=qsgd", "uploads.error_feedback=true", "downloads.codec=topk"
-]  # fmt: skip
+    *("method=scaffold", "uploads.codec=int8", "uploads.rounding=stochastic"),
+    *("uploads.error_feedback=true", "downloads.codec=topk"),
+]
 #: Stored in four bits, read from one file by all actors, and differentiated by hooks.
 QUANTIZED = ["model.quantize=nf4", "method=fedsb"]
 

@@ -33,7 +33,8 @@ EDGE = {
         *("devices.kind=lognormal", "server.optimizer=adam"),
     ],
     "on a clock": [
-        *("uploads.codec=topk", "uploads.error_feedback=true", "server.optimizer=yogi"),
+        *("uploads.codec=skeleton", "uploads.threshold=0.003", "uploads.error_feedback=true"),
+        *("downloads.codec=topk", "server.optimizer=yogi"),
         *("devices.kind=lognormal", "devices.availability=diurnal", "cohort.select=oort"),
         *("cohort.deadline=600", "cohort.late=partial", "cohort.dropout=0.1"),
     ],

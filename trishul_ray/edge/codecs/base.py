@@ -42,11 +42,6 @@ class CodecFields(Section):
     density: float = in_id_if_set(
         0.25, "topk: share of the entries that are sent, those of largest magnitude", gt=0, le=1
     )
-    levels: int = in_id_if_set(
-        127, "qsgd: steps between 0 and a bucket's norm; 1 is sent in 2 bits, up to 7 in 4", ge=1,
-        le=127,
-    )  # fmt: skip
-    bucket: int = in_id_if_set(512, "qsgd: entries that share a norm", ge=1)
     tolerance: float = in_id_if_set(
         1e-6, "skeleton: error of a core, as a share of its norm, that passes as rounding", gt=0,
         lt=1,

@@ -20,6 +20,8 @@ a core is the sum of their squares.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -40,14 +42,15 @@ class Skeleton(Codec):
     ) -> bytes:
         """Return the ranks of cores, two bytes each, then the parts of the units in order."""
         ranks, parts = [], []
-        for span, rank in _spans(units):
-            if rank:
-                shape = (rank, rank)
-                code, part = self._core(values[span].reshape(shape), known[span].reshape(shape))
-                ranks.append(code)
-            else:
-                part = values[span].astype("<f4").tobytes()
-            parts.append(part)
+        with _one_thread():
+            for span, rank in _spans(units):
+                if rank:
+                    shape = (rank, rank)
+                    code, part = self._core(values[span].reshape(shape), known[span].reshape(shape))
+                    ranks.append(code)
+                else:
+                    part = values[span].astype("<f4").tobytes()
+                parts.append(part)
         return b"".join([np.array(ranks, dtype="<u2").tobytes(), *parts])
 
     def unpack(self, body: bytes, units: Units, known: np.ndarray) -> np.ndarray:
@@ -63,7 +66,8 @@ class Skeleton(Codec):
                 found[span] = np.frombuffer(body[place : place + size], dtype="<f4")
             else:
                 size = _skeleton_bytes(kept, rank)
-                core = _rebuilt(body[place : place + size], kept, rank).ravel()
+                with _one_thread():
+                    core = _rebuilt(body[place : place + size], kept, rank).ravel()
                 found[span] = core - known[span] if itself else core
             place += size
         return found
@@ -132,6 +136,22 @@ class Skeleton(Codec):
         # Pivoting by columns can, in theory, make T so large that its rounding is visible.
         error = np.linalg.norm(_rebuilt(part, kept, rank) - core)
         return (kept, part) if error <= 2 * self.fields.tolerance * norm else None
+
+
+@cache
+def _blas() -> Any:
+    import scipy.linalg  # noqa: F401  # what is not loaded yet is not found
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
+
+
+def _one_thread() -> Any:
+    """Let the BLAS of NumPy and SciPy use one thread inside: more change the last bits.
+
+    ``resources.threads`` are torch's.
+    """
+    return _blas().limit(limits=1, user_api="blas")
 
 
 def _spans(units: Units) -> Iterator[tuple[slice, int]]:

@@ -83,7 +83,8 @@ class Guarantee:
         delta: δ.
         rounds: Rounds of the run.
         participations: With sampling "none", how often the most frequent client has taken part
-            after each round.
+            after each release.
+        surveys: Releases of the same kind before round 1: 1 if clients answer a survey.
     """
 
     sampling: Sampling
@@ -93,6 +94,7 @@ class Guarantee:
     delta: float
     rounds: int
     participations: tuple[int, ...] = ()
+    surveys: int = 0
 
     @property
     def accountant(self) -> str:
@@ -119,24 +121,24 @@ class Guarantee:
         Raises:
             InputError: The library is missing.
         """
-        rounds = self.rounds if rounds is None else rounds
-        if rounds == 0:
+        releases = self.surveys + (self.rounds if rounds is None else rounds)
+        if releases == 0:
             return 0.0
         if self.noise == 0:
             return math.inf
         if self.sampling == "none":
-            multiplier = self.noise / math.sqrt(self.participations[rounds - 1])
+            multiplier = self.noise / math.sqrt(self.participations[releases - 1])
             return float(_library().get_epsilon_gaussian(multiplier, self.delta))
         if self.sampling == "poisson":
             loss = _loss(self.noise, self.cohort / self.population)
-            return float(loss.self_compose(rounds).get_epsilon_for_delta(self.delta))
-        divergences = rounds * _divergences(self.noise, self.population, self.cohort)
+            return float(loss.self_compose(releases).get_epsilon_for_delta(self.delta))
+        divergences = releases * _divergences(self.noise, self.population, self.cohort)
         return float(_library().rdp.compute_epsilon(ORDERS, divergences, self.delta)[0])
 
 
 @lru_cache(maxsize=256)
 def guarantee(
-    options: PrivacyConfig, seed: int, clients: int, cohort: int, rounds: int
+    options: PrivacyConfig, seed: int, clients: int, cohort: int, rounds: int, surveys: int = 0
 ) -> Guarantee:
     """Return what a run promises, with the noise that follows from its ε if that is set.
 
@@ -146,6 +148,7 @@ def guarantee(
         clients: ``federation.clients``.
         cohort: ``federation.clients_per_round``.
         rounds: ``federation.rounds``.
+        surveys: Releases before round 1.
 
     Raises:
         InputError: The library is missing, or no noise that is tried reaches ε.
@@ -155,12 +158,13 @@ def guarantee(
     participations: tuple[int, ...] = ()
     if options.sampling == "none":
         participations = most_participations(
-            uniform_cohort(seed, number, clients, cohort) for number in range(1, rounds + 1)
+            uniform_cohort(seed, number, clients, cohort)
+            for number in range(1 - surveys, rounds + 1)
         )
 
     def of(noise: float) -> Guarantee:
         return Guarantee(
-            options.sampling, noise, population, expected, delta, rounds, participations
+            options.sampling, noise, population, expected, delta, rounds, participations, surveys
         )
 
     if options.noise is not None:
@@ -175,7 +179,9 @@ def guarantee(
     return of(smallest_noise(lambda noise: of(noise).epsilon(), options.epsilon))
 
 
-def affordable(options: PrivacyConfig, seed: int, clients: int, cohort: int, rounds: int) -> int:
+def affordable(
+    options: PrivacyConfig, seed: int, clients: int, cohort: int, rounds: int, surveys: int = 0
+) -> int:
     """Return how many rounds a run's budget pays; all if it has none. Arguments as above.
 
     Raises:
@@ -183,7 +189,7 @@ def affordable(options: PrivacyConfig, seed: int, clients: int, cohort: int, rou
     """
     if options.budget is None:
         return rounds
-    promised = guarantee(options, seed, clients, cohort, rounds)
+    promised = guarantee(options, seed, clients, cohort, rounds, surveys)
     if (paid := rounds_within(promised, options.budget)) > 0:
         return paid
     raise InputError(
@@ -224,7 +230,7 @@ def rounds_within(promised: Guarantee, budget: float) -> int:
 
 
 def most_participations(cohorts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return how often the most frequent client has taken part after each round."""
+    """Return how often the most frequent client has taken part after each cohort."""
     counts: Counter[int] = Counter()
     found = []
     for cohort in cohorts:

@@ -1,20 +1,15 @@
 """Clip a client's change, as the last filter before the sum, and let the norm follow a quantile."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.edge.changes import Change, Sender, norm_of
 
 #: What a client reports: whether it was clipped, and the norm before.
 CLIPPED, NORM = "privacy_clipped", "privacy_norm"
-
-
-def norm_of(arrays: Iterable[np.ndarray]) -> float:
-    """Return the L2 norm of all entries together, summed in float64 in a fixed order."""
-    return math.sqrt(math.fsum(float(np.square(a, dtype=np.float64).sum()) for a in arrays))
 
 
 def clip(

@@ -33,10 +33,13 @@ from trishul_ray.rng import numpy_rng
 #: What is in a run's files, and not covered by its epsilon.
 OUTSIDE = (
     "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
-    "the spectra and other diagnostics of clients", "norms and coding errors of uploads",
-    "how many were clipped", "refused uploads", "cohorts", "traffic",
-    "answers to a survey before round 1",
+    "the spectra and other diagnostics of clients", "norms, coding errors and ranks of uploads",
+    "how many of them and of their entries were clipped", "refused uploads", "cohorts", "traffic",
+    "simulated seconds and joules",
 )  # fmt: skip
+#: Clip norm of answers to a survey: far below the norm of any gradient, so that directions alone
+#: count, and no data are needed to choose it.
+SURVEY_NORM = 1e-6
 #: What every summary of a private run says.
 SIMULATION = "simulation: noise is reproducible from the seed"
 
@@ -52,7 +55,9 @@ def reported(
         last: What the last record has of the edge.
     """
     epsilon = last.get("privacy_epsilon")
-    what = "no ε (noise 0)" if epsilon is None else f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
+    what = "ε = ∞ (privacy.noise=0)"
+    if epsilon is not None:
+        what = f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
     return {
         "epsilon": epsilon,
         "delta": promised.delta,
@@ -111,13 +116,12 @@ class Mechanism:
         """P."""
         return int(self.sizes.sum()) + sum(self.extra.values())
 
-    @property
-    def signal_to_noise(self) -> float:
-        """The largest ratio of a round's mean change to its noise: ``m~ / (z sqrt P)``.
+    def signal_to_noise(self, numbers: int) -> float:
+        """Return the largest ratio of a mean of so many numbers to its noise: ``m~ / (z sqrt P)``.
 
-        All clients would have to send the same change, of norm S.
+        All clients would have to send the same, of the clip norm.
         """
-        return float(self.promised.cohort / (self.noise * np.sqrt(self.numbers)))
+        return float(self.promised.cohort / (self.noise * np.sqrt(numbers)))
 
     def deviations(self, norm: float) -> np.ndarray:
         """Return the deviation of the noise on each unit's mean change, [U] float64."""
@@ -154,6 +158,19 @@ class Mechanism:
             for name, length in sorted(self.extra.items())
         }
         return change, found
+
+    def surveyed(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the noisy mean answer to a survey, float64: a release before round 1.
+
+        Args:
+            sums: The sums of clipped answers, of any shape, by name.
+        """
+        rng = numpy_rng(self.seed, "dp-noise", 0)
+        deviation = self.noise * SURVEY_NORM / self.promised.cohort
+        return {
+            name: total / self.cohort + rng.standard_normal(total.shape) * deviation
+            for name, total in sorted(sums.items())
+        }
 
     def denoised(
         self, change: np.ndarray, before: np.ndarray, norm: float, state: PrivacyState
@@ -237,14 +254,14 @@ class Mechanism:
         if self.options.population is not None:
             how = f"a deployment that {self.cohort:,} of {self.clients:,} simulate; {how}"
         if self.noise == 0:
-            return ["privacy: privacy.noise=0: changes are clipped, and nothing is promised"]
+            return ["privacy: ε = ∞ (privacy.noise=0): changes are clipped, nothing is promised"]
         epsilon, p = promised.epsilon(), self.numbers
         name = "m~" if self.options.cohort else "m"
         lines = [
             f"privacy: ε = {epsilon:.3g}, δ = {promised.delta:.2g} for each client after "
-            f"{promised.rounds} rounds, accounted for {promised.cohorts} ({how}), noise multiplier "
-            f"z = {promised.noise:g}",
-            f"privacy: signal-to-noise ratio of a round {self.signal_to_noise:.2g} at most, "
+            f"{promised.rounds} rounds{' and a survey' * promised.surveys}, accounted for "
+            f"{promised.cohorts} ({how}), noise multiplier z = {promised.noise:g}",
+            f"privacy: signal-to-noise ratio of a round {self.signal_to_noise(p):.2g} at most, "
             f"{name} / (z sqrt P) with {promised.cohort:,} clients and P = {p:,}; "
             f"clip norm {self.first_norm:.4g}"
             + (" at the start" if self.options.adaptive else "")

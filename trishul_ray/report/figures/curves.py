@@ -39,7 +39,7 @@ _ROUNDS = "communication round"
 _X_LABELS = {
     "method.lam": "λ",
     "partition.alpha": "Dirichlet α (to the right: more skewed)",
-    "privacy.epsilon": "ε for each client (∞: no privacy)",
+    "privacy.epsilon": "ε for each client (∞: no noise)",
 }
 _INFINITE = {"partition.alpha": "IID"}
 #: What a line with a band shows.

@@ -209,7 +209,8 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
     """Return a numeric field of a cell's experiment, such as ``method.lam``; None without it.
 
     ``partition.alpha`` is infinite for an IID partition, and None for natural clients;
-    ``privacy.epsilon`` is infinite without privacy, and that of the last round if noise was set.
+    ``privacy.epsilon`` is None without privacy, infinite without noise, and that of the last round
+    if noise was set.
     """
     value: Any = cell.result.config
     for part in field.split("."):
@@ -217,6 +218,6 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
     if field == "partition.alpha":
         kind = cell.result.config["partition"]["kind"]
         value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
-    if field == "privacy.epsilon" and value is None:
-        value = (cell.result.privacy or {}).get("epsilon") or math.inf  # none without noise
+    if field == "privacy.epsilon" and value is None and cell.result.privacy is not None:
+        value = cell.result.privacy["epsilon"] or math.inf  # none without noise
     return None if value is None or isinstance(value, str | bool) else float(value)
