@@ -21,7 +21,7 @@ from trishul_ray.runs.runner import central_twin
 ON = "devices.kind=lognormal"
 #: Every policy at once: some clients are lost, some make fewer steps, the clock waits for nights.
 ALL = [
-    ON, "devices.speed=1e7", "devices.network_jitter=0.5", "devices.availability=diurnal",
+    ON, "devices.speed=8e6", "devices.network_jitter=0.5", "devices.availability=diurnal",
     "devices.battery=2000", "cohort.extra=1.3", "cohort.deadline=60", "cohort.late=partial",
     "cohort.dropout=0.2", "federation.clients=12",
 ]  # fmt: skip

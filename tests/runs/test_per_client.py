@@ -92,8 +92,8 @@ def test_the_field_leaves_the_ids_of_other_runs_as_they_were(small):
         != small().id
         == small("evaluation.per_client=false").id
     )
-    # As NUMERICS 4 has it without the field.
-    assert load_experiment(None, []).id == "87b008d7ee04"
+    # As NUMERICS 5 has it without the field.
+    assert load_experiment(None, []).id == "3020e8fba98e"
 
 
 def test_nothing_to_score_clients_by_is_refused(run):

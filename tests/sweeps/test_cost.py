@@ -14,19 +14,19 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.sweeps.cost import DEVICES, EFFICIENCY, RUN_SECONDS, evaluated_rows, work_of
 
-#: By hand: 35.2 GFLOP for a forward pass of ViT-B/16 on an image, twice that for a training step of
-#: the frozen model; 50 rounds of 3 clients x 50 steps of 32 images, and 51 evaluations of 10,000.
-FORWARD = 35.2e9
+#: By hand: 35.2 GFLOP for a forward pass of ViT-B/16 on an image, less 2.4 for all but one token of
+#: its last block's queries, output and MLP; twice that for a training step of the frozen model; 50 rounds of 3 clients x 50 steps of 32 images, and 51 evaluations of 10,000.
+FORWARD = 32.8e9
 TRAINING = 2 * FORWARD * 50 * 3 * 50 * 32
 EVALUATION = FORWARD * 51 * 10_000
 
 
-def test_the_vision_run_takes_35_seconds_at_the_peak_of_an_h100():
+def test_the_vision_run_takes_33_seconds_at_the_peak_of_an_h100():
     work = work_of(load_experiment(None, ["dataset=cifar100", "model.precision=bf16"]))
     assert work.training.backbone == pytest.approx(TRAINING, rel=0.03)
     assert work.evaluation.backbone == pytest.approx(EVALUATION, rel=0.01)
     seconds = (work.training.backbone + work.evaluation.backbone) / DEVICES["h100"].peak["bf16"]
-    assert seconds == pytest.approx(35, rel=0.03)
+    assert seconds == pytest.approx(33, rel=0.03)
     # 96 cores of 110 x 110, after each of 7,500 local steps: 22 GFLOP (field notes), in float64.
     assert work.prox / 7500 == pytest.approx(22e9, rel=0.02)
 

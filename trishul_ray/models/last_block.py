@@ -29,20 +29,34 @@ from trishul_ray.models.attention import ATTENTION, attention
 
 FIRST, LAST = slice(0, 1), slice(-1, None)
 
+#: Where the models that are narrowed have their blocks.
+_BLOCKS = {
+    ViTForImageClassification: "vit.layers",
+    BertForSequenceClassification: "bert.encoder.layer",
+    LlamaForCausalLM: "model.layers",
+}
+
+
+def last_block(model: nn.Module) -> str | None:
+    """Return the name of the block of which the head of a model reads one token, if it is known."""
+    untyped: Any = model
+    blocks = _BLOCKS.get(type(model))
+    if blocks is None or getattr(untyped.config, "is_decoder", False):
+        return None
+    return f"{blocks}.{len(untyped.get_submodule(blocks)) - 1}"
+
 
 def narrow_last_block(model: nn.Module) -> None:
     """Let the last block compute what the head reads, in place; leave other models as they are."""
     untyped: Any = model
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) != ATTENTION:
+    if (name := last_block(model)) is None or untyped.config._attn_implementation != ATTENTION:
         return
-    if type(model) is ViTForImageClassification:
-        block = untyped.vit.layers[-1]
+    block = model.get_submodule(name)
+    if isinstance(model, ViTForImageClassification):
         block.forward = _ReadToken(block, _vit_block, FIRST)
-    elif type(model) is BertForSequenceClassification and not untyped.config.is_decoder:
-        block = untyped.bert.encoder.layer[-1]
+    elif isinstance(model, BertForSequenceClassification):
         block.forward = _ReadToken(block, _bert_block, FIRST)
-    elif type(model) is LlamaForCausalLM:
-        block = untyped.model.layers[-1]
+    else:
         block.forward = _ReadToken(block, _llama_block, LAST, asked=False)
         model.register_forward_pre_hook(_ask, with_kwargs=True)
 

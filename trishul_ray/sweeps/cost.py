@@ -32,8 +32,9 @@ RUN_SECONDS = 3.0
 #: Beginning of the names of a decoder's layers, beside an encoder.
 DECODER = "decoder."
 
-#: Last names of the layers that compute an attention's queries.
+#: Last names of the layers that compute an attention's queries, and its keys and values.
 QUERIES = ("q", "q_proj", "query")
+KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 
 #: Operations of one proximal map of an r x r core, in units of r^3: 21 steps of two products for
 #: each of two signs, and the final ones, of 2 r^3 operations each.
@@ -209,6 +210,7 @@ class _Shape:
         module: The model on the meta device.
         widths: ``d_out * d_in`` of its linear layers, by name.
         queries: ``d_out`` of those that compute an attention's queries, by name.
+        last_block: Name of the block of which one token is read; empty if all are.
         image_tokens: Tokens of an image; None for texts.
         patch: Multiplications that embed one patch of an image.
     """
@@ -216,6 +218,7 @@ class _Shape:
     module: "torch.nn.Module"
     widths: Mapping[str, int]
     queries: Mapping[str, int]
+    last_block: str
     image_tokens: int | None
     patch: int
 
@@ -228,7 +231,11 @@ class _Shape:
             return m if config.is_encoder_decoder else 1
         if name.startswith(DECODER):
             return n if name.endswith(("EncDecAttention.k", "EncDecAttention.v")) else m
-        return n
+        return 1 if self._is_read_once(name) else n
+
+    def _is_read_once(self, name: str) -> bool:
+        own = bool(self.last_block) and name.startswith(self.last_block + ".")
+        return own and name.rpartition(".")[2] not in KEYS_AND_VALUES
 
     def products(self, n: int, m: int, *, generated: bool = False) -> float:
         """Return the operations of the layers for a row; only the decoder's if ``generated``."""
@@ -247,7 +254,7 @@ class _Shape:
         total = 0
         for name, width in self.queries.items():
             queries = self.tokens_through(name, n, m)
-            keys = n if "EncDecAttention" in name else queries
+            keys = n if "EncDecAttention" in name or self._is_read_once(name) else queries
             total += 4 * queries * keys * width
         return float(total)
 
@@ -255,6 +262,7 @@ class _Shape:
 @lru_cache(maxsize=32)
 def _shape(model: ModelConfig, places: Places) -> _Shape:
     from trishul_ray.models.backbone import Backbone  # imports torch
+    from trishul_ray.models.last_block import last_block
 
     module = Backbone(model, places).meta_model()
     config: Any = module.config
@@ -265,9 +273,10 @@ def _shape(model: ModelConfig, places: Places) -> _Shape:
         for name, layer in linear.items()
         if name.rpartition(".")[2] in QUERIES
     }
+    last = last_block(module) or ""
     patch_size = getattr(config, "patch_size", None)
     if patch_size is None:
-        return _Shape(module, widths, queries, None, 0)
+        return _Shape(module, widths, queries, last, None, 0)
     grid = (model.image_size or config.image_size) // patch_size
     patch = config.hidden_size * config.num_channels * patch_size**2
-    return _Shape(module, widths, queries, grid**2 + 1, patch)
+    return _Shape(module, widths, queries, last, grid**2 + 1, patch)
