@@ -15,7 +15,8 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.sweeps.cost import DEVICES, EFFICIENCY, RUN_SECONDS, evaluated_rows, work_of
 
 #: By hand: 35.2 GFLOP for a forward pass of ViT-B/16 on an image, less 2.4 for all but one token of
-#: its last block's queries, output and MLP; twice that for a training step of the frozen model; 50 rounds of 3 clients x 50 steps of 32 images, and 51 evaluations of 10,000.
+#: its last block's queries, output and MLP; twice that for a training step of the frozen model; 50
+#: rounds of 3 clients x 50 steps of 32 images, and 51 evaluations of 10,000.
 FORWARD = 32.8e9
 TRAINING = 2 * FORWARD * 50 * 3 * 50 * 32
 EVALUATION = FORWARD * 51 * 10_000

@@ -41,14 +41,16 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
 def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
     """Return the rate of ``learning_rates.yaml`` and its source; None if the table has none.
 
-    ``glue/rte`` has the rates of ``glue``. A budget of rank 32 or less counts as the lower one. The
-    source names every setting in which the experiment differs from what the rate was published for.
+    A row may be for a dataset with a backbone. ``glue/rte`` has the rates of ``glue``. A budget of
+    rank 32 or less counts as the lower one. The source names every setting in which the experiment
+    differs from what the rate was published for.
     """
     dataset, method = experiment.data.name, experiment.method.name
     partition, rank = experiment.partition, experiment.lora_rank
     iid = partition.kind == "iid"
     table = _table()
-    rows = table.get(dataset) or table.get(dataset.partition("/")[0]) or table["default"]
+    names = f"{dataset} {experiment.model.name}", dataset, dataset.partition("/")[0], "default"
+    rows = next(table[name] for name in names if name in table)
     unpublished = table["unpublished"]
     like = method_class(method).rates_like
     known = next((m for m in (method, like) if m in rows or m in unpublished), None)
