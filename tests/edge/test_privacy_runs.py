@@ -184,7 +184,7 @@ def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
 
 @pytest.mark.parametrize("words", [*BY_MEAN, "fedit federation.stacked=2"])
 def test_clients_whose_loss_diverges_count_as_zeros_and_end_no_run(words, edge_run):
-    """Whether a run ends would tell what they have. All of them diverge here."""
+    """A run that ended for it would reveal their data. All of them diverge here."""
     options = [*f"method={words}".split(), "optimizer.lr=1e30", "rounds=2"]
     result = edge_run(*options, "privacy.noise=1", "privacy.clip=1e-6")
     for record in result.checkpoint.records[1:]:

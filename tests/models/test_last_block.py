@@ -25,9 +25,10 @@ def models(name, tmp_path, **fields):
     kind, blocks = CLASSIFIERS[name]
     config = ModelConfig(name=name, init="random", **fields)
     model = Backbone(config, Places(tmp_path, None)).load(kind, 4, seed=0)
+    generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases and scales other than 0 and 1
-            parameter.data += 0.1 * torch.randn(parameter.shape)
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     whole = copy.deepcopy(model)
     configure_compute(model, config)
     configure_compute(whole, config)

@@ -137,7 +137,7 @@ def _uploaded(
             f"step {step} (optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
         )
     if private:
-        # A run that ended would tell what this client has. Its upload is refused: it counts as 0.
+        # Ending the run would reveal something of this client: its upload is refused, as zeros.
         finite = finite and bool(torch.isfinite(vector).all())
         vector.nan_to_num_(0.0, 0.0, 0.0)
     with torch.no_grad():

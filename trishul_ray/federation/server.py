@@ -208,7 +208,7 @@ class Server:
         else:
             cohort = self.cohort(0)
             jobs = [TrainJob(0, client, clip_norm=SURVEY_NORM) for client in cohort]
-            # If nobody came, an answer of zeros tells what answers look like.
+            # An empty cohort needs the names and shapes of answers: take one of zeros.
             jobs = jobs or [TrainJob(0, int(self.participants[0]), clip_norm=0.0)]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
         outcome = self.executor.run(state, jobs)
