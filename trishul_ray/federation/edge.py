@@ -189,14 +189,14 @@ def ring_lines(experiment: Experiment, method: Method, blueprint: Blueprint) -> 
         "server.sum=ring: secure sums show nothing of single clients; what is recorded of them "
         "(diagnostics, losses, refused uploads) is the simulator's view"
     ]
+    if privacy.on:
+        return lines
     from scipy.stats import binom
 
-    size, shares = (
-        experiment.federation.clients_per_round,
-        unit_shares(experiment, method, blueprint),
-    )
+    size = experiment.federation.clients_per_round
+    shares = unit_shares(experiment, method, blueprint)
     few = binom.cdf(server.min_clients - 1, size, shares) - binom.pmf(0, size, shares)
-    if not privacy.on and (share := float(few.mean())) > OFTEN:
+    if (share := float(few.mean())) > OFTEN:
         lines.append(
             f"warning: server.min_clients={server.min_clients}: so many of {size} clients do not "
             f"train a unit in {share:.0%} of cases, and it stays as it was: take larger cohorts "
