@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+import ray
 
 from trishul_ray.errors import RunError
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
@@ -57,6 +58,31 @@ def test_a_client_killed_in_mid_round_is_restarted(small, inline_result, assert_
     assert f"client actor {client} died; its work goes to an idle one" in events
     assert [e for e in events if f"client actor {client} was restarted as" in e] != []
     assert "(restart 1)" in "".join(events)
+    assert_same(result, inline_result(experiment))
+
+
+def test_a_client_that_dies_between_rounds_and_cannot_restart_holds_nobody_up(
+    small, inline_result, assert_same
+):
+    @ray.remote(num_cpus=1)
+    class Other:
+        def ready(self):
+            return True
+
+    experiment = small("resources.actors=2", "evaluation.diagnostics_every=0")
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        records = list(driver.begin().records)
+        while len(driver.processes()) < 3:  # both clients take part
+            records += driver.step().records
+        other = Other.remote()  # waits for the room of a client, which then has none to restart in
+        client = driver.processes()[1]
+        os.kill(client, signal.SIGKILL)
+        assert ray.get(other.ready.remote(), timeout=60)
+        result, rounds, events = finish(driver, driver.step())
+        assert len(driver.processes()) == 2
+        ray.kill(other)
+    assert [r.round for r in records] + rounds == [0, 1, 2, 3]
+    assert f"client actor {client} died; its work goes to an idle one" in events
     assert_same(result, inline_result(experiment))
 
 

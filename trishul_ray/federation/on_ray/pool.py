@@ -29,8 +29,11 @@ from trishul_ray.federation.messages import (
     units_of_work,
 )
 from trishul_ray.federation.on_ray.process import Assignment, Process
-from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone
+from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone, is_restarting
 from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum
+
+#: After this many seconds without an answer, the pool looks for actors that wait for a restart.
+SILENCE_SECONDS = 5.0
 
 
 def cause_of(error: Exception) -> str:
@@ -80,6 +83,7 @@ class ActorPool:
         self.actors: list[Any] = []  # those that take jobs, in the order in which they started
         self._events: list[str] = []
         self._processes: dict[Any, Process] = {}
+        self._left: dict[Any, Process] = {}  # those that were killed because their node drains
         # The first call builds the workbench, so an actor that answers it is ready to work.
         self._starting: dict[Any, Any] = {
             actor.describe.remote(run, {}): actor for actor in started
@@ -92,7 +96,7 @@ class ActorPool:
             self._add_started(ready)
 
     def _add_started(self, ready: Any) -> bool:
-        """Add the actor that answered; return False if it failed to start."""
+        """Add the actor that answered; return False if it has not started."""
         actor = self._starting.pop(ready)
         try:
             process, blueprint = ray.get(ready)
@@ -101,6 +105,10 @@ class ActorPool:
             return False
         except RayTaskError as error:
             raise run_error("a client actor could not start", error) from error
+        if process == self._left.get(actor):  # Ray kills it later: it may still answer
+            self._starting[actor.describe.remote(self._run, {})] = actor
+            return False
+        self._left.pop(actor, None)
         if self._blueprint is None:
             self._blueprint = blueprint
         elif other := changed_sources(self._blueprint.sources, blueprint.sources):
@@ -173,7 +181,11 @@ class ActorPool:
             watched = [*running, *self._starting]
             if not watched:
                 raise RunError(f"every client actor is gone: {'; '.join(self._events[-3:])}")
-            (done, *_), _ = ray.wait(watched, num_returns=1)
+            ready, _ = ray.wait(watched, num_returns=1, timeout=SILENCE_SECONDS)
+            if not ready:
+                waiting.extendleft(self._take_back(running))
+                continue
+            (done,) = ready
             if done in self._starting:
                 if self._add_started(done):
                     idle.append(self.actors[-1])
@@ -185,10 +197,7 @@ class ActorPool:
                 if is_gone(actor):
                     self._drop(actor, error)
                 else:
-                    self.losses += 1
-                    pid = self._processes[actor].pid
-                    self._events.append(f"client actor {pid} died; its work goes to an idle one")
-                    self._wait_for_start(actor)
+                    self._wait_for_restart(actor)
                 waiting.appendleft(index)
                 continue
             except RayTaskError as error:
@@ -196,6 +205,17 @@ class ActorPool:
             self._note_restart(actor, process)
             idle.append(actor)
         return [results[index] for index in range(count)]
+
+    def _take_back(self, running: dict[Any, tuple[int, Any]]) -> list[int]:
+        """Take the work of actors that died unseen, which would wait for their restarts.
+
+        Such as one whose node is lost between two rounds; there may be no room for it elsewhere.
+        """
+        lost = [call for call, (_, actor) in running.items() if is_restarting(actor)]
+        for call in lost:
+            ray.cancel(call)
+            self._wait_for_restart(running[call][1])
+        return [running.pop(call)[0] for call in lost]
 
     def _note_restart(self, actor: Any, process: Process) -> None:
         before = self._processes.setdefault(actor, process)
@@ -207,6 +227,12 @@ class ActorPool:
                 f"(restart {self.restarts})"
             )
             self._processes[actor] = process
+
+    def _wait_for_restart(self, actor: Any) -> None:
+        self.losses += 1
+        pid = self._processes[actor].pid
+        self._events.append(f"client actor {pid} died; its work goes to an idle one")
+        self._wait_for_start(actor)
 
     def _wait_for_start(self, actor: Any) -> None:
         """Give no jobs to an actor until it answers."""
@@ -223,7 +249,7 @@ class ActorPool:
         draining = draining_nodes()
         for actor in [a for a in self.actors if self._processes[a].node in draining]:
             self.losses += 1
-            process = self._processes.pop(actor)
+            process = self._left[actor] = self._processes.pop(actor)
             ray.kill(actor, no_restart=False)
             self._wait_for_start(actor)
             self._events.append(f"client actor {process.pid} moves: its node is being drained")

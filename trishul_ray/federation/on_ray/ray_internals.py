@@ -29,7 +29,19 @@ def is_gone(actor: Any) -> bool:
     The error of a call does not tell: it is ``ActorDiedError`` also for an actor whose node is lost
     and that starts again elsewhere.
     """
-    return str(state.actor_table(actor._actor_id.hex()).get("State", "DEAD")) == "DEAD"
+    return _state_of(actor) == "DEAD"
+
+
+def is_restarting(actor: Any) -> bool:
+    """Return whether an actor waits for its restart, which may need room that nobody frees.
+
+    Ray holds its calls back until then, also those that it does not repeat.
+    """
+    return _state_of(actor) == "RESTARTING"
+
+
+def _state_of(actor: Any) -> str:
+    return str(state.actor_table(actor._actor_id.hex()).get("State", "DEAD"))
 
 
 def draining_nodes() -> set[str]:
