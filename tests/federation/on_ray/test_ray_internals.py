@@ -35,6 +35,28 @@ def test_an_actor_that_is_killed_is_gone(local_ray):
 
 
 @pytest.mark.slow
+def test_an_actor_without_room_for_its_restart_is_restarting_and_not_gone(local_ray):
+    @ray.remote(num_cpus=2, max_restarts=1)
+    class Actor:
+        def pid(self):
+            return os.getpid()
+
+    actor = Actor.remote()
+    process = ray.get(actor.pid.remote())
+    assert not ray_internals.is_restarting(actor)
+    other = Actor.remote()  # takes the room
+    os.kill(process, signal.SIGKILL)
+    ray.get(other.pid.remote(), timeout=60)
+    end = time.monotonic() + 60
+    while not ray_internals.is_restarting(actor):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert not ray_internals.is_gone(actor)
+    ray.kill(other)
+    ray.kill(actor)
+
+
+@pytest.mark.slow
 def test_nodes_and_processes_of_a_ray_of_ones_own(local_ray):
     assert ray_internals.draining_nodes() == set()
     assert ray_internals.launch_failures() == []

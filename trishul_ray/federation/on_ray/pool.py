@@ -108,7 +108,6 @@ class ActorPool:
         if process == self._left.get(actor):  # Ray kills it later: it may still answer
             self._starting[actor.describe.remote(self._run, {})] = actor
             return False
-        self._left.pop(actor, None)
         if self._blueprint is None:
             self._blueprint = blueprint
         elif other := changed_sources(self._blueprint.sources, blueprint.sources):
