@@ -63,6 +63,7 @@ VARIANTS = [[f"method={name}"] for name in STACKABLE] + [
     ["method=trishul", "adapter.path=factored", "model.gradient_checkpointing=true"],
     ["method=trishul", "method.prox_on=change", "optimizer.name=sgd", "optimizer.momentum=0.9"],
     ["method=trishul", "method.private_heads=2", "evaluation.per_client=true"],
+    ["method=trishul", "method.head_ranks=geometric"],
     ["method=ravan", "federation.compute=uniform", "optimizer.weight_decay=0.1"],
     ["method=ravan", "federation.compute=uniform", "method.limits=ranks"],
     ["method=ravan", "method.head_fraction=0.5", "method.selection=gradient"],

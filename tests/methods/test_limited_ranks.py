@@ -25,6 +25,7 @@ METHODS = [
     ("method=trishul", "method.lam_rule=entropy", "optimizer.weight_decay=0.1"),
     ("method=trishul", "method.lam_rule=unknown", "method.scalars=fixed"),
     ("method=trishul", "method.reallocate_every=1", "federation.weighting=size"),
+    ("method=trishul", "method.head_ranks=geometric"),
 ]
 
 

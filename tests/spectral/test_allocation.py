@@ -11,6 +11,8 @@ from scipy.optimize import brentq, minimize
 
 from trishul_ray.errors import InputError
 from trishul_ray.spectral.allocation import (
+    geometric_ranks,
+    rank_step,
     reallocate,
     round_ranks,
     round_to_total,
@@ -330,3 +332,17 @@ def test_a_larger_score_has_no_smaller_rank(scores, mean):
     ranks = round_ranks(totals, heads, scores, [heads] * count, budget, [cap] * count, step)
     pairs = sorted(zip(scores, ranks, strict=True))
     assert all(r <= s for (a, r), (b, s) in itertools.pairwise(pairs) if a < b)
+
+
+@given(st.integers(1, 12), st.integers(1, 120), st.integers(0, 900))
+def test_halved_ranks_stay_within_what_equal_ones_take(heads, rank, more):
+    step = rank_step(rank)
+    width = heads * step + more
+    ranks = geometric_ranks(heads, rank, width, step)
+    assert len(ranks) == heads and min(ranks) >= step and not any(r % step for r in ranks)
+    assert sum(ranks) <= width and sum(r * r for r in ranks) <= heads * rank**2
+    for i, found in enumerate(ranks):
+        assert found == step or abs(found - ranks[0] / 2**i) <= step
+    if width >= heads * rank:  # as wide as equal heads need: only the budget binds
+        raised = [max((ranks[0] + step >> i) // step * step, step) for i in range(heads)]
+        assert sum(r * r for r in raised) > heads * rank**2

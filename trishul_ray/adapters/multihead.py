@@ -59,6 +59,16 @@ class MultiHead(LayerAdapter):
         """Number of heads that are trained at first; the budget is theirs."""
         return self.heads - self.spare
 
+    @property
+    def head_ranks(self) -> tuple[int, ...]:
+        """The rank of each head that is trained at first."""
+        return (self.rank,) * self.trained_heads
+
+    @property
+    def rank_or_ranks(self) -> int | list[int]:
+        """The rank of all heads, or that of each where they differ."""
+        return self.rank
+
     def __post_init__(self) -> None:
         if self.heads < 0:
             raise InputError(f"heads={self.heads}: must be 0 (not adapted) or more")

@@ -85,17 +85,18 @@ def models_table() -> Table:
     return table
 
 
-def heads_table(blocks: Mapping[str, tuple[float, int, int]]) -> Table:
+def heads_table(blocks: Mapping[str, tuple[float, tuple[int, ...]]]) -> Table:
     """List blocks: squared norm of the adapted matrices, core heads on each, and their rank."""
-    mean = sum(heads for _, heads, _ in blocks.values()) / len(blocks)
+    mean = sum(len(ranks) for _, ranks in blocks.values()) / len(blocks)
     table = Table(
         Column("block", no_wrap=True, overflow="fold"),
         Column("squared norm of its adapted matrices", justify="right"),
         Column(f"heads on each (mean {mean:g})", justify="right"),
         Column("rank", justify="right"),
     )
-    for name, (norm, heads, rank) in blocks.items():
-        table.add_row(name, f"{norm:.4g}", str(heads), str(rank))
+    for name, (norm, ranks) in blocks.items():
+        shown = ", ".join(map(str, dict.fromkeys(ranks))) or "0"
+        table.add_row(name, f"{norm:.4g}", str(len(ranks)), shown)
     return table
 
 

@@ -164,6 +164,12 @@ class Experiment(Section):
                 f"federation.compute={fed.compute!r} needs a method that supports limited clients "
                 f"({', '.join(supported)}), not {self._method_as_set()}"
             )
+        mixed = getattr(self.method, "head_ranks", "equal") != "equal"
+        if mixed and self.adapter.init not in (None, "gram_schmidt"):
+            raise ValueError(
+                f"adapter.init={self.adapter.init!r} cannot be set with method.head_ranks="
+                "'geometric', whose bases are orthonormal: gram_schmidt"
+            )
         private = getattr(self.method, "private_heads", 0)
         if private > self.adapter.heads:
             raise ValueError(

@@ -161,8 +161,8 @@ def _check_fits(experiment: Experiment) -> None:
             )
 
 
-def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int, int]]:
-    """Return the squared norm of a block's adapted matrices, the heads on each and their rank.
+def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, tuple[int, ...]]]:
+    """Return the squared norm of a block's adapted matrices and the ranks of the heads on each.
 
     Heads that only clients can decide are an InputError.
     """
@@ -175,8 +175,7 @@ def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, int, int]]:
     return {
         block: (
             sum(site.squared_norms[layer.name] for layer in layers),
-            int(getattr(adapters[layers[0].name], "trained_heads", 0)),
-            max(int(getattr(adapters[layer.name], "rank", 0)) for layer in layers),
+            max(getattr(adapters[layer.name], "head_ranks", ()) for layer in layers),
         )
         for block, layers in site.blocks().items()
     }

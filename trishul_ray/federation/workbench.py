@@ -285,9 +285,9 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             "scalars": counts.scalars,
             "head": model.classifier_size,
         },
-        heads={block: a.trained_heads for block, a in with_cores},
+        heads={block: len(a.head_ranks) for block, a in with_cores},
         ranks={
-            block: max(a.rank for _, a in group)
+            block: max((a.rank_or_ranks for _, a in group), key=np.max)
             for block, group in groupby(with_cores, lambda pair: pair[0])
         },
         block_norms={

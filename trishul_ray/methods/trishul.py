@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.config import in_id_if_set
@@ -50,6 +51,8 @@ from trishul_ray.methods.lam_rules import (
 from trishul_ray.methods.limited import leading_rank
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import (
+    geometric_ranks,
+    rank_step,
     round_ranks,
     round_to_total,
     uniform,
@@ -70,9 +73,6 @@ SCORE_FLOOR = 1e-12
 
 #: Allocations by the norms of the weights.
 BY_WEIGHTS = ("waterfill", "ranks")
-
-#: Ranks that are water-filled are multiples of the first, where equal ones are the second or more.
-RANK_STEPS = ((8, 64), (4, 32), (1, 1))
 
 
 class TrishulConfig(RavanConfig):
@@ -101,6 +101,11 @@ class TrishulConfig(RavanConfig):
         "a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace (both "
         "capped at the heads that fit orthogonally, unless adapter.overflow=independent). "
         "ranks: as many heads everywhere, whose ranks are water-filled, of equal parameters",
+    )
+    head_ranks: Literal["equal", "geometric"] = in_id_if_set(
+        "equal",
+        "ranks of the heads of one matrix: equal, or halved from head to head, of no more "
+        "parameters; these need orthonormal bases (adapter.init=gram_schmidt)",
     )
     block_scores: BlockScores = Field(
         "adapted",
@@ -140,6 +145,13 @@ class TrishulConfig(RavanConfig):
         }
         unread = [name for name, rules in reads.items() if rule not in rules]
         self.refuse_unread(unread, f"with lam_rule={rule!r}")
+        if self.head_ranks == "geometric":
+            for name in ("private_heads", "reallocate_every", "head_fraction"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name}={value!r} cannot be set with head_ranks='geometric', whose heads "
+                        "differ in size"
+                    )
         if not self.reallocate_every:
             self.refuse_unread(["spare_heads"], "with reallocate_every=0")
         if self.lam_level is not None and self.lam_level >= 1 and rule in ("relative", "entropy"):
@@ -187,6 +199,7 @@ class Trishul(Ravan):
         self.needs_uploads = config.lam_rule in ("edge", "sure")
         self.mean_is_enough &= not self.needs_uploads
         self.least_clients = 2 if self.needs_uploads else 1
+        self.takes_limits &= config.head_ranks == "equal" or config.limits == "ranks"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Divide ``heads`` x blocks core heads among the blocks, by their scores (prong 3)."""
@@ -225,7 +238,7 @@ class Trishul(Ravan):
         sizes = [heads * len(members) for members in blocks.values()]
         budget = sum(heads * rank**2 for rank in equal.values())
         least = min(equal.values())
-        step = next(step for step, mean in RANK_STEPS if least >= mean)
+        step = rank_step(least)
         caps = [max(width // heads if fits else width, step) for width in widths]
         scores = self._scores(site)
         prices = [size / heads**2 for size in sizes]
@@ -233,6 +246,22 @@ class Trishul(Ravan):
         ranks = round_ranks(totals, heads, scores, sizes, budget, caps, step)
         by_block = dict(zip(blocks, ranks, strict=True))
         return {layer.name: by_block[layer.block] for layer in site.layers}
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach the cores that RAVAN attaches; halve their ranks, with ``geometric``."""
+        found = super().adapters(site)
+        if self.config.head_ranks == "equal":
+            return found
+        from trishul_ray.adapters.mixed import MixedHeads  # imports torch
+        from trishul_ray.adapters.multihead import MultiHead
+
+        for layer in site.layers:
+            equal = found[layer.name]
+            if isinstance(equal, MultiHead) and equal.heads > 1:
+                width, step = min(layer.d_out, layer.d_in), rank_step(equal.rank)
+                ranks = geometric_ranks(equal.heads, equal.rank, width, step)
+                found[layer.name] = MixedHeads.of(ranks, train_scale=equal.train_scale)
+        return found
 
     def _scores(self, site: Site) -> list[float]:
         """Return the score of each block."""

@@ -193,7 +193,8 @@ class RunSummary:
         wall_seconds: Of the process that finished the run, and of the rounds before it was resumed.
         diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
         heads: How many heads each adapted block has, if the method has heads.
-        ranks: The rank of each of them, by block; the largest of its matrices.
+        ranks: The rank of all of them, or of each where they differ, by block; those of its matrix
+            of largest rank.
         block_squared_norms: What they were allocated by.
         attempt: Names this run of the experiment, of all that started over.
         identity: What the id is the hash of.
@@ -245,7 +246,7 @@ class RunSummary:
     logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
     privacy: dict[str, Any] | None = None
-    ranks: dict[str, int] = field(default_factory=dict)
+    ranks: dict[str, int | list[int]] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
     checksum: str = ""
 

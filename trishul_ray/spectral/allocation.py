@@ -27,6 +27,9 @@ _SMALLEST_SHARE = 1e-200
 #: Residues are compared to this many decimals, so that equal layers tie on every machine.
 _RESIDUE_DECIMALS = 9
 
+#: Ranks that differ are multiples of the first, where equal ones are the second or more.
+RANK_STEPS = ((8, 64), (4, 32), (1, 1))
+
 
 def water_fill(
     scores: Sequence[float], total: float, caps: Sequence[float] | None = None
@@ -153,6 +156,38 @@ def water_fill_ranks(
         middle = (low + high) / 2
         low, high = (middle, high) if cost(ranks_at(middle)) <= budget else (low, middle)
     return ranks_at(low)
+
+
+def rank_step(equal: int) -> int:
+    """Return what ranks are multiples of where equal ones would be ``equal``."""
+    return next(step for step, mean in RANK_STEPS if equal >= mean)
+
+
+def geometric_ranks(heads: int, rank: int, width: int, step: int) -> tuple[int, ...]:
+    """Return ranks for the heads of one matrix, each half of the one before: r, r/2, r/4, ...
+
+    They are multiples of ``step`` of at least one step, and the largest of which the squares add up
+    to no more than those of equal heads, and the ranks to no more than the width. Halves are
+    rounded down, and then up where that still fits.
+
+    Args:
+        heads: h, at least 1.
+        rank: Of equal heads, at least one step.
+        width: Largest sum of ranks, at least h steps.
+        step: At least 1.
+    """
+
+    def fits(ranks: Sequence[int]) -> bool:
+        return sum(ranks) <= width and sum(r * r for r in ranks) <= heads * rank**2
+
+    found = [step] * heads
+    for first in range(step, rank * heads + 1, step):
+        ranks = [max((first >> i) // step * step, step) for i in range(heads)]
+        found = ranks if fits(ranks) else found
+    for i in range(1, heads):
+        raised = [*found[:i], found[i] + step, *found[i + 1 :]]
+        found = raised if found[i] > step and fits(raised) else found
+    return tuple(found)
 
 
 def round_ranks(

@@ -198,7 +198,7 @@ def _prox_operations(experiment: Experiment, adapters: Iterable[LayerAdapter]) -
         return 0.0
     from trishul_ray.adapters.multihead import MultiHead  # imports torch
 
-    cubes = sum(a.trained_heads * a.rank**3 for a in adapters if isinstance(a, MultiHead))
+    cubes = sum(r**3 for a in adapters if isinstance(a, MultiHead) for r in a.head_ranks)
     return PROX_OPERATIONS * cubes / getattr(experiment.method, "prox_every", 1)
 
 

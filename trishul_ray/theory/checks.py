@@ -308,16 +308,19 @@ def _adapter_checks(summary: RunSummary, content: bytes) -> Iterator[Check]:
     for block, rank in summary.ranks.items():
         names = [name for name in tensors if ".lora_A." in name and f".{block}." in name]
         # The largest rank of its matrices. Each has as many heads: all that were ever trained.
-        count = max((len(tensors[name]) for name in names), default=0) // rank
+        largest = max((len(tensors[name]) for name in names), default=0)
+        count = len(rank) if isinstance(rank, list) else largest // rank
         for name in names:
             factor_A = tensors[name]
             factor_B = tensors[name.replace(".lora_A.", ".lora_B.")]  # [B_1 s_1 H_1, ...]
-            if len(factor_A) % count:  # the core of one is all zero
+            each = rank if isinstance(rank, list) else [len(factor_A) // count] * count
+            if sum(each) != len(factor_A):  # its ranks are others, or the core of one is all zero
                 continue
+            ends = np.cumsum(each)[:-1]
             layers += 1
             # R of each factor's QR: the singular values of the product, without the product.
             whole += _product_norm(factor_B, factor_A)
-            parts = zip(np.split(factor_B, count, axis=1), np.split(factor_A, count), strict=True)
+            parts = zip(np.split(factor_B, ends, axis=1), np.split(factor_A, ends), strict=True)
             heads += math.fsum(_product_norm(b, a) for b, a in parts)
     if layers:
         init = summary.config["adapter"].get("init") or "the method's"

@@ -40,14 +40,17 @@ EDGE = {
     ],
     # Heads change place after each round.
     "moving": ["method.reallocate_every=1", "method.allocation=gradient", "federation.rounds=4"],
+    "halved": ["method.head_ranks=geometric", "method.limits=ranks"],
     "in the ring": ["server.sum=ring", "server.optimizer=sgd", "devices.kind=lognormal"],
 }
 RUNS = [(name, "plain") for name in method_names()]
 #: Core heads that stay with the clients, which all have to train.
 PRIVATE_HEADS = ["method.private_heads=2", "evaluation.per_client=true"]
 RUNS += [("ravan", "with private heads"), ("trishul", "with private heads")]
-RUNS += [(name, edge) for name in BY_MEAN for edge in EDGE if edge not in ("plain", "moving")]
-RUNS += [("trishul", "moving")]
+RUNS += [
+    (name, edge) for name in BY_MEAN for edge in EDGE if edge not in ("plain", "moving", "halved")
+]
+RUNS += [("trishul", "moving"), ("trishul", "halved")]
 
 
 @pytest.mark.parametrize(("name", "edge"), RUNS)
