@@ -192,7 +192,16 @@ class Store:
 
         With ``may_be_missing`` a FileNotFoundError is raised as it is.
         """
+        try:
+            return action()
+        except OSError as error:
+            failed = [error]
         address = self.place(name) if name else self.uri
+
+        def again() -> T:
+            if failed:  # the first attempt: a Retrying costs more than to read a small local file
+                raise failed.pop()
+            return action()
 
         def warn_once(call: tenacity.RetryCallState) -> None:
             if call.attempt_number == 1 and call.outcome is not None:
@@ -209,7 +218,7 @@ class Store:
             reraise=True,
         )
         try:
-            return retrying(action)
+            return retrying(again)
         except OSError as error:
             if may_be_missing and isinstance(error, FileNotFoundError):
                 raise

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError
@@ -20,10 +20,8 @@ from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.runs.summary import FAILURE, NUMBERS, RunSummary, run_ids
 from trishul_ray.storage import Store
+from trishul_ray.sweeps.cells import Cell, Sweep, collector_paused
 from trishul_ray.version import NUMERICS
-
-if TYPE_CHECKING:
-    from trishul_ray.sweeps.cells import Cell, Sweep
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,6 +61,7 @@ class CellState:
 NOT_RUN = CellState("missing", "not run yet")
 
 
+@collector_paused()
 def examine(
     experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
 ) -> dict[str, CellState]:
@@ -97,6 +96,7 @@ def examine(
     return states
 
 
+@collector_paused()
 def other_results(
     experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
 ) -> list[RunSummary]:
