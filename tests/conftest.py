@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -200,13 +201,16 @@ class Command:
         )
 
     def wait_for(self, text, seconds=90):
-        """Read the error stream up to a line that holds ``text``."""
-        end = time.monotonic() + seconds
-        for line in self.process.stderr:
-            self.errors.append(line)
-            if text in line:
-                return line
-            assert time.monotonic() < end, "".join(self.errors)
+        """Read the error stream up to a line that holds ``text``; kill all if it does not come."""
+        deadline = threading.Timer(seconds, self.sweep)  # a silent stream blocks its reader
+        deadline.start()
+        try:
+            for line in self.process.stderr:
+                self.errors.append(line)
+                if text in line:
+                    return line
+        finally:
+            deadline.cancel()
         raise AssertionError(f"{text!r} never came:\n{''.join(self.errors)}")
 
     def end(self, seconds=120):

@@ -61,6 +61,7 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["federation.cilents=3"], "did you mean 'federation.clients'?"),
         (["nonsense=3"], "unknown field 'nonsense'; `trishul run --fields` lists all fields"),
         (["fedration.clients=3"], "did you mean 'federation.clients'?"),
+        (["data=digits"], "data='digits': data is a section; set a field of it, such as data.name"),
         (["mehtod=fedit"], "unknown field 'mehtod'; did you mean 'method'?"),
         (["optimizer.learning_rate=1"], "did you mean 'optimizer.lr'?"),
         (["federation.num_rounds=1"], "did you mean 'federation.rounds'?"),

@@ -317,6 +317,10 @@ def _describe_error(item: Any, fields: dict[str, Any]) -> str:
         return f"{dotted}: {text}" if dotted and not text.startswith(f"{dotted}.") else text
     value = repr(item["input"])
     value = value if len(value) <= 60 else value[:57] + "..."
+    if item["type"] == "model_type":
+        inside = list(model.model_fields)
+        named = f"{dotted}.{'name' if 'name' in inside else inside[0]}"
+        return f"{dotted}={value}: {dotted} is a section; set a field of it, such as {named}=..."
     return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
