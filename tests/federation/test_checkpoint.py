@@ -1,5 +1,6 @@
 """Checkpoints: complete or absent, the newest valid one is used, corrupt ones are reported."""
 
+import hashlib
 import subprocess
 import sys
 import time
@@ -60,9 +61,80 @@ def test_the_newest_are_kept_and_a_round_is_replaced(store):
     for number in (1, 2, 3):
         store.save(make(number))
     store.save(make(3, fill=2.0))
-    names = store.store.names()
+    names = [name for name in store.store.names() if not name.startswith("clients-")]
     assert [n[:12] for n in names] == ["round-000002", "round-000003"]
     assert store.newest().state.shared[0] == 2.0
+
+
+def keeping(round_number, states, kept=None):
+    made = make(round_number)
+    made.client_states, made.edge.kept = dict(states), dict(kept or {})
+    return made
+
+
+def values(arrays):
+    return {client: {n: a.tolist() for n, a in own.items()} for client, own in arrays.items()}
+
+
+def client_files(store):
+    return [name for name in store.store.names() if name.startswith("clients-")]
+
+
+def some(value):
+    return {"variate": np.full(1000, value, np.float32), "step": np.array(value)}
+
+
+def test_what_a_client_keeps_is_written_when_it_changes(store):
+    """Whatever changes, what is read is what was kept, and the files are not much larger."""
+    rng = np.random.default_rng(0)
+    states, kept, written = {}, {}, []
+    for number in range(1, 41):
+        for client in rng.choice(20, size=3, replace=False).tolist():
+            states[client] = some(float(number))
+            kept[client] = {"left/over": np.full(50, number, np.float32)}
+        store.save(keeping(number, states, kept))
+        sizes = {name: len(store.store.read(name)) for name in client_files(store)}
+        # The files of two checkpoints, each at most twice what is kept.
+        assert sum(sizes.values()) < 3 * 20 * 4600
+        written.append(sizes[max(sizes)])
+        if number % 4 == 0:  # another process goes on
+            store = CheckpointStore(store.store, "abc", keep=2)
+        found = store.newest()
+        assert values(found.client_states) == values(states)
+        assert values(found.edge.kept) == values(kept)
+        states, kept = found.client_states, found.edge.kept
+    assert np.median(written) < 3 * 4600 and np.mean(written) < 9 * 4600
+    assert len([n for n in store.store.names() if n.startswith("round-")]) == 2
+    store.save(keeping(41, {}))
+    store.save(keeping(42, {}))
+    assert client_files(store) == []
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"other bytes"])
+def test_a_checkpoint_whose_clients_are_damaged_is_skipped(store, damage, tmp_path):
+    states = {1: some(1.0)}
+    store.save(keeping(1, states))
+    store.save(keeping(2, {**states, 2: some(2.0)}))
+    lost = client_files(store)[-1]
+    path = tmp_path / "checkpoints" / lost
+    path.unlink() if damage is None else path.write_bytes(damage)
+    found = store.newest()
+    assert found.round == 1 and values(found.client_states) == values(states)
+    assert store.skipped == [
+        f"checkpoint {max(store.store.names())} is unreadable ({lost} is "
+        f"{'missing' if damage is None else 'corrupt'}): skipped"
+    ]
+    both = {**states, 2: some(2.0)}
+    store.save(keeping(2, both))
+    assert values(CheckpointStore(store.store, "abc").newest().client_states) == values(both)
+
+
+def test_files_of_a_killed_writer_are_removed(store):
+    store.save(keeping(1, {1: some(1.0)}))
+    store.store.write(f"clients-000002-{64 * '0'}.safetensors", b"half")
+    store.save(keeping(2, {1: some(2.0)}))
+    assert [name[:14] for name in client_files(store)] == ["clients-000001", "clients-000002"]
+    assert store.newest().client_states[1]["step"] == 2.0
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
@@ -87,10 +159,17 @@ def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(store, dama
 def test_a_checkpoint_with_an_unknown_part_is_skipped(store):
     store.save(make(1))
     newer = make(2)
-    newer.unknown = {"layer": np.zeros(1)}
-    store.save(newer)
+    newer.client_states, newer.unknown = {}, {"layer": np.zeros(1)}
+    data = newer.to_bytes()
+    store.store.write(f"round-000002-{hashlib.sha256(data).hexdigest()}.safetensors", data)
     assert store.newest().round == 1
     assert "not a checkpoint of this version: " in store.skipped[0]
+    data = make(3).to_bytes()  # what clients keep is in it
+    store.store.write(f"round-000003-{hashlib.sha256(data).hexdigest()}.safetensors", data)
+    assert store.newest().round == 1
+    assert "not a checkpoint of this version: it holds what" in store.skipped[0]
+    store.save(make(4))
+    assert store.newest().round == 4
 
 
 def test_a_checkpoint_of_another_experiment_is_skipped(store, tmp_path):

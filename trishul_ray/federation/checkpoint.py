@@ -1,14 +1,19 @@
-"""Round checkpoints: everything the next round needs, in one file with its checksum in the name.
+"""Round checkpoints: everything the next round needs, in files with their checksums in the names.
 
 A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``, of all arrays, and JSON
 that says what each of them is. It is written to a temporary name and then renamed; a truncated or
 altered file is reported and skipped, and the one before it is used.
+
+What clients keep is not in that file, as most of it does not change in a round. What has changed is
+written once, to ``clients-<number>-<sha256>.safetensors``, before the checkpoints that name that
+file. Where less than half of what these files hold is still in use, all of it is written again.
 """
 
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +30,15 @@ from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
-#: Name of the tensor that holds the JSON, and the key in the JSON that refers to an array.
-_META, _ARRAY = "__meta__", "__array__"
+#: Name of the tensor that holds the JSON, and the keys in the JSON that refer to an array, and to
+#: the file of what a client keeps.
+_META, _ARRAY, _FILE = "__meta__", "__array__", "__file__"
+#: A client in one of the two fields that hold what clients keep.
+_Key = tuple[str, int]
+
+
+def _file_name(kind: str, round_number: int, data: bytes) -> str:
+    return f"{kind}-{round_number:06d}-{hashlib.sha256(data).hexdigest()}.safetensors"
 
 
 def round_of(name: str) -> int | None:
@@ -88,7 +100,7 @@ class Checkpoint:
             """Return what JSON stores of an array or a dataclass."""
             if isinstance(value, np.ndarray):
                 name = str(len(tensors))
-                tensors[name] = np.ascontiguousarray(value)
+                tensors[name] = np.asarray(value, order="C")
                 return {_ARRAY: name}
             return _stored(value)
 
@@ -145,14 +157,17 @@ class CheckpointStore:
     def __init__(self, store: Store, experiment_id: str, keep: int = 2) -> None:
         self.store, self.experiment_id, self.keep = store, experiment_id, keep
         self.skipped: list[str] = []  # one line for each file that newest() could not use
+        self._clients: dict[_Key, tuple[str, Arrays]] = {}  # the file of what clients keep now
+        self._sizes: dict[str, int] = {}  # of these files, in bytes
+        self._named: dict[str, set[str]] = {}  # files that a checkpoint names
 
     def _files(self) -> list[str]:
         return sorted(name for name in self.store.names() if _NAME.fullmatch(name))
 
     def save(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, remove all but the newest ``keep``, and return the file's name."""
-        data = checkpoint.to_bytes()
-        name = f"round-{checkpoint.round:06d}-{hashlib.sha256(data).hexdigest()}.safetensors"
+        data = self._write_clients(checkpoint).to_bytes()
+        name = _file_name("round", checkpoint.round, data)
         self.store.write(name, data)
         # The last round is saved again once it is evaluated: the new file replaces the old one.
         same = f"round-{checkpoint.round:06d}-"
@@ -160,7 +175,74 @@ class CheckpointStore:
         older = [f for f in self._files() if not f.startswith(same)]
         for old in stale + older[: -(self.keep - 1) or None]:
             self.store.remove(old)
+        self._named[name] = {file for file, _ in self._clients.values()}
+        if self._sizes:
+            self._remove_unnamed()
         return name
+
+    def _write_clients(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Write what clients keep that no file holds yet; return a checkpoint that names files."""
+        kept = _kept_by_clients(checkpoint)
+        held = self._clients
+        self._clients = {k: v for k, v in held.items() if k in kept and v[1] is kept[k]}
+        if new := {key: arrays for key, arrays in kept.items() if key not in self._clients}:
+            files = {file for file, _ in self._clients.values()}
+            total = sum(self._sizes[file] for file in files) + _size(new)
+            if total > 2 * _size(kept):
+                new, self._clients = kept, {}
+            data = save_tensors(
+                {
+                    f"{part}/{client}/{name}": np.asarray(array, order="C")
+                    for (part, client), arrays in new.items()
+                    for name, array in arrays.items()
+                }
+            )
+            file = _file_name("clients", checkpoint.round, data)
+            self.store.write(file, data)
+            self._sizes[file] = len(data)
+            self._clients |= {key: (file, arrays) for key, arrays in new.items()}
+        named: dict[_Key, Any] = {key: {_FILE: file} for key, (file, _) in self._clients.items()}
+        return _with_kept(checkpoint, named)
+
+    def _read_clients(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with what clients keep in place of the names of files.
+
+        Raises:
+            ValueError: A file is missing or corrupt, or none is named.
+        """
+        named = _files_of_clients(checkpoint)
+        self._clients, self._sizes = {}, {}
+        found: dict[str, dict[_Key, Arrays]] = {}
+        for file in sorted(set(named.values())):
+            try:
+                data = self.store.read(file)
+            except FileNotFoundError as error:
+                raise ValueError(f"{file} is missing") from error
+            if hashlib.sha256(data).hexdigest() not in file:
+                raise ValueError(f"{file} is corrupt")
+            held = found[file] = {}
+            for path, array in load_tensors(data).items():
+                part, client, name = path.split("/", 2)
+                held.setdefault((part, int(client)), {})[name] = array
+            self._sizes[file] = len(data)
+        self._clients = {key: (file, found[file][key]) for key, file in named.items()}
+        return _with_kept(checkpoint, {key: arrays for key, (_, arrays) in self._clients.items()})
+
+    def _remove_unnamed(self) -> None:
+        """Remove the files of what clients kept that no checkpoint names any more."""
+        used: set[str] = set()
+        for name in self._files():
+            if name not in self._named:  # of an earlier process
+                try:
+                    named = _files_of_clients(Checkpoint.from_bytes(self.store.read(name)))
+                except ValueError:
+                    named = {}
+                self._named[name] = {*named.values()}
+            used |= self._named[name]
+        for file in self.store.names():
+            if file.startswith("clients-") and file not in used:
+                self.store.remove(file)
+                self._sizes.pop(file, None)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint of this experiment, or None."""
@@ -172,15 +254,43 @@ class CheckpointStore:
                 continue
             try:
                 checkpoint = Checkpoint.from_bytes(data)
+                if checkpoint.experiment_id == self.experiment_id:
+                    return self._read_clients(checkpoint)
             except ValueError as error:
                 self.skipped.append(f"checkpoint {name} is unreadable ({error}): skipped")
                 continue
-            if checkpoint.experiment_id == self.experiment_id:
-                return checkpoint
             self.skipped.append(
                 f"checkpoint {name} belongs to experiment {checkpoint.experiment_id}: skipped"
             )
         return None
+
+
+def _kept_by_clients(checkpoint: Checkpoint) -> dict[_Key, Arrays]:
+    """Return the arrays of both fields that hold what clients keep."""
+    parts = {"state": checkpoint.client_states, "kept": checkpoint.edge.kept}
+    return {(part, c): arrays for part, held in parts.items() for c, arrays in held.items()}
+
+
+def _files_of_clients(checkpoint: Checkpoint) -> dict[_Key, str]:
+    """Return the files that a checkpoint as it is stored names in place of these arrays."""
+    named: dict[_Key, Any] = {**_kept_by_clients(checkpoint)}
+    if not all(_FILE in each for each in named.values()):
+        raise ValueError("not a checkpoint of this version: it holds what clients keep")
+    return {key: each[_FILE] for key, each in named.items()}
+
+
+def _with_kept(checkpoint: Checkpoint, kept: Mapping[_Key, Arrays]) -> Checkpoint:
+    """Return a checkpoint with other content of these fields."""
+    parts: dict[str, dict[int, Arrays]] = {"state": {}, "kept": {}}
+    for (part, client), arrays in kept.items():
+        parts[part][client] = arrays
+    edge = replace(checkpoint.edge, kept=parts["kept"])
+    return replace(checkpoint, client_states=parts["state"], edge=edge)
+
+
+def _size(kept: Mapping[_Key, Arrays]) -> int:
+    """Return the bytes of arrays."""
+    return sum(array.nbytes for arrays in kept.values() for array in arrays.values())
 
 
 def run_folder(experiment: Experiment) -> Store:
