@@ -41,8 +41,8 @@ class Recording:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def run(self, broadcast, jobs):
-        outcome = self.inner.run(broadcast, jobs)
+    def run(self, broadcast, jobs, *more):
+        outcome = self.inner.run(broadcast, jobs, *more)
         if outcome.uploads:
             self.broadcast, self.uploads = broadcast, outcome.uploads
         return outcome

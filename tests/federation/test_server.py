@@ -10,8 +10,9 @@ from trishul_ray.errors import RunError
 from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
-from trishul_ray.federation.messages import TrainJob
+from trishul_ray.federation.messages import MOST_CLIENTS, TrainJob
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.reduce import FAN_IN
 from trishul_ray.federation.server import Server
 
 
@@ -20,8 +21,8 @@ class Faulty(InlineExecutor):
 
     spoilt = 0
 
-    def run(self, broadcast, jobs):
-        outcome = super().run(broadcast, jobs)
+    def run(self, broadcast, jobs, *more):
+        outcome = super().run(broadcast, jobs, *more)
         for index, upload in enumerate(outcome.uploads[: self.spoilt]):
             spoilt = upload.arrays.map(lambda array: np.full(array.shape, np.nan, "f4"))
             outcome.uploads[index] = replace(upload, arrays=spoilt)
@@ -116,3 +117,24 @@ def test_a_survey_is_a_round_before_the_first(small):
     executor.spoilt = 3
     with pytest.raises(RunError, match=r"round 0: only 0 of 3 .* other weights or data"):
         server.survey()
+
+
+def test_uploads_are_summed_as_they_come_and_given_up(small):
+    """With 40 clients, two and a half groups: the same bytes as sums over all uploads at once."""
+    wide = ["federation.clients=60", "federation.clients_per_round=40", "federation.local_steps=1"]
+    words = ["resources.backend=inline", "partition.kind=iid", "data.train_limit=600", *wide]
+    experiment = small(*words, "federation.compute=uniform", "federation.weighting=size")
+    executor = InlineExecutor(experiment, prepare_run(experiment))
+    server = Server(experiment, executor, open_checkpoints(experiment), "a")
+    jobs = [TrainJob(1, client) for client in server.cohort(1)]
+    everything = executor.run(server.broadcast(), jobs)
+    reducer = server._reducer()
+    summed = executor.run(server.broadcast(), jobs, reducer)
+    assert (len(everything.uploads), everything.sums) == (40, [])
+    assert [len(each.clients) for each in summed.sums] == [FAN_IN, FAN_IN, 8]
+    assert [u.client for u in summed.uploads] == [job.client for job in jobs[:MOST_CLIENTS]]
+    assert [r.client for r in summed.reports] == [job.client for job in jobs]
+    one, other = (executor.reduce(outcome, reducer) for outcome in (everything, summed))
+    assert one.sums.shared.tobytes() == other.sums.shared.tobytes()
+    assert one.clients == other.clients and one.weight == other.weight
+    np.testing.assert_array_equal(one.unit_weight, other.unit_weight)

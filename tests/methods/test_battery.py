@@ -157,7 +157,7 @@ class Shuffled:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def run(self, broadcast, jobs):
+    def run(self, broadcast, jobs, *more):
         order = np.random.default_rng(self.seed).permutation(len(jobs))
         done = {int(i): self.inner.run(broadcast, [jobs[i]]) for i in order}
         merged = Outcome([], [], [])

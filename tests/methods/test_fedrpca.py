@@ -91,8 +91,8 @@ def test_updates_of_zero_have_no_sparse_part():
 class Moved(Recording):
     """An executor in which every client moves all entries by the same amount, up or down."""
 
-    def run(self, broadcast, jobs):
-        outcome = super().run(broadcast, jobs)
+    def run(self, broadcast, jobs, *more):
+        outcome = super().run(broadcast, jobs, *more)
         signs = np.where(np.arange(broadcast.shared.size) % 3, 1, -1).astype(np.float32)
         same = State(broadcast.shared + np.float32(0.01) * signs)
         outcome.uploads = [replace(upload, arrays=same) for upload in outcome.uploads]

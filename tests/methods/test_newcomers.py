@@ -11,8 +11,8 @@ from trishul_ray.methods.base import State
 class Attacked(Recording):
     """An executor in which one client of every round sends huge values."""
 
-    def run(self, broadcast, jobs):
-        outcome = super().run(broadcast, jobs)
+    def run(self, broadcast, jobs, *more):
+        outcome = super().run(broadcast, jobs, *more)
         if outcome.uploads:
             first = outcome.uploads[0]
             huge = State(np.full_like(first.arrays.shared, 1e9))
@@ -34,8 +34,8 @@ def test_a_median_stays_among_the_honest_uploads(executor, tmp_path):
 
 def test_the_median_of_equal_uploads_is_their_mean(executor, tmp_path):
     class Alike(Recording):
-        def run(self, broadcast, jobs):
-            outcome = super().run(broadcast, jobs)
+        def run(self, broadcast, jobs, *more):
+            outcome = super().run(broadcast, jobs, *more)
             outcome.uploads = [
                 replace(u, arrays=outcome.uploads[0].arrays) for u in outcome.uploads
             ]

@@ -159,8 +159,8 @@ def test_fedsvd_sends_b_and_reads_both(executor, tmp_path):
 class Rotated(Recording):
     """An executor whose clients send factors in coordinates of their own: R^T A and B R."""
 
-    def run(self, broadcast, jobs):
-        outcome = super().run(broadcast, jobs)
+    def run(self, broadcast, jobs, *more):
+        outcome = super().run(broadcast, jobs, *more)
         for upload in outcome.uploads:
             generator = torch.Generator().manual_seed(upload.client)
             method, layout = self.inner.bench.method, self.inner.bench.model.layout

@@ -2,7 +2,7 @@
 
 They are computed twice: on the uploaded cores s·H, and on their difference from the broadcast
 (prefix ``delta_``), since cores that share a large global part look aligned in any case. In rounds
-of more than :data:`MOST_CLIENTS` only the first uploads by client id are compared.
+of more than ``MOST_CLIENTS`` only the first uploads by client id are compared.
 
 Legend: m clients, W entries of the shared part, U units of aggregation, n core heads, r rank.
 """
@@ -29,9 +29,6 @@ from trishul_ray.federation.reduce import Reducer
 from trishul_ray.methods.adapters import lora_pairs, lora_scale
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
-
-#: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
-MOST_CLIENTS = 20
 
 
 @dataclass(frozen=True)

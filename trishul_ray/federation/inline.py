@@ -1,5 +1,6 @@
 """The inline backend: a run in one process, for debugging and as the baseline of Ray's overhead."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.edge import Edge
 from trishul_ray.federation.local import count_flops, evaluate_chunk, train_together
 from trishul_ray.federation.messages import (
+    MOST_CLIENTS,
     Arrays,
     ArrayState,
     Blueprint,
@@ -23,7 +25,15 @@ from trishul_ray.federation.messages import (
     units_of_work,
 )
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.reduce import Partial, Reducer, combine, groups, partial_sum
+from trishul_ray.federation.reduce import (
+    FAN_IN,
+    Partial,
+    Reducer,
+    combine,
+    groups,
+    partial_sum,
+    sum_groups,
+)
 from trishul_ray.federation.server import RoundReport, RunResult, Server
 from trishul_ray.federation.workbench import (
     Residents,
@@ -84,28 +94,37 @@ class InlineExecutor:
         layout = self.bench.model.layout
         return tuple(layout.units(self.bench.method.wire(layout)))
 
-    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
-        """Run the jobs in order."""
+    def run(
+        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+    ) -> Outcome:
+        """Run the jobs in order, and sum uploads as they come; see ``Executor.run``."""
         train = [job for job in jobs if isinstance(job, TrainJob)]
-        found: dict[int, tuple[Upload, TrainReport]] = {}
+        parts = deque(groups(train) if reducer is not None and len(train) > FAN_IN else [])
+        uploads: dict[int, Upload] = {}
+        reports: dict[int, TrainReport] = {}
+        sums: list[Partial] = []
         for unit in units_of_work(train, self.experiment.federation.stacked):
-            results = self.train(broadcast, [train[i] for i in unit])
-            found |= zip(unit, results, strict=True)
-        trained = [found[i] for i in range(len(train))]
+            for i, (upload, report) in zip(
+                unit, self.train(broadcast, [train[i] for i in unit]), strict=True
+            ):
+                uploads[i], reports[i] = upload, report
+            while parts and uploads.keys() >= {*parts[0]}:
+                assert reducer is not None
+                part = parts.popleft()
+                sums.append(partial_sum([uploads[i] for i in part], reducer))
+                for i in part:
+                    if i >= MOST_CLIENTS:
+                        del uploads[i]
         return Outcome(
-            uploads=[upload for upload, _ in trained],
-            reports=[report for _, report in trained],
+            uploads=[uploads[i] for i in sorted(uploads)],
+            reports=[reports[i] for i in sorted(reports)],
             evaluations=[self.evaluate(broadcast, job) for job in jobs if isinstance(job, EvalJob)],
+            sums=sums,
         )
 
-    def reduce(self, uploads: list[Upload], reducer: Reducer) -> Partial:
-        """Sum group by group, in the same order as the Ray backend."""
-        return combine(
-            [
-                partial_sum([uploads[i] for i in group], reducer)
-                for group in groups([u.client for u in uploads])
-            ]
-        )
+    def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
+        """Add the sums of groups, in the same order as the Ray backend."""
+        return combine(outcome.sums or sum_groups(outcome.uploads, reducer))
 
     def fetch(self, uploads: list[Upload]) -> list[Upload]:
         """Return the uploads, which are in this process already."""

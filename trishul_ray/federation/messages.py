@@ -97,6 +97,10 @@ def units_of_work(jobs: Sequence[Job], stacked: int) -> list[list[int]]:
     return units
 
 
+#: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
+MOST_CLIENTS = 20
+
+
 @dataclass(frozen=True)
 class Upload:
     """What one client uploads."""
@@ -142,11 +146,13 @@ class EvalReport:
 class Outcome:
     """Results of a list of jobs, each kind in the order of its jobs."""
 
-    uploads: list[Any]  # handles: the uploads stay where they were made
+    #: Handles: the uploads stay where they were made. With ``sums``, those of the first clients.
+    uploads: list[Any]
     reports: list[TrainReport]
     evaluations: list[EvalReport]
     events: list[str] = field(default_factory=list)  # one line for each restart or loss
     broadcast_bytes: int | None = None  # of its encoding; None: four for each number
+    sums: list[Any] = field(default_factory=list)  # handles: of groups of uploads, in order
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trishul_ray.edge.ring import Ring
 from trishul_ray.federation.messages import ArrayState, Expected, Upload, as_tensor, to_array
 from trishul_ray.methods.base import Method, State
 
-#: Uploads summed by one worker. A round of no more uploads is reduced on the server.
+#: Uploads summed by one worker. A round of no more uploads is summed on the server.
 FAN_IN = 16
 
 #: Uploads with a larger entry are refused: a float32 sum would soon overflow.
@@ -195,10 +195,15 @@ def combine(partials: Sequence[Partial]) -> Partial:
     return first
 
 
-def groups(clients: Sequence[int]) -> list[list[int]]:
+def groups(cohort: Sequence[object]) -> list[list[int]]:
     """Divide the positions of a cohort into groups of at most ``FAN_IN``, in order."""
-    positions = list(range(len(clients)))
+    positions = list(range(len(cohort)))
     return [positions[i : i + FAN_IN] for i in range(0, len(positions), FAN_IN)]
+
+
+def sum_groups(uploads: Sequence[Upload], reducer: Reducer) -> list[Partial]:
+    """Return the sum of each group of uploads."""
+    return [partial_sum([uploads[i] for i in group], reducer) for group in groups(uploads)]
 
 
 def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayState, np.ndarray]:

@@ -30,7 +30,6 @@ from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.diagnostics import (
-    MOST_CLIENTS,
     aggregation_error,
     append_round,
     compare_everyone,
@@ -38,6 +37,7 @@ from trishul_ray.federation.diagnostics import (
 )
 from trishul_ray.federation.edge import Edge, audited, mechanism_of, release, ring_lines
 from trishul_ray.federation.messages import (
+    MOST_CLIENTS,
     Arrays,
     ArrayState,
     Blueprint,
@@ -68,11 +68,17 @@ class Executor(Protocol):
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench that every worker builds, given the survey."""
 
-    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
-        """Run all jobs with one broadcast."""
+    def run(
+        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+    ) -> Outcome:
+        """Run all jobs with one broadcast.
 
-    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
-        """Validate and sum uploads in groups of ``FAN_IN``, in order."""
+        With a reducer, uploads of more than ``FAN_IN`` clients are validated and summed in groups
+        as they come, and only the first ``MOST_CLIENTS`` are kept.
+        """
+
+    def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
+        """Return the sum of all uploads, added in groups of ``FAN_IN``, in order."""
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
         """Bring uploads into this process, for diagnostics."""
@@ -211,9 +217,9 @@ class Server:
             # An empty cohort needs the names and shapes of answers: take one of zeros.
             jobs = jobs or [TrainJob(0, int(self.participants[0]), clip_norm=0.0)]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
-        outcome = self.executor.run(state, jobs)
-        self.events += outcome.events
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
+        outcome = self.executor.run(state, jobs, reducer)
+        self.events += outcome.events
         total = self._sum(0, outcome, reducer)
         record.uploaded_parameters = sum(r.uploaded for r in outcome.reports if r.client in cohort)
         if self.private is None:
@@ -296,9 +302,11 @@ class Server:
         read another one, both cannot run together: evaluation waits for training.
         """
         evaluation = self._evaluation_jobs()
+        every = self.method.needs_uploads or self.experiment.evaluation.diagnostics_cohort == "all"
+        reducer = None if every else self._reducer()
         if coded is None:
-            return self.executor.run(whole, [*train, *evaluation]), whole
-        outcome = self.executor.run(coded.state, train)
+            return self.executor.run(whole, [*train, *evaluation], reducer), whole
+        outcome = self.executor.run(coded.state, train, reducer)
         scored = self.executor.run(whole, evaluation) if evaluation else Outcome([], [], [])
         return (
             replace(
@@ -503,12 +511,15 @@ class Server:
         valid.sort(key=lambda upload: upload.client)
         return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
 
+    def _reducer(self) -> Reducer:
+        weighting, blueprint = self.experiment.federation.weighting, self.blueprint
+        expected, ring = blueprint.expected, self.edge.ring
+        return Reducer(self.method, blueprint.layout, weighting, expected, ring)
+
     def _aggregate(self, number: int, broadcast: ArrayState, outcome: Outcome) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
-        reducer = Reducer(
-            self.method, layout, fed.weighting, self.blueprint.expected, self.edge.ring
-        )
+        reducer = self._reducer()
         total = self._sum(number, outcome, reducer)
         accepted, count = set(total.clients), len(total.clients)
         reported: dict[str, float] = {}
@@ -575,10 +586,10 @@ class Server:
         Raises:
             FailsAgainError: Too few are valid.
         """
-        if not outcome.uploads:
+        if not outcome.reports:
             return Partial(None, 0.0, np.zeros(0), np.zeros(0))
-        total = self.executor.reduce(outcome.uploads, reducer)
-        quorum, sent = self.experiment.federation.quorum, len(outcome.uploads)
+        total = self.executor.reduce(outcome, reducer)
+        quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
         private = self.experiment.privacy.on  # what is refused counts as zeros

@@ -7,6 +7,7 @@ before it imports anything heavy, so that all of them start at the same time.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     )
     from trishul_ray.federation.reduce import Partial, Reducer
     from trishul_ray.federation.workbench import Residents
+
+#: After this many seconds an actor gives up to fetch what it is to add; the pool asks again.
+FETCH_SECONDS = 60.0
 
 
 @ray.remote
@@ -105,21 +109,35 @@ class ClientActor:
 
     @ray.method(num_returns=2, max_task_retries=0)
     def reduce(
-        self, run: Assignment, reducer: "Reducer", *uploads: "Upload"
+        self, run: Assignment, reducer: "Reducer", uploads: Sequence[Any]
     ) -> "tuple[tuple[Process, None], Partial]":
-        """Validate and sum one group of uploads, so that they bypass the coordinator."""
+        """Validate and sum one group of uploads, so that they bypass the coordinator.
+
+        They are given as a list of references, which Ray does not wait for by itself: where a node
+        is lost while its objects are on their way here, that takes it ten minutes.
+
+        Raises:
+            GetTimeoutError: One has not come in :data:`FETCH_SECONDS`.
+        """
         from trishul_ray.federation.reduce import partial_sum
 
         self._enter(run)
-        return (self.process, None), partial_sum(uploads, reducer)
+        return (self.process, None), partial_sum(_fetched(uploads), reducer)
 
     @ray.method(num_returns=2, max_task_retries=0)
-    def combine(self, run: Assignment, *sums: "Partial") -> "tuple[tuple[Process, None], Partial]":
-        """Add the sums of groups, in the order given."""
+    def combine(
+        self, run: Assignment, sums: Sequence[Any]
+    ) -> "tuple[tuple[Process, None], Partial]":
+        """Add the sums of groups, in the order given; they are fetched as uploads are."""
         from trishul_ray.federation.reduce import combine
 
         self._enter(run)
-        return (self.process, None), combine(sums)
+        return (self.process, None), combine(_fetched(sums))
+
+
+def _fetched(references: Sequence[Any]) -> list[Any]:
+    found: list[Any] = ray.get(list(references), timeout=FETCH_SECONDS)
+    return found
 
 
 def start_clients(limit: int, slices: Slices, environment: WorkerEnvironment) -> list[Any]:

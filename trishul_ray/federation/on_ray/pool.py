@@ -13,10 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.messages import (
+    MOST_CLIENTS,
     Arrays,
     ArrayState,
     Blueprint,
@@ -30,7 +37,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.on_ray.process import Assignment, Process
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone, is_restarting
-from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, groups, partial_sum
+from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, sum_groups
 
 #: After this many seconds without an answer, the pool looks for actors that wait for a restart.
 SILENCE_SECONDS = 5.0
@@ -83,6 +90,7 @@ class ActorPool:
         self.actors: list[Any] = []  # those that take jobs, in the order in which they started
         self._events: list[str] = []
         self._processes: dict[Any, Process] = {}
+        self._made_on: set[str] = set()  # nodes that hold results of this round
         self._left: dict[Any, Process] = {}  # those that were killed because their node drains
         # The first call builds the workbench, so an actor that answers it is ready to work.
         self._starting: dict[Any, Any] = {
@@ -130,18 +138,35 @@ class ActorPool:
         assert self._blueprint is not None  # the constructor waits for it
         return self._blueprint
 
-    def run(self, broadcast: ArrayState, jobs: Sequence[Job]) -> Outcome:
+    def run(
+        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+    ) -> Outcome:
         """Run all jobs; one ``ray.put`` of the broadcast serves them all.
+
+        A group of uploads is summed by the next idle actor, and then given up; see
+        ``Executor.run``.
 
         Raises:
             RunError: A job failed, or no actor is left.
         """
         self._leave_draining_nodes()
-        reference = ray.put(broadcast)
+        self._made_on.clear()
+        reference, shared = ray.put(broadcast), ray.put(reducer)
         uploads: dict[int, Any] = {}
+        sums: dict[int, Any] = {}
         units = units_of_work(jobs, self._run.experiment["federation"]["stacked"])
+        train = [index for index, job in enumerate(jobs) if isinstance(job, TrainJob)]
+        parts: list[list[int]] = []
+        if reducer is not None and len(train) > FAN_IN:
+            parts = [[train[i] for i in group] for group in groups(train)]
+        unit_of = {index: number for number, unit in enumerate(units) for index in unit}
+        kept = {*train[:MOST_CLIENTS]}
 
         def submit(actor: Any, number: int) -> Any:
+            if number >= len(units):
+                part = [uploads[index] for index in parts[number - len(units)]]
+                answer, sums[number] = actor.reduce.remote(self._run, shared, part)
+                return answer
             unit = units[number]
             own = [jobs[index] for index in unit]
             if isinstance(own[0], EvalJob):
@@ -152,25 +177,45 @@ class ActorPool:
             return reports
 
         def describe(number: int) -> str:
+            if number >= len(units):
+                return f"summing group {number - len(units)}"
             return " and ".join(_describe_job(jobs[index]) for index in units[number])
 
+        def give_up(number: int) -> None:
+            for index in parts[number - len(units)] if number >= len(units) else ():
+                if index not in kept:
+                    del uploads[index]
+
+        after = [{unit_of[index] for index in part} for part in parts]
+        answers = self._run_each(len(units), submit, describe, after, give_up)
         results: dict[int, Any] = {}
-        for unit, found in zip(units, self._run_each(len(units), submit, describe), strict=True):
-            results |= zip(unit, found if unit[0] in uploads else [found], strict=True)
+        for unit, found in zip(units, answers, strict=False):  # sums follow
+            trained = isinstance(jobs[unit[0]], TrainJob)
+            results |= zip(unit, found if trained else [found], strict=True)
         events, self._events = self._events, []
-        order = range(len(jobs))
         return Outcome(
-            uploads=[uploads[i] for i in order if i in uploads],
-            reports=[results[i] for i in order if i in uploads],
-            evaluations=[results[i] for i in order if isinstance(jobs[i], EvalJob)],
+            uploads=[uploads[i] for i in train if i in uploads],
+            reports=[results[i] for i in train],
+            evaluations=[results[i] for i in range(len(jobs)) if isinstance(jobs[i], EvalJob)],
             events=events,
+            sums=[sums[number] for number in sorted(sums)],
         )
 
     def _run_each(
-        self, count: int, submit: Callable[[Any, int], Any], describe: Callable[[int], str]
+        self,
+        count: int,
+        submit: Callable[[Any, int], Any],
+        describe: Callable[[int], str],
+        after: Sequence[set[int]] = (),
+        done_with: Callable[[int], None] = lambda _: None,
     ) -> list[Any]:
-        """Return the results of ``submit(actor, index)`` for every index, on any idle actor."""
+        """Return the results of ``submit(actor, index)`` for every index, on any idle actor.
+
+        Indices from ``count`` on are those of work that is there, before all else that waits, once
+        all of its element of ``after`` are done.
+        """
         waiting, idle = deque(range(count)), deque(self.actors)
+        blocked = {count + i: {*needed} for i, needed in enumerate(after)}
         running: dict[Any, tuple[int, Any]] = {}  # reference -> (index, actor)
         results: dict[int, Any] = {}
         while waiting or running:
@@ -200,10 +245,28 @@ class ActorPool:
                 waiting.appendleft(index)
                 continue
             except RayTaskError as error:
-                raise run_error(f"{describe(index)} failed", error) from error
+                if not isinstance(error.cause, GetTimeoutError):
+                    raise run_error(f"{describe(index)} failed", error) from error
+                self._check_nodes()
+                waiting.append(index)
+                idle.append(actor)
+                continue
             self._note_restart(actor, process)
+            self._made_on.add(process.node)
             idle.append(actor)
-        return [results[index] for index in range(count)]
+            done_with(index)
+            for later in list(blocked):
+                blocked[later].discard(index)
+                if not blocked[later]:
+                    del blocked[later]
+                    waiting.appendleft(later)
+        return [results[index] for index in range(count + len(after))]
+
+    def _check_nodes(self) -> None:
+        """Raise a RayError if results of this round are lost with a node."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if lost := self._made_on - alive:
+            raise NodeDiedError(f"{len(lost)} of the nodes that hold uploads are lost")
 
     def _take_back(self, running: dict[Any, tuple[int, Any]]) -> list[int]:
         """Take the work of actors that died unseen, which would wait for their restarts.
@@ -264,23 +327,14 @@ class ActorPool:
             loss = f"client actor {process.pid} is gone for good"
         self._events.append(f"{loss} ({cause_of(error)})")
 
-    def reduce(self, uploads: list[Any], reducer: Reducer) -> Partial:
-        """Sum in groups of ``FAN_IN``: here if there is one group, otherwise on the actors.
+    def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
+        """Add the sums of groups on the actors, so that this process receives only the total.
 
-        The actors also add the sums of the groups, so that this process receives only the total.
+        Uploads that no actor has summed are summed here.
         """
-        if len(uploads) <= FAN_IN:
-            return partial_sum(self.fetch(uploads), reducer)
-        shared, parts = ray.put(reducer), groups(uploads)
-        sums: dict[int, Any] = {}
-
-        def add_group(actor: Any, index: int) -> Any:
-            group = [uploads[i] for i in parts[index]]
-            answer, sums[index] = actor.reduce.remote(self._run, shared, *group)
-            return answer
-
-        self._run_each(len(parts), add_group, lambda index: f"summing group {index}")
-        left = [sums[index] for index in range(len(parts))]
+        if not outcome.sums:
+            return combine(sum_groups(self.fetch(outcome.uploads), reducer))
+        left = outcome.sums
         while len(left) > 1:  # in order: the sum so far is the first of the next ones
             left = [self._combine(left[:FAN_IN]), *left[FAN_IN:]]
         total: Partial = ray.get(left[0])
@@ -291,7 +345,7 @@ class ActorPool:
         totals: list[Any] = []
 
         def add(actor: Any, _: int) -> Any:
-            answer, total = actor.combine.remote(self._run, *sums)
+            answer, total = actor.combine.remote(self._run, list(sums))
             totals.append(total)
             return answer
 
