@@ -189,8 +189,8 @@ def write_model(
             notes["weights"] = f"trained beside backbone weights in {quantize}; " + (
                 f"those in {COPY}/ are the same, dequantized"
                 if backbone.copied
-                else f"those of {backbone.name} are not quantized, and with them the model "
-                "differs: `trishul export --merged` writes the trained one"
+                else f"those of {bench.settings.model.name} are not quantized, and with them the "
+                "model differs: `trishul export --merged` writes the trained one"
             )
         adapter = export_peft(
             bench.model,
