@@ -257,8 +257,8 @@ def test_a_backbone_may_have_rates_of_its_own_on_a_dataset():
     options = load_experiment(None, [*words, "method=scaffold"]).optimizer
     source = "chosen on validation rows (Dirichlet 0.3, rank 8) of cifar100"
     assert (options.lr, options.lr_source) == (1e-3, source)
-    borrowed = load_experiment(None, [*words, "method=rolora"]).optimizer.lr_source
-    assert borrowed == f"{source}; borrowed from fedit, for rolora"
+    borrowed = load_experiment(None, [*words, "method=fedsa"]).optimizer.lr_source
+    assert borrowed == f"{source}; borrowed from fedit, for fedsa"
 
 
 def test_the_source_without_a_look_up(register_newcomer):

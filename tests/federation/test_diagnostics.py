@@ -121,10 +121,10 @@ def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
     driver = InlineDriver(experiment, prepare_run(experiment), "a")
     run = driver.server.executor.run
 
-    def diverging(broadcast, jobs):
+    def diverging(broadcast, jobs, *more):
         if {job.client for job in jobs if isinstance(job, TrainJob)} - cohort:
             raise FailsAgainError("training loss of client 9 is not finite")
-        return run(broadcast, jobs)
+        return run(broadcast, jobs, *more)
 
     driver.server.executor.run = diverging
     for number in range(1, experiment.federation.rounds + 2):
