@@ -12,7 +12,6 @@ Legend: h heads, r_i rank of a head; d_out, d_in the layer's widths; n tokens.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from trishul_ray.adapters.base import LayerSpec
@@ -52,13 +51,6 @@ class MixedHeads(MultiHead):
             if self.train_scale:
                 shapes[f"head{i}.scale"] = (1,)
         return shapes
-
-    def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
-        """Return H = 0 and s = 1: the layer starts as the pretrained one."""
-        shapes = self.shapes(spec).items()
-        return {
-            n: (torch.ones if n.endswith("scale") else torch.zeros)(shape) for n, shape in shapes
-        }
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return P, [1, R, R]; of several clients [k, 1, R, R]."""

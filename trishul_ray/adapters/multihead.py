@@ -115,7 +115,9 @@ class MultiHead(LayerAdapter):
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
         """Return H = 0 and s = 1: the layer starts as the pretrained one."""
         shapes = self.shapes(spec).items()
-        return {n: (torch.ones if n == "scale" else torch.zeros)(shape) for n, shape in shapes}
+        return {
+            n: (torch.ones if n.endswith("scale") else torch.zeros)(shape) for n, shape in shapes
+        }
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return P_i = s_i H_i, [h, r, r]; of several clients [k, h, r, r]."""

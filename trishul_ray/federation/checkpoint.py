@@ -231,7 +231,8 @@ class CheckpointStore:
     def _remove_unnamed(self) -> None:
         """Remove the files of what clients kept that no checkpoint names any more."""
         used: set[str] = set()
-        for name in self._files():
+        files = self.store.names()
+        for name in filter(_NAME.fullmatch, files):
             if name not in self._named:  # of an earlier process
                 try:
                     named = _files_of_clients(Checkpoint.from_bytes(self.store.read(name)))
@@ -239,7 +240,7 @@ class CheckpointStore:
                     named = {}
                 self._named[name] = {*named.values()}
             used |= self._named[name]
-        for file in self.store.names():
+        for file in files:
             if file.startswith("clients-") and file not in used:
                 self.store.remove(file)
                 self._sizes.pop(file, None)

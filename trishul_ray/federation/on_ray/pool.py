@@ -151,7 +151,7 @@ class ActorPool:
         """
         self._leave_draining_nodes()
         self._made_on.clear()
-        reference, shared = ray.put(broadcast), ray.put(reducer)
+        reference = ray.put(broadcast)
         uploads: dict[int, Any] = {}
         sums: dict[int, Any] = {}
         units = units_of_work(jobs, self._run.experiment["federation"]["stacked"])
@@ -159,6 +159,7 @@ class ActorPool:
         parts: list[list[int]] = []
         if reducer is not None and len(train) > FAN_IN:
             parts = [[train[i] for i in group] for group in groups(train)]
+        shared = ray.put(reducer) if parts else None
         unit_of = {index: number for number, unit in enumerate(units) for index in unit}
         kept = {*train[:MOST_CLIENTS]}
 
