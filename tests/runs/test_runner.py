@@ -292,9 +292,8 @@ def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch)
 
 def checked(fields):
     """Return a result.json of other fields with the right checksum."""
-    text = json.dumps(fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    checksum = hashlib.sha256(text.encode()).hexdigest()
-    return json.dumps(fields | {"checksum": checksum}).encode()
+    body = json.dumps(fields, indent=2).removesuffix("\n}").encode()
+    return body + b',\n  "checksum": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def test_a_corrupt_result_is_named(tiny):
@@ -308,6 +307,7 @@ def test_a_corrupt_result_is_named(tiny):
         (b"[]", "result.json is unreadable"),
         (json.dumps(fields | {"wall_seconds": -1}).encode(), r"corrupt \(checksum differs\)"),
         (json.dumps(older, sort_keys=True).encode(), "result.json has no checksum"),
+        (summary.to_json() + b" ", r"corrupt \(checksum differs\)"),
         (replace(summary, id="0" * 12).to_json(), "belongs to run 000000000000"),
         (checked(older | {"more": 1}), "has other fields"),
     ]:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,6 +45,9 @@ FAILURE = "failure.json"
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
+
+#: Between the other fields of result.json and the hex digits of its checksum.
+_CHECKSUM = b',\n  "checksum": "'
 
 _ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
 
@@ -206,7 +209,7 @@ class RunSummary:
         unread_fields: Fields of the experiment that nothing has read.
         privacy: What a private run promises its clients, and what not (``edge.privacy``); None
             for others.
-        checksum: Of everything else; empty until it is written.
+        checksum: Of the bytes of everything else; empty until it is written.
     """
 
     id: str
@@ -329,8 +332,8 @@ class RunSummary:
             raise CorruptFileError(f"{place} is unreadable ({error})") from error
         if not isinstance(fields, dict) or "id" not in fields:
             raise CorruptFileError(f"{place} is unreadable (not the result of a run)")
-        if (checksum := fields.get("checksum")) != _checksum(fields):
-            fault = "has no checksum" if checksum is None else "is corrupt (checksum differs)"
+        if content != _with_checksum(content.rpartition(_CHECKSUM)[0]):
+            fault = "is corrupt (checksum differs)" if "checksum" in fields else "has no checksum"
             raise CorruptFileError(f"{place} {fault}")
         if fields["id"] != home.root.rpartition("/")[2]:
             raise CorruptFileError(f"{place} belongs to run {fields['id']}")
@@ -341,13 +344,13 @@ class RunSummary:
 
     def written(self) -> "RunSummary":
         """Return the summary as it is read again: with its checksum, and plain JSON values."""
-        plain = json.loads(json.dumps(vars(self)))
-        return RunSummary(**{**plain, "checksum": _checksum(plain)})
+        return RunSummary(**json.loads(self.to_json()))
 
     def to_json(self) -> bytes:
         """Return the bytes of result.json."""
-        content = vars(self.written())
-        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        fields = {name: value for name, value in vars(self).items() if name != "checksum"}
+        text = json.dumps(fields, indent=2, ensure_ascii=False)
+        return _with_checksum(text.removesuffix("\n}").encode())
 
     @property
     def client_metrics(self) -> dict[str, float]:
@@ -422,11 +425,12 @@ def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, float]:
     return {name: record.scores[name] for name in names if name in record.scores}
 
 
-def _checksum(fields: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of plain JSON values as canonical JSON, without the checksum itself."""
-    plain = {key: value for key, value in fields.items() if key != "checksum"}
-    text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _with_checksum(body: bytes) -> bytes:
+    """Return the bytes of result.json, given those of all fields but the last, its checksum.
+
+    It is of bytes, not of values: thousands of results are checked without encoding them again.
+    """
+    return body + _CHECKSUM + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
