@@ -76,7 +76,8 @@ class Store:
 
     def place(self, name: str) -> str:
         """Return the address of the file or folder ``name`` inside this one, for messages."""
-        return place(self.uri, name)
+        path, mark, options = self.uri.partition("?")
+        return f"{path.rstrip('/')}/{name}{mark}{options}"
 
     def check_bucket(self, runs: str) -> None:
         """Raise an InputError if the bucket of this folder, in ``storage.runs``, does not exist."""
@@ -228,12 +229,6 @@ class Store:
             count = retrying.statistics.get("attempt_number", 1)
             tried = f"tried {'once' if count == 1 else f'{count} times'}"
             raise StorageError(f"{message} ({tried} within {self.retry_seconds:g} s)") from error
-
-
-def place(uri: str, name: str) -> str:
-    """Return the address of ``name`` inside ``uri`` for messages, without credentials."""
-    path, mark, options = redact(uri).partition("?")
-    return f"{path.rstrip('/')}/{name}{mark}{options}"
 
 
 def reason(error: BaseException | None) -> str:

@@ -5,6 +5,7 @@ is kept, how to continue); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker,
 SIGHUP (the terminal was closed).
 """
 
+import gc
 import math
 import signal
 import sys
@@ -86,6 +87,9 @@ _REPEATED_SIGNAL_SECONDS = 10.0
 
 def main() -> None:
     """Run the command line and exit; turn errors into a message and an exit code."""
+    # A command keeps nearly all it makes: looking for cyclic garbage in thousands of results as
+    # often as Python does would take a fifth of its time.
+    gc.set_threshold(100_000)
     try:
         with _signals_as_interrupts() as received:
             code = app(standalone_mode=False)

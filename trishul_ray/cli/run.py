@@ -237,14 +237,12 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 
 def _how_to_continue(experiment: "Experiment", fails_again: bool) -> str:
     from trishul_ray.federation.checkpoint import run_folder
-    from trishul_ray.storage import place
 
     home = run_folder(experiment)
     # A remote storage may be what has failed: do not ask it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
     if any_kept:
-        checkpoints = place(experiment.storage.runs, f"{experiment.id}/checkpoints")
-        kept = f"Finished rounds are kept in {checkpoints}"
+        kept = f"Finished rounds are kept in {home.place('checkpoints')}"
     else:
         kept = "No round was finished, so nothing is kept"
     if fails_again:

@@ -417,8 +417,9 @@ def may_identify(field: str) -> bool:
 
 def _identity_of(section: BaseModel) -> dict[str, Any]:
     kept: dict[str, Any] = {}
+    values = vars(section)
     for name, how, default in _identifying(type(section)):
-        value = getattr(section, name)
+        value = values[name]
         if how == "if set" and value == default:
             continue
         if how == "default":

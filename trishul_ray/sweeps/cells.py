@@ -5,13 +5,11 @@ sweep's base, the overrides of the command line, the values of the axes, and the
 chosen cells; later ones win. An override that would reach only some cells is refused.
 """
 
-import gc
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,19 +150,6 @@ class CellRun:
 FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Look for no cyclic garbage: where nearly all objects are kept, that takes a fifth."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@collector_paused()
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep file and validate every cell.
 

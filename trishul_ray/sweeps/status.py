@@ -20,7 +20,7 @@ from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.runs.summary import FAILURE, NUMBERS, RunSummary, run_ids
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import Cell, Sweep, collector_paused
+from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.version import NUMERICS
 
 T = TypeVar("T")
@@ -61,7 +61,6 @@ class CellState:
 NOT_RUN = CellState("missing", "not run yet")
 
 
-@collector_paused()
 def examine(
     experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
 ) -> dict[str, CellState]:
@@ -96,7 +95,6 @@ def examine(
     return states
 
 
-@collector_paused()
 def other_results(
     experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
 ) -> list[RunSummary]:
