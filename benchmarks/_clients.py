@@ -17,6 +17,7 @@ from _stepped import Stepped, answer_all
 
 from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.federation.records import RoundRecord
 
 MIB = 2**20
 
@@ -34,7 +35,8 @@ def weigh(driver: RayDriver) -> dict[str, float]:
     """MiB by role, proportional set size: a page shared by k processes counts 1/k in each.
 
     The driver, the coordinator and the client actors are ours; ``ray`` is the rest of the local
-    cluster.
+    cluster, with all pages that its object store has ever used. ``peak`` is the largest resident
+    set that the coordinator has had.
     """
     found = {"driver": 0.0, "coordinator": 0.0, "actors": 0.0, "ray": 0.0}
     me = psutil.Process()
@@ -44,6 +46,8 @@ def weigh(driver: RayDriver) -> dict[str, float]:
         # A worker of Ray's may end while the others are being weighed.
         with suppress(psutil.NoSuchProcess):
             found[roles.get(process.pid, "ray")] += _mib(process)
+    status = Path(f"/proc/{coordinator}/status").read_text()
+    found["peak"] = int(status.partition("VmHWM:")[2].split()[0]) / 1024
     return found
 
 
@@ -65,13 +69,15 @@ def serve(clients: int, data: str, overrides: list[str]) -> None:
         with ray_session(), open_driver(setup.experiment, setup.prepared, "benchmark") as driver:
             assert isinstance(driver, RayDriver)
             driver.begin()
+            records: list[RoundRecord] = []
 
             def answer(what: str) -> Any:
                 began = time.perf_counter()
                 if what == "step":
-                    driver.step()
+                    records.extend(driver.step().records)
                     return time.perf_counter() - began
-                return weigh(driver) | {"dealing_seconds": dealt}
+                upload = max(r.uploaded_parameters / len(r.clients) for r in records[1:])
+                return weigh(driver) | {"dealing_seconds": dealt, "upload": 4 * upload / MIB}
 
             answer_all(answer)
 

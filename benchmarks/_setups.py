@@ -73,7 +73,9 @@ def _setup(label: str, scratch: Path, data: str, overrides: Sequence[str]) -> Se
         experiment = load_experiment(None, common)
         return Setup(f"{label}, {data}", experiment, prepare_run(experiment))
     experiment = load_experiment(None, [*common, "dataset=synthetic"])
-    prepared = dealt(experiment, synthetic(scratch / "synthetic"))
+    # A client needs a row.
+    rows = ROWS | {"train": max(ROWS["train"], experiment.federation.clients)}
+    prepared = dealt(experiment, synthetic(scratch / "synthetic", rows))
     return Setup(f"{label}, synthetic images", experiment, prepared)
 
 

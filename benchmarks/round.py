@@ -9,6 +9,7 @@ Parts (all by default; minutes on two idle CPU cores):
     small    (1)  a local step of the small ViT (128 wide, 6 blocks) against the limit, by parts
     large    (3)  the same for ViT-B/16 (q, v, 4 heads of rank 110), and the prox's share of it
     clients  (2)  memory and round time of 10,000 registered clients beside 20
+    cohorts  (3)  memory and round time of cohorts of 10, 100 and 1,000 of 100,000 clients
     stacked  (4)  rounds whose clients train in one forward beside rounds where each is alone
 
 Everything is measured by turns (limit, step, limit, step, ...), so that a slow spell of the
@@ -30,7 +31,7 @@ from _results import Goal, Report, Section, Times, paired, told_by
 from _setups import Setup, has_real_data, large, small
 from _stacked import SHAPES, stacked
 
-ALL = ("backend", "small", "large", "clients", "stacked")
+ALL = ("backend", "small", "large", "clients", "cohorts", "stacked")
 
 
 def main() -> None:
@@ -62,6 +63,8 @@ def main() -> None:
             # (70 MiB, more or less) would hide what a client costs.
             little = [f"evaluation.every={options.rounds + 1}", "evaluation.limit=64"]
             report.add(clients(options, [*_rounds(options, shared), *little]))
+        if "cohorts" in options.parts:
+            report.add(cohorts(shared))
         if "stacked" in options.parts:
             for shape in SHAPES:
                 report.add(stacked(scratch, shared, shape, options.stacked_rounds))
@@ -196,6 +199,46 @@ def clients(options: argparse.Namespace, overrides: list[str]) -> Section:
         ],
         {"seconds": seconds, "memory_mib": memory},
     )
+
+
+def cohorts(shared: list[str]) -> Section:
+    """Cohorts of growing size of the same clients, one local step each, on two actors."""
+    registered, rounds = 100_000, 3
+    overrides = [*shared[1:], "resources.threads=1", "resources.actors=2", "evaluation.limit=64"]
+    overrides += [f"federation.rounds={rounds}", f"evaluation.every={rounds + 1}"]
+    overrides += ["federation.local_steps=1", "federation.batch_size=1"]
+    times: dict[int, list[float]] = {}
+    memory: dict[int, dict[str, float]] = {}
+    for cohort in (10, 100, 1000):
+        size = f"federation.clients_per_round={cohort}"
+        with Federation(registered, "synthetic", [*overrides, size]) as federation:
+            times[cohort] = [federation.ask("step") for _ in range(rounds)][1:]
+            memory[cohort] = federation.ask("memory")
+    rows = [
+        [
+            f"{cohort:,}",
+            *(f"{memory[cohort][role]:.0f}" for role in ("coordinator", "peak", "actors", "ray")),
+            Times.of(seconds).show(),
+            f"{1e3 * Times.of(seconds).median / cohort:.1f}",
+            f"{cohort * memory[cohort]['upload']:.0f}",
+        ]
+        for cohort, seconds in times.items()
+    ]
+    more = memory[1000]["peak"] - memory[10]["peak"]
+    all_uploads = 1000 * memory[1000]["upload"]
+    return Section(
+        f"Cohorts of {registered:,} registered clients (synthetic images)",
+        ["cohort", "coordinator MiB", "its peak", "actors MiB", "rest of Ray MiB", "round s",
+         "ms a client", "all uploads MiB"],
+        rows,
+        [
+            "one local step of one row a client, two actors of one thread; medians of "
+            f"{rounds - 1} rounds; memory is the proportional set size at the end, the peak is the "
+            "largest resident set; the rest of Ray holds every page its object store has used"
+        ],
+        [Goal("growth of the peak from 10 to 1,000 / all uploads", more / all_uploads, 0.5)],
+        {"seconds": times, "memory_mib": memory},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
