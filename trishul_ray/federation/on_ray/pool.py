@@ -249,6 +249,7 @@ class ActorPool:
                 if not isinstance(error.cause, GetTimeoutError):
                     raise run_error(f"{describe(index)} failed", error) from error
                 self._check_nodes()
+                self._events.append(f"{describe(index)} waited too long for uploads: again")
                 waiting.append(index)
                 idle.append(actor)
                 continue
