@@ -597,8 +597,8 @@ def test_every_kind_is_drawn_from_real_runs(kind, real_sweep):
 def test_what_own_models_gain_is_sorted_and_averaged_by_place(tmp_path):
     (panel,) = data_of(figure_of("personal"), by_client(tmp_path)).panels
     (line,) = panel.lines  # RAVAN's clients have no model of their own
-    assert (line.label, panel.percent, panel.levels) == ("TRISHUL", True, {"": 0.0})
+    assert (line.label, panel.percent, panel.levels) == ("TRISHUL", False, {"": 0.0})
     assert line.x == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
-    gains = [sorted([-0.1, 0.0, 0.2, 0.1, 0.05 * int(seed)]) for seed in SEEDS]
+    gains = [sorted([-10.0, 0.0, 20.0, 10.0, 5.0 * int(seed)]) for seed in SEEDS]
     assert [band.centre for band in line.y] == pytest.approx(np.mean(gains, axis=0).tolist())
     assert {band.count for band in line.y} == {len(SEEDS)}

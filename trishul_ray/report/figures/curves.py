@@ -398,13 +398,13 @@ def personal_gain(selection: Selection) -> CurveData | None:
 
     def gains(cell: CellOutcome) -> Points:
         own, of_global = cell.result.personal, cell.result.per_client
-        ordered = sorted(score - of_global[client] for client, score in own.items())
+        ordered = sorted(100 * (score - of_global[client]) for client, score in own.items())
         return [((place + 0.5) / len(ordered), gain) for place, gain in enumerate(ordered)]
 
     for panel in selection.groups(selection.axes("panels")):
         headline = " or ".join(dict.fromkeys(cell.result.headline for cell in panel.cells))
-        title = f"{headline}: own model − global"
-        found.add(panel.name, title, gains, within=panel, percent=True, expected=0.0, optional=True)
+        title = f"{headline}: own − global, points"
+        found.add(panel.name, title, gains, within=panel, expected=0.0, optional=True)
     return found.data("a client that has never taken part has the global model: 0")
 
 

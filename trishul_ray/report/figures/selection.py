@@ -141,7 +141,7 @@ class Selection:
         span = f"{min(runs)}" if min(runs) == max(runs) else f"{min(runs)}–{max(runs)}"
         seeds = f"{span} seed" + ("" if span == "1" else "s")
         conditions = [
-            f"{axis} {self.sweep.shown_label(axis, labels[0])}"
+            f"{axis}: {self.sweep.shown_label(axis, labels[0])}"
             for axis in self.sweep.axes
             if axis not in (*self.varying, "dataset", SEED)
             and (labels := [cell.labels[axis] for cell in self.cells if axis in cell.labels])
