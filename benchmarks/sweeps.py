@@ -2,7 +2,7 @@
 
     python benchmarks/sweeps.py [trials] [concurrent] [--trials 40] [--rounds 30] [options]
 
-trials      a sweep of trials of one short round each, one at a time, with MLflow and all files:
+trials      sweeps of trials of one or four short rounds each, one at a time, with all files:
             seconds from the end of one trial to the end of the next, beside the seconds of its
             rounds (training and both evaluations), measured by turns without Tune
 concurrent  rounds per second of two trials at once with one actor each, beside one trial after the
@@ -92,23 +92,32 @@ def rounds_alone(sweep: Sweep) -> list[float]:
 
 def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
     """Measure trials of one short round each."""
-    short = ["federation.rounds=1", "federation.local_steps=2", "resources.actors=1"]
-    alone = rounds_alone(make_sweep(scratch / "alone", 1 + options.trials // 4, *short))
-    timed = run_sweep(make_sweep(scratch / "short", options.trials, *short), 1)
-    each = Times.of([b - a for a, b in zip(timed.ends, timed.ends[1:], strict=False)])
-    rounds = Times.of(alone[1:])
-    beyond = sum(each.values) / len(each.values) - rounds.median
+    one = ["federation.rounds=1", "federation.local_steps=2", "resources.actors=1"]
+    second = ["federation.rounds=4", "federation.local_steps=4", "resources.actors=1"]
+    settings = {
+        "one round": one,
+        "four rounds": second,
+        "four rounds, no MLflow": [*second, "tracking.mlflow=false"],
+    }
+    rows, data = [], {}
+    beyond: dict[str, float] = {}
+    for number, (name, fields) in enumerate(settings.items()):
+        folder = scratch / str(number)
+        alone = rounds_alone(make_sweep(folder / "alone", 1 + options.trials // 4, *fields))
+        timed = run_sweep(make_sweep(folder / "trials", options.trials, *fields), 1)
+        each = Times.of([b - a for a, b in zip(timed.ends, timed.ends[1:], strict=False)])
+        rounds = Times.of(alone[1:])
+        beyond[name] = sum(each.values) / len(each.values) - rounds.median
+        share = f"{beyond[name] / rounds.median:.0%}"
+        rows.append([name, each.show(), rounds.show(), f"{beyond[name]:.2f}", share])
+        data[name] = {"trials": each.values, "rounds": rounds.values}
     return Section(
-        f"{options.trials} trials of one round, one after the other, after the first",
-        ["", "seconds, median (min-max)"],
-        [
-            ["a trial", each.show()],
-            ["its rounds alone", rounds.show()],
-            ["beyond", f"{beyond:.2f}"],
-        ],
-        ["beyond: the mean of trials minus the median of rounds"],
-        [Goal("seconds of a trial beyond its rounds", beyond, BOUND_SECONDS)],
-        {"trials": each.values, "rounds": rounds.values},
+        f"{options.trials} short trials, one after the other, after the first",
+        ["", "a trial, s", "its rounds alone, s", "beyond, s", "of its rounds"],
+        rows,
+        ["medians (min-max); beyond: the mean of trials minus the median of rounds"],
+        [Goal("seconds of a trial beyond its rounds", beyond["one round"], BOUND_SECONDS)],
+        data,
     )
 
 

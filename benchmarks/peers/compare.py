@@ -32,6 +32,7 @@ SYSTEMS: dict[str, tuple[Sequence[str], str]] = {
     "a plain loop": (("bare.py",), ""),
     "trishul-ray, inline": (("with_trishul.py", "inline"), ""),
     "trishul-ray, Ray": (("with_trishul.py", "ray"), ""),
+    "trishul-ray, Ray, bf16": (("with_trishul.py", "ray", "model.precision=bf16"), ""),
     "pfl-research": (("with_pfl.py",), "pfl[pytorch]==0.6.0"),
     "Flower": (("with_flower.py",), "flwr[simulation]==1.41.0"),
 }
@@ -107,7 +108,8 @@ def section(work: Work, seconds: dict[str, list[float]]) -> Section:
             f"FedIT of rank {work.rank} on q, k, v, o of a ViT {work.width}x{work.blocks}, "
             f"{work.cohort} clients x {work.steps} steps of {work.batch}, {work.threads} threads; "
             f"medians (min-max) of {len(times[OURS].values)} rounds, ratios of neighbours",
-            "ours writes a checkpoint in every round; no system evaluates",
+            "ours writes a checkpoint in every round; no system evaluates; all but the one that "
+            "says so compute in fp32",
         ],
         goals,
         {"seconds": seconds},

@@ -1,4 +1,4 @@
-"""The work with trishul-ray: FedIT, in one process or with one Ray actor."""
+"""The work with trishul-ray: FedIT, in one process or with one Ray actor, and other fields."""
 
 import itertools
 import sys
@@ -33,6 +33,7 @@ if __name__ == "__main__":
             f"resources.threads={work.threads}",
             f"resources.backend={backend}",
             "resources.actors=1",
+            *sys.argv[3:],
         ]
         setup = small_on_noise(Path(folder), work.width, work.blocks, overrides)
         with (
