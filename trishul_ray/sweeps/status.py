@@ -126,7 +126,7 @@ def record_failure(
     run_folder(experiment).write(FAILURE, json.dumps(note, indent=2).encode())
 
 
-def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:
+def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:
     """Return the outcomes of sweeps, of which every cell has been examined."""
     stores = _open_stores(cell.experiment for sweep in sweeps for cell in sweep.cells)
     headlines: dict[str, str] = {}
@@ -135,7 +135,7 @@ def collect(sweeps: Sequence["Sweep"], states: Mapping[str, CellState]) -> tuple
         if summary is not None:
             headlines[_task_of(cell.experiment)] = summary.headline
 
-    def outcome(cell: "Cell") -> CellOutcome:
+    def outcome(cell: Cell) -> CellOutcome:
         experiment = cell.experiment
         state = states[experiment.id]
         # A cell without a result has the headline of other runs of its task, if there are any.

@@ -314,10 +314,8 @@ def run_cells(
     options: TuneOptions,
     progress: SweepProgress,
     sweep: Sweep | None = None,
-) -> dict[str, str]:
-    """Run cells on the current Ray runtime; return why cells failed, by id.
-
-    Those that early stopping ends have not failed.
+) -> None:
+    """Run cells on the current Ray runtime.
 
     A cell that fails is tried again from its checkpoint; one that always fails is recorded in its
     folder, and the others go on. ``sweep`` says how they are compared with each other, if they are.
@@ -350,8 +348,6 @@ def run_cells(
             scheduler = _scheduler(sweep, [experiments[id] for id in left])
             _fit(group, find, {"cell": tune.grid_search(left)}, scheduler, monitor)
             left = monitor.unfinished(left)
-        failures |= monitor.failures
-    return failures
 
 
 def run_search(
