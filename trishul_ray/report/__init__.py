@@ -1,1 +1,1 @@
-"""What a finished run shows: figures."""
+"""What finished runs show: tables, figures, claims, and the page of them."""

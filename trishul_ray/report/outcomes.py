@@ -171,7 +171,7 @@ class CellOutcome:
     def records(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing.
 
-        None if the file was deleted since.
+        Empty if the file was deleted since.
         """
         try:
             rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()

@@ -437,13 +437,12 @@ def _machine(hardware: Mapping[str, Any]) -> str:
     )
 
 
-def _write(path: Path, content: str | bytes) -> Path:
+def _write(path: Path, content: str | bytes) -> None:
     """Write a file beside its place and rename it: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
-    return path
 
 
 def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:

@@ -229,7 +229,7 @@ def draw_rounds(data: RoundHeadsData, note: Sequence[str]) -> Figure:
 
 def draw_bars(data: HeadsData, note: Sequence[str]) -> Figure:
     """Draw bars of heads for each allocation, and the squared norms on a second axis."""
-    figure, panels = _panels(data, note)
+    figure, panels = new_panels(len(data.panels), note, columns=1)
     styles = styles_of(data.names)
     for axes, panel in zip(panels, data.panels, strict=True):
         width = 0.84 / len(panel.heads)
@@ -257,7 +257,7 @@ def draw_bars(data: HeadsData, note: Sequence[str]) -> Figure:
 
 def draw_layerwise(data: HeadsData, note: Sequence[str]) -> Figure:
     """Draw the heads of each block as points, with a line from the mean number of heads."""
-    figure, panels = _panels(data, note)
+    figure, panels = new_panels(len(data.panels), note, columns=1)
     styles = styles_of(data.names)
     for axes, panel in zip(panels, data.panels, strict=True):
         mean = float(np.mean([e.centre for _, heads in panel.heads for e in heads]))
@@ -274,10 +274,6 @@ def draw_layerwise(data: HeadsData, note: Sequence[str]) -> Figure:
         _finish(axes, panel, data.paper, styles)
     legend_above(figure)
     return figure
-
-
-def _panels(data: HeadsData, note: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    return new_panels(len(data.panels), note, columns=1)
 
 
 def _finish(

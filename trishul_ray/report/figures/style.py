@@ -108,7 +108,8 @@ def new_panels(
 
 def set_labels(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     """Write the title of a panel and of its axes."""
-    axes.set_title("\n".join(textwrap.wrap(title, 52)), fontsize=NORMAL)
+    # From the left edge: beside it there may be no room, on the right are the names of lines.
+    axes.set_title("\n".join(textwrap.wrap(title, 52)), fontsize=NORMAL, x=0.0, ha="left")
     axes.set_xlabel(x_label, fontsize=NORMAL)
     axes.set_ylabel(y_label, fontsize=NORMAL)
 
