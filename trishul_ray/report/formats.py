@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from trishul_ray.report.tables import RowGroup, SweepTable, TableCell, TableRow
+from trishul_ray.report.tables import RowGroup, SweepTable, TableCell, TableRow, sentence
 
 #: Columns of :func:`to_csv` besides the axes.
 _CSV_HEAD = ("sweep", "sweep_profile", "table")
@@ -163,12 +163,8 @@ def caption(table: SweepTable) -> str:
     """Return title, unit, profile and what departs from it in one line."""
     spread = "mean ± standard deviation over seeds" if table.seeds > 1 else "one seed"
     text = f"{table.layout.title}: {table.unit}, {spread}. Profile {table.profile}."
-    text += f" {_sentence(table.assumed)}" if table.assumed else ""
-    return f"{text} {_sentence(table.reservation)}" if table.departures else text
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    text += f" {table.assumed}" if table.assumed else ""
+    return f"{text} {sentence(table.reservation)}" if table.departures else text
 
 
 def to_csv(table: SweepTable) -> str:

@@ -321,9 +321,10 @@ class SweepTable:
 
     @property
     def assumed(self) -> str:
-        """What simulated costs rest on, in a line; empty if it shows none."""
+        """What simulated costs rest on, in a sentence; empty if it shows none."""
         target = self.layout.target
-        return "" if target is None else "; ".join(assumed(self.cells, target.cost))
+        text = "" if target is None else "; ".join(assumed(self.cells, target.cost))
+        return sentence(text) if text else ""
 
     @property
     def states(self) -> Counter[str]:
@@ -370,6 +371,11 @@ class SweepTable:
             spans = Counter(column[: level + 1] for column in self.columns)
             levels.append([(labels[-1], span) for labels, span in spans.items()])
         return levels
+
+
+def sentence(text: str) -> str:
+    """Return a text that begins with a capital letter and ends with a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def make_slug(*names: str) -> str:
