@@ -64,7 +64,7 @@ def main() -> None:
             little = [f"evaluation.every={options.rounds + 1}", "evaluation.limit=64"]
             report.add(clients(options, [*_rounds(options, shared), *little]))
         if "cohorts" in options.parts:
-            report.add(cohorts(shared))
+            report.add(cohorts(options.precision))
         if "stacked" in options.parts:
             for shape in SHAPES:
                 report.add(stacked(scratch, shared, shape, options.stacked_rounds))
@@ -201,10 +201,11 @@ def clients(options: argparse.Namespace, overrides: list[str]) -> Section:
     )
 
 
-def cohorts(shared: list[str]) -> Section:
+def cohorts(precision: str) -> Section:
     """Cohorts of growing size of the same clients, one local step each, on two actors."""
     registered, rounds = 100_000, 3
-    overrides = [*shared[1:], "resources.threads=1", "resources.actors=2", "evaluation.limit=64"]
+    overrides = [f"model.precision={precision}", "resources.threads=1", "resources.actors=2"]
+    overrides += ["evaluation.limit=64"]
     overrides += [f"federation.rounds={rounds}", f"evaluation.every={rounds + 1}"]
     overrides += ["federation.local_steps=1", "federation.batch_size=1"]
     times: dict[int, list[float]] = {}

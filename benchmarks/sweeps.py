@@ -91,13 +91,12 @@ def rounds_alone(sweep: Sweep) -> list[float]:
 
 
 def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
-    """Measure trials of one short round each."""
-    one = ["federation.rounds=1", "federation.local_steps=2", "resources.actors=1"]
-    second = ["federation.rounds=4", "federation.local_steps=4", "resources.actors=1"]
+    """Measure trials of one and of four short rounds, and what MLflow is of them."""
+    four = ["federation.rounds=4", "federation.local_steps=4", "resources.actors=1"]
     settings = {
-        "one round": one,
-        "four rounds": second,
-        "four rounds, no MLflow": [*second, "tracking.mlflow=false"],
+        "one round": ["federation.rounds=1", "federation.local_steps=2", "resources.actors=1"],
+        "four rounds": four,
+        "four rounds, no MLflow": [*four, "tracking.mlflow=false"],
     }
     rows, data = [], {}
     beyond: dict[str, float] = {}

@@ -52,7 +52,7 @@ class Store:
         """
         if "://" not in uri:
             path = Path(uri).expanduser().resolve()
-            return cls(fs.LocalFileSystem(), str(path), str(path), retry_seconds)
+            return cls(fs.LocalFileSystem(), str(path), redact(str(path)), retry_seconds)
         try:
             filesystem, root = fs.FileSystem.from_uri(uri)
         except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The work with trishul-ray: FedIT, in one process or with one Ray actor, and other fields."""
+"""The work with trishul-ray: FedIT, in one process or on one Ray actor; more fields may follow."""
 
 import itertools
 import sys
