@@ -212,6 +212,7 @@ def test_a_round_is_logged_once(uri):
     again = open_run(uri)
     again.log_round(1, {"accuracy": 0.7})
     again.log_round(2, {"accuracy": 0.8})
+    again.finish()
     assert history(uri, first.run_id, "accuracy") == [(1, 0.5), (2, 0.8)]
 
 
@@ -281,6 +282,25 @@ def test_a_stopped_run_does_not_wait_for_a_server(kind, monkeypatch):
             run.close({"missing": 3}, "KILLED")
         rejected += run.finish("KILLED")
     assert rejected[-1] == "status KILLED"
+
+
+def test_short_rounds_are_sent_together(uri, monkeypatch):
+    run = open_run(uri)
+    client, sent = run._store.client, []
+    log_batch = client.log_batch
+
+    def counted(id, metrics, **more):
+        sent.append(sorted({point.step for point in metrics}))
+        log_batch(id, metrics, **more)
+
+    monkeypatch.setattr(client, "log_batch", counted)
+    for step in range(5):
+        run.log_round(step, {"accuracy": step / 10, "loss": 1.0})
+    assert sent[0] == [0]  # the page of a run shows it at once
+    run.finish()
+    assert sent == [[0], [1, 2, 3, 4]]
+    assert history(uri, run.run_id, "accuracy") == [(step, step / 10) for step in range(5)]
+    assert open_run(uri).logged_steps() == set(range(5))
 
 
 def test_a_metric_name_mlflow_refuses_is_an_error(uri):

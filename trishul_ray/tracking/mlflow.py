@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -62,6 +63,10 @@ ROUND_METRIC = "round"
 LOCK_SECONDS = 120.0
 #: Seconds for which a server that has answered before may be gone. It takes a minute to start.
 OUTAGE_SECONDS = 300.0
+
+#: Rounds that end within so many seconds of the last request are sent together: a SQLite store
+#: takes 20 ms for a request of any size, which is much beside a round of a small model.
+ROUNDS_SECONDS = 1.0
 
 #: MLflow's own port, which is tried first for its page.
 FIRST_PORT = 5000
@@ -387,6 +392,8 @@ class MlflowRun(Tracker):
         self.run_id = self._id
         self.place = place_of(store.uri, experiment.name)
         self._logged: set[int] | None = None
+        self._rounds: dict[int, dict[str, float]] = {}
+        self._rounds_sent = -math.inf
         self._unsent: deque[tuple[str, Callable[[], object]]] = deque()
         self._rejected: list[str] = []
 
@@ -449,16 +456,31 @@ class MlflowRun(Tracker):
             client.set_tag(self._id, "trishul.resumed_with", text[:_TAG_VALUE_LIMIT])
 
     def log_round(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a round, now or, while the store fails, with a later one."""
-        self._log(f"round {step}", partial(self._log_round, step, dict(metrics)))
+        """Log the metrics of a round: now, or with a later one if rounds are short.
 
-    def _log_round(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step in self.logged_steps():
-            return
-        points = _points({**metrics, ROUND_METRIC: step}, step)
+        A process that is killed loses those that wait: the next one logs them from the checkpoint.
+        """
+        self._rounds.setdefault(step, dict(metrics))
+        if time.monotonic() - self._rounds_sent >= ROUNDS_SECONDS:
+            self._send_rounds()
+
+    def _send_rounds(self) -> None:
+        if rounds := self._rounds:
+            self._rounds = {}
+            what = f"round {min(rounds)}" + (f" to {max(rounds)}" if len(rounds) > 1 else "")
+            self._log(what, partial(self._log_rounds, rounds))
+            self._rounds_sent = time.monotonic()
+
+    def _log_rounds(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        new = rounds.keys() - self.logged_steps()
+        points = [
+            point
+            for step in sorted(new)
+            for point in _points({**rounds[step], ROUND_METRIC: step}, step)
+        ]
         for batch in _batches(points, _METRICS_PER_BATCH):
             self._store.client.log_batch(self._id, metrics=batch)
-        self.logged_steps().add(step)
+        self.logged_steps().update(new)
 
     def logged_steps(self) -> set[int]:
         """Return the rounds that this process or an earlier one has logged completely."""
@@ -529,6 +551,7 @@ class MlflowRun(Tracker):
 
     def _log(self, what: str, action: Callable[[], object], *, wait: bool = False) -> None:
         """Send all that is not sent, and this, in order; note ``what`` the store refuses."""
+        self._send_rounds()
         self._unsent.append((what, action))
         while self._unsent:
             what, action = self._unsent[0]
