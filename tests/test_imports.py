@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "spectral": set(),
     # Names of basis initializations are those of the algebra.
     "config": {"spectral"},
-    "adapters": {"config", "spectral"},
+    "adapters": {"spectral"},
     "methods": {"adapters", "config", "spectral"},
     "storage": set(),
     "data": {"config"},

@@ -16,18 +16,19 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trishul_ray.config import Quantization
 from trishul_ray.errors import InputError
 
 # It warns of missing kernels for fused products, which are not used here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
+#: How a weight is stored.
+Storage: TypeAlias = Literal["nf4", "int8"]
 #: Weights that share a scale, and scales that share theirs.
 BLOCK, NESTED_BLOCK = 64, 256
 
@@ -44,7 +45,7 @@ class QuantizedLinear(nn.Linear):
         squared_norm: ``||W||_F^2`` of the weight before it was quantized, float64.
     """
 
-    def __init__(self, linear: nn.Linear, kind: Quantization, dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, kind: Storage, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias, self.kind, self.dtype = linear.bias, kind, dtype
@@ -126,9 +127,9 @@ def squared_norm(linear: nn.Linear) -> Tensor:
     return linear.weight.detach().double().square().sum()
 
 
-def check_library(kind: Quantization) -> None:
-    """Raise InputError if bitsandbytes is needed and not installed."""
-    if kind != "none" and importlib.util.find_spec("bitsandbytes") is None:
+def check_library(kind: Storage) -> None:
+    """Raise InputError if bitsandbytes, which stores a weight so, is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
             f"model.quantize={kind!r} needs bitsandbytes: install the extra "
             "(pip install 'trishul-ray[quant]')"
@@ -141,7 +142,7 @@ def _functional() -> Any:
     return bitsandbytes.functional
 
 
-def _empty(kind: Quantization, d_out: int, d_in: int) -> dict[str, Tensor]:
+def _empty(kind: Storage, d_out: int, d_in: int) -> dict[str, Tensor]:
     """Return what :func:`_quantize` does, on the meta device."""
     blocks = -(-d_out * d_in // BLOCK)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -156,7 +157,7 @@ def _empty(kind: Quantization, d_out: int, d_in: int) -> dict[str, Tensor]:
     return {n: torch.empty(size, dtype=t, device="meta") for n, (size, t) in shapes.items()}
 
 
-def _quantize(weight: Tensor, kind: Quantization) -> dict[str, Tensor]:
+def _quantize(weight: Tensor, kind: Storage) -> dict[str, Tensor]:
     """Return what is stored of a weight [d_out, d_in] on the CPU."""
     library = _functional()
     if kind == "int8":

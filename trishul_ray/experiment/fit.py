@@ -123,7 +123,8 @@ def check_fits(experiment: Experiment) -> None:
             ``privacy.denoise`` finds no cores; if something is wrong with own data, too, then that;
             or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
     """
-    check_library(experiment.model.quantize)
+    if (kind := experiment.model.quantize) != "none":
+        check_library(kind)
     if experiment.resources.device == "cuda" and not _may_have_gpu():
         raise InputError(
             "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
