@@ -122,7 +122,7 @@ def test_test_rows_are_not_chosen_on(tmp_path):
 def test_shipped_grids_have_several_rates_for_each_setting_and_are_no_table(profile):
     (sweep,) = find_sweeps(["rates"], profile)
     check_rates(sweep)
-    assert len(sweep.cells) == {"paper": 1256, "small": 224, "smoke": 18}[profile]
+    assert len(sweep.cells) == {"paper": 1256, "small": 273, "smoke": 18}[profile]
     assert {cell.experiment.seed for cell in sweep.cells} == {0}
     assert {1e-3, 1e-2} <= {cell.experiment.optimizer.lr for cell in sweep.cells}
     assert all(each.name != "rates" for each in find_sweeps(["all"], profile))
