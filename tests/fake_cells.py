@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from summaries import invented_summary
 
+from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
 from trishul_ray.storage import Store
 
@@ -66,7 +67,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
     blocks = [f"vit.layers.{i}.attention" for i in range(BLOCKS)]
     summary = {
         "final": {"round": ROUNDS, "accuracy": accuracy(labels), "loss": 1.0},
-        "data": {"dataset": "digits", "test": {"used": 200, "held": 497, "official": 497}},
+        "data": Coverage("digits", "", None, RowCounts(9, 9, 9), RowCounts(497, 497, 497)),
         "config": {
             "partition": {"kind": "dirichlet", "alpha": 0.3},
             "model": {"name": "vit-digits"},

@@ -3,12 +3,19 @@
 from dataclasses import MISSING, fields
 from typing import get_origin
 
+from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.runs.summary import RunSummary
 
 
 def invented_summary(headline="accuracy", **known):
     """Return a summary with these fields; the others are empty."""
-    known = {"headline": headline, "mlflow_run_id": None, **known}
+    rows = RowCounts(0, 0, 0)
+    known = {
+        "headline": headline,
+        "mlflow_run_id": None,
+        "data": Coverage("", "", None, rows, rows),
+        **known,
+    }
     for field in fields(RunSummary):
         if field.name not in known and field.default is field.default_factory is MISSING:
             known[field.name] = (get_origin(field.type) or field.type)()

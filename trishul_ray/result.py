@@ -45,7 +45,7 @@ class Result:
         self, experiment: Experiment, home: Store, summary: RunSummary, *, repeated: bool
     ) -> None:
         self._experiment, self._home = experiment, home
-        self.summary = {name: value for name, value in vars(summary).items() if name != "checksum"}
+        self.summary = summary.to_dict()
         self.repeated = repeated
         self.id, self.path = summary.id, home.uri
         self.config, self.final, self.best = summary.config, summary.final, summary.best

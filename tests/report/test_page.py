@@ -18,6 +18,7 @@ from invented_outcomes import (
     vision,
 )
 
+from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.errors import InputError
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, TableLayout
@@ -225,8 +226,8 @@ def part_of(sweep, dataset):
     """The sweep as if its runs on a dataset had scored 500 of 10,000 rows."""
 
     def partial(cell):
-        rows = f"part of {dataset}: 50,000 training rows, 500 of 10,000 test rows scored"
-        data = {"part": True, "sentence": f"{rows}; mirror:{dataset}", "test": {"used": 500}}
+        train, test = RowCounts(50_000, 50_000, 50_000), RowCounts(500, 500, 10_000)
+        data = Coverage(dataset, f"mirror:{dataset}", None, train, test)
         chosen = cell.labels["dataset"] == dataset
         summary = dataclasses.replace(cell.summary, data=data)
         return dataclasses.replace(cell, summary=summary) if chosen else cell
@@ -446,9 +447,7 @@ def test_a_figure_whose_files_are_back_is_drawn_by_the_next_call(tmp_path):
     def with_files(cell):
         home = Store.open(str(tmp_path)).child(cell.id)
         home.write("metrics.parquet", b"half of it")
-        data = {"dataset": "digits", "test": {"used": 200, "held": 497, "official": 497}}
-        summary = dataclasses.replace(cell.summary, data=data)
-        return dataclasses.replace(cell, home=home, summary=summary)
+        return dataclasses.replace(cell, home=home)
 
     figure = FigureLayout(name="curve", title="A curve", kind="convergence")
     invented = sensitivity(figures=[figure])

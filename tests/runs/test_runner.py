@@ -300,8 +300,8 @@ def test_a_corrupt_result_is_named(tiny):
     home = drain(run_steps(tiny(), quiet(), extras=False))[1].home
     summary = RunSummary.read(home)
     assert yaml.safe_load(home.read("config.yaml")) == summary.config
-    fields = vars(summary)
-    older = {key: value for key, value in fields.items() if key != "checksum"}
+    older = summary.to_dict()
+    fields = older | {"checksum": summary.checksum}
     for content, message in [
         (b"{", "result.json is unreadable"),
         (b"[]", "result.json is unreadable"),
@@ -335,7 +335,7 @@ def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
         assert ("vit-digits takes images of 8x8 pixels" in screen.getvalue()) == warned
         assert ("100x100, are scaled down" in screen.getvalue()) == warned
         data = finished.summary.data
-        assert data["skipped"] == [str(tmp_path / "photos/a/9.png")]
-        assert data["sentence"].endswith(
+        assert data.skipped == (str(tmp_path / "photos/a/9.png"),)
+        assert data.sentence.endswith(
             "8 of 8 images resized and cropped to 100x100, 1 broken image skipped"
         )

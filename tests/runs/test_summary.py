@@ -79,10 +79,8 @@ def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
     best = found.best
     assert (best["round"], best["accuracy"], best["validation_accuracy"]) == (2, 0.3, 0.7)
     assert best["chosen_on"] == "validation" and found.final["validation_accuracy"] == 0.2
-    assert (
-        found.data["validation"] == 64
-        and "64 validation rows and 64 of" in (found.data["sentence"])
-    )
+    assert found.data.validation == 64
+    assert "64 validation rows and 64 of" in found.data.sentence
 
 
 @pytest.mark.parametrize("accuracies", [(0.9, 0.1, 0.2, 0.1), (0.2, 0.1, 0.2, 0.2)])
@@ -92,4 +90,4 @@ def test_the_untouched_backbone_is_never_the_best_and_the_choice_is_named(
     experiment = small()
     found = summary_of(experiment, final_of(experiment), accuracy=accuracies)
     assert found.best["round"] == 2 and found.best["chosen_on"] == "test"
-    assert "validation_accuracy" not in found.final and "validation" not in found.data
+    assert "validation_accuracy" not in found.final and found.data.validation == 0

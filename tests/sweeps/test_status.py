@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import re
 import shutil
 
@@ -87,7 +86,7 @@ def flip(file, share):
 
 def rewrite(file, **changes):
     """Write a result with a right checksum."""
-    summary = RunSummary(**json.loads(file.read_text()))
+    summary = RunSummary.read(Store.open(str(file.parent)))
     file.write_bytes(dataclasses.replace(summary, **changes).to_json())
 
 

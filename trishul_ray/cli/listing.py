@@ -245,7 +245,7 @@ def _scores_line(what: str, scores: dict[str, float]) -> str:
 def summary_table(results: Sequence[tuple[str, "RunSummary"]]) -> Table:
     """Compare final metrics and cost of runs (label, summary) with the untouched backbone."""
     headline = results[0][1].headline
-    coverage = ["part" if summary.data["part"] else "" for _, summary in results]
+    coverage = ["part" if summary.data.part else "" for _, summary in results]
     column = ("data",) if any(coverage) else ()
     table = Table("", *column, headline, "loss", "trained", "up / down", "time")
     first = results[0][1].untouched

@@ -111,7 +111,7 @@ def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> No
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
     out.print(summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
-    print_field("data", first.summary.data["sentence"])
+    print_field("data", first.summary.data.sentence)
     if clients := client_sentence(first.summary):
         print_field("clients", clients)
     if (private := first.summary.privacy) is not None:

@@ -385,6 +385,13 @@ class Coverage:
                 del fields[name]
         return fields
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Coverage":
+        """Return what :meth:`to_json` was made from."""
+        plain = {name: value for name, value in fields.items() if name not in ("part", "sentence")}
+        plain["skipped"] = tuple(plain.get("skipped", ()))
+        return cls(**plain | {name: RowCounts(**plain[name]) for name in ("train", "test")})
+
 
 def measure_coverage(
     dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None

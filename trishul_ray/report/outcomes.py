@@ -160,8 +160,8 @@ class CellOutcome:
     @property
     def part(self) -> str:
         """Which part of its dataset the run used, in a line; empty if all, or not finished."""
-        data = {} if self.summary is None else self.summary.data
-        return str(data["sentence"]).partition(";")[0] if data.get("part") else ""
+        data = None if self.summary is None else self.summary.data
+        return data.sentence.partition(";")[0] if data is not None and data.part else ""
 
     def labels_of(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return the labels of some axes."""

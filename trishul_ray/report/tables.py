@@ -273,7 +273,7 @@ class SweepTable:
         if self.seeds < 2:
             return ""
         errors = [
-            (cell.estimate.mean, run.result.data["test"]["used"])
+            (cell.estimate.mean, run.result.data.test.used)
             for row in self.rows
             for cell in row.cells
             for run in cell.runs

@@ -9,10 +9,11 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from trishul_ray.config import RateSource
+from trishul_ray.data.prepare import Coverage
 from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
@@ -75,14 +76,11 @@ def mlflow_command(experiment: Experiment) -> str | None:
 def open_tracker(
     experiment: Experiment,
     attempt: str,
-    data: Mapping[str, Any],
+    data: Coverage,
     tags: Mapping[str, str],
     unread: Collection[str] = (),
 ) -> Tracker:
-    """Find or create the MLflow run of an attempt.
-
-    ``data`` are the rows that it uses, as ``Coverage.to_json``.
-    """
+    """Find or create the MLflow run of an attempt; ``data`` are the rows that it uses."""
     options = experiment.tracking
     if not options.mlflow:
         return Tracker()
@@ -90,11 +88,11 @@ def open_tracker(
     name = tags.get(CELL_TAG) or run_name(experiment)
     own_tags = {
         ID_TAG: experiment.id,
-        "mlflow.note.content": f"{describe(experiment)}, {name}; {data['sentence']}",
-        "trishul.data": data["sentence"],
-        "trishul.part": str(data["part"]),
+        "mlflow.note.content": f"{describe(experiment)}, {name}; {data.sentence}",
+        "trishul.data": data.sentence,
+        "trishul.part": str(data.part),
     }
-    rows = {"rows": {split: data[split] for split in ("train", "test")}}
+    rows = {"rows": {"train": asdict(data.train), "test": asdict(data.test)}}
     return MlflowRun.open(
         _uri(experiment),
         options.experiment,
@@ -155,15 +153,16 @@ def _grouped(name: str) -> str:
     return name
 
 
-def log_data(tracker: Tracker, data: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Log the rows of a run, as ``Coverage.to_json``, as dataset inputs, with their hashes."""
-    for split, context in (("train", "training"), ("test", "evaluation")):
+def log_data(tracker: Tracker, data: Coverage, sources: Mapping[str, str]) -> None:
+    """Log the rows of a run as dataset inputs, with their hashes."""
+    splits = (("train", "training", data.train), ("test", "evaluation", data.test))
+    for split, context, rows in splits:
         tracker.log_data(
-            f"{data['dataset']} {split}",
+            f"{data.dataset} {split}",
             digest=_digest(sources.get("rows", "unknown")),
-            source=data["source"],
+            source=data.source,
             context=context,
-            profile={**data[split], "revision": data["revision"]},
+            profile={**asdict(rows), "revision": data.revision},
         )
 
 

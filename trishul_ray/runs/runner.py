@@ -235,8 +235,8 @@ def _run(
         with ExitStack() as stack:
             info, backbone = prepared.dataset.info, _backbone(experiment)
             unread = unread_fields(experiment.task, info, backbone)
-            tracker = open_tracker(experiment, attempt, coverage.to_json(), options.tags, unread)
-            log_data(tracker, coverage.to_json(), prepared.sources)
+            tracker = open_tracker(experiment, attempt, coverage, options.tags, unread)
+            log_data(tracker, coverage, prepared.sources)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 progress.phase("starting Ray")

@@ -22,6 +22,7 @@ import psutil
 import pyarrow as pa
 
 from trishul_ray.data.dataset import RowSet, score_name
+from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.federation.records import RoundRecord
@@ -35,7 +36,6 @@ from trishul_ray.version import NUMERICS, __version__
 if TYPE_CHECKING:
     import pandas as pd
 
-    from trishul_ray.data.prepare import Coverage
     from trishul_ray.federation.checkpoint import Checkpoint
     from trishul_ray.federation.server import RunResult
 
@@ -183,7 +183,7 @@ class RunSummary:
 
     Attributes:
         headline: The metric that runs are compared by; see ``Task.headline``.
-        data: How many rows it has used, as ``Coverage.to_json``.
+        data: The rows it has used.
         final: The metrics of the last round, and its number, ``round``.
         best: The metrics of the best round, ``round``, and by which rows it was ``chosen_on``.
         untouched: The metrics of the untouched backbone.
@@ -216,7 +216,7 @@ class RunSummary:
     name: str
     status: str
     headline: str
-    data: dict[str, Any]
+    data: Coverage
     scored_rounds: list[int]
     final: dict[str, float]
     best: dict[str, Any]
@@ -258,7 +258,7 @@ class RunSummary:
         cls,
         experiment: Experiment,
         result: "RunResult",
-        coverage: "Coverage",
+        coverage: Coverage,
         wall_seconds: float,
         run_id: str | None,
     ) -> "RunSummary":
@@ -283,7 +283,7 @@ class RunSummary:
             name=experiment.name,
             status="finished",
             headline=headline,
-            data=coverage.to_json(),
+            data=coverage,
             scored_rounds=[record.round for record in measured],
             final={"round": last.round} | _scores(last, names),
             best={"round": best.round} | _scores(best, names) | {"chosen_on": chosen_on},
@@ -338,18 +338,27 @@ class RunSummary:
         if fields["id"] != home.root.rpartition("/")[2]:
             raise CorruptFileError(f"{place} belongs to run {fields['id']}")
         try:
-            return cls(**fields)
-        except TypeError as error:  # names the fields
+            return cls._from_json(fields)
+        except (TypeError, KeyError) as error:  # names the fields
             raise CorruptFileError(f"{place} has other fields ({error})") from error
+
+    @classmethod
+    def _from_json(cls, fields: dict[str, Any]) -> "RunSummary":
+        return cls(**fields | {"data": Coverage.from_json(fields["data"])})
 
     def written(self) -> "RunSummary":
         """Return the summary as it is read again: with its checksum, and plain JSON values."""
-        return RunSummary(**json.loads(self.to_json()))
+        return self._from_json(json.loads(self.to_json()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the checksum as plain JSON values."""
+        fields = vars(self) | {"data": self.data.to_json()}
+        del fields["checksum"]
+        return fields
 
     def to_json(self) -> bytes:
         """Return the bytes of result.json."""
-        fields = {name: value for name, value in vars(self).items() if name != "checksum"}
-        text = json.dumps(fields, indent=2, ensure_ascii=False)
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
         return _with_checksum(text.removesuffix("\n}").encode())
 
     @property

@@ -159,10 +159,8 @@ class Selection:
         for cell in self.finished:
             data = cell.result.data
             label = cell.labels.get("dataset")
-            name = data["dataset"] if label is None else self.sweep.shown_label("dataset", label)
-            used, official = data["test"]["used"], data["test"]["official"]
-            rows = f"{used:,}" if used == official else f"{used:,} of {official:,}"
-            found[f"{name}: {rows} test rows"] = None
+            name = data.dataset if label is None else self.sweep.shown_label("dataset", label)
+            found[f"{name}: {data.test} test rows"] = None
         return list(found)
 
     def _missing(self) -> list[str]:
