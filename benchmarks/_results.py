@@ -204,7 +204,7 @@ class Report:
             "seconds": round(took, 1),
             "busy": self.busy,
             "load_per_cpu_before": round(self.load, 2),
-            "hardware": hardware(),
+            "hardware": asdict(hardware()),
             "versions": versions(),
             "config": self.config,
             "sections": [

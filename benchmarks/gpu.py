@@ -772,7 +772,7 @@ class Results:
         self.file = folder / f"{what}_{hardware_slug()}_{when.date().isoformat()}.json"
         self.content: dict[str, Any] = {
             **{"what": what, "date": when.isoformat(timespec="seconds")},
-            **{"hardware": hardware(), "versions": versions(), "parts": {}},
+            **{"hardware": asdict(hardware()), "versions": versions(), "parts": {}},
         }
         if self.file.is_file():
             self.content["parts"] = json.loads(self.file.read_text(encoding="utf-8"))["parts"]

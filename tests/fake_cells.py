@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from summaries import invented_summary
+from summaries import invented_hardware, invented_summary
 
 from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
@@ -77,7 +77,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
         },
         "heads": dict.fromkeys(blocks, 4) if with_cores else {},
         "block_squared_norms": dict(zip(blocks, [1.0, 2.0, 3.0, 2.0], strict=True)),
-        "hardware": {"gpus": [], "processor": "A processor", "cpus": 2},
+        "hardware": invented_hardware(gpus=[], processor="A processor", cpus=2),
     } | summary
     return CellOutcome(labels, name, "finished", "", "accuracy", invented_summary(**summary), home)
 

@@ -4,7 +4,24 @@ from dataclasses import MISSING, fields
 from typing import get_origin
 
 from trishul_ray.data.prepare import Coverage, RowCounts
-from trishul_ray.runs.summary import RunSummary
+from trishul_ray.runs.summary import Hardware, RunSummary
+
+#: The fields of a machine that nobody has.
+MACHINE = {
+    "machine": "x86_64",
+    "system": "Linux",
+    "cpus": 16,
+    "memory_gib": 125.9,
+    "gpus": ["NVIDIA H100 80GB HBM3"],
+    "cpu_capability": "AVX512",
+    "processor": "Invented Processor 9000",
+    "kernels": {},
+}
+
+
+def invented_hardware(**known):
+    """Return a machine with these fields."""
+    return Hardware(**MACHINE | known)
 
 
 def invented_summary(headline="accuracy", **known):
@@ -14,6 +31,7 @@ def invented_summary(headline="accuracy", **known):
         "headline": headline,
         "mlflow_run_id": None,
         "data": Coverage("", "", None, rows, rows),
+        "hardware": invented_hardware(),
         **known,
     }
     for field in fields(RunSummary):

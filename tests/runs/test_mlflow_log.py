@@ -76,7 +76,6 @@ def test_clients_have_a_metric_each_by_name():
         per_client=clients,
         best={"round": 1, "accuracy": 0.5, "chosen_on": "test"},
         untouched={"accuracy": 0.1},
-        hardware={"processor": "one", "cpus": 1, "gpus": []},
     )
     logged = {}
     tracker = SimpleNamespace(log_totals=lambda step, metrics, tags: logged.update(metrics))

@@ -127,7 +127,7 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
         assert each.data.metrics.keys() >= run.data.metrics.keys()
         assert each.data.metrics["best_on_test/accuracy"] == summary.best["accuracy"]
         assert each.data.metrics["untouched/accuracy"] == summary.untouched["accuracy"]
-        assert each.data.tags["hardware.processor"] == summary.hardware["processor"]
+        assert each.data.tags["hardware.processor"] == summary.hardware.processor
         assert each.data.tags["source.rows"] == summary.sources["rows"]
         assert {i.dataset.name for i in each.inputs.dataset_inputs} >= {
             "digits train", "digits test",

@@ -18,7 +18,8 @@ from trishul_ray.runs.summary import RunSummary, hardware, kernels
 def test_the_kernels_in_use_are_recorded():
     """In another process: limits of the instruction set are read when torch is loaded."""
     code = (
-        "import json; from trishul_ray.runs.summary import hardware;print(json.dumps(hardware()))"
+        "import json; from trishul_ray.runs.summary import hardware; "
+        "print(json.dumps(vars(hardware())))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
     done = subprocess.run(
@@ -38,7 +39,7 @@ def test_libraries_and_processor_are_recorded():
     assert recorded["blas"] != "unknown" and f"BLAS_INFO={recorded['blas']}" in config
     assert recorded["libraries"] and all(line in config for line in recorded["libraries"])
     assert ("cuda" in recorded) == torch.cuda.is_available()
-    assert hardware()["processor"].strip()
+    assert hardware().processor.strip()
 
 
 def final_of(experiment):

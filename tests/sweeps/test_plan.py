@@ -5,7 +5,7 @@ import io
 
 import pytest
 from rich.console import Console
-from summaries import invented_summary
+from summaries import invented_hardware, invented_summary
 
 from trishul_ray.errors import InputError
 from trishul_ray.sweeps.cells import distinct, load_sweep, sweep_from_axes
@@ -24,7 +24,7 @@ def result(experiment, seconds, *, gpus=(), cpus=1, rounds=None, wall=None):
         config=experiment.to_dict(),
         round_seconds=per_round,
         wall_seconds=sum(per_round) if wall is None else wall,
-        hardware={"gpus": list(gpus), "cpus": cpus},
+        hardware=invented_hardware(gpus=list(gpus), cpus=cpus),
     )
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import __version__
 
 if TYPE_CHECKING:
-    from trishul_ray.runs.summary import RunSummary
+    from trishul_ray.runs.summary import Hardware, RunSummary
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
@@ -424,14 +424,14 @@ def _distinct(sweeps: Sequence[SweepOutcome]) -> list[tuple[SweepOutcome, CellOu
     return list(found.values())
 
 
-def _machine(hardware: Mapping[str, Any]) -> str:
-    gpus = Counter(hardware["gpus"])
+def _machine(hardware: "Hardware") -> str:
+    gpus = Counter(hardware.gpus)
     devices = [f"{count} x {name}" for name, count in sorted(gpus.items())] or ["no GPU"]
     return ", ".join(
         [
-            hardware["processor"],
-            f"{hardware['cpus']} CPUs ({hardware['cpu_capability']})",
-            f"{hardware['memory_gib']} GiB",
+            hardware.processor,
+            f"{hardware.cpus} CPUs ({hardware.cpu_capability})",
+            f"{hardware.memory_gib} GiB",
             *devices,
         ]
     )

@@ -183,9 +183,9 @@ def log_totals(tracker: Tracker, summary: RunSummary) -> None:
         **_by_client("personal", summary.personal),
     }
     tags = {
-        "hardware.processor": hardware["processor"],
-        "hardware.cpus": hardware["cpus"],
-        "hardware.gpus": ", ".join(hardware["gpus"]) or "none",
+        "hardware.processor": hardware.processor,
+        "hardware.cpus": hardware.cpus,
+        "hardware.gpus": ", ".join(hardware.gpus) or "none",
         **{f"source.{name}": source for name, source in sources.items()},
         **({} if summary.privacy is None else {PRIVACY_TAG: summary.privacy["sentence"]}),
     }

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -74,18 +74,32 @@ def versions() -> dict[str, str]:
     }
 
 
-def hardware() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Hardware:
+    """A machine, and the ``kernels`` that torch uses on it, as :func:`kernels` describes them."""
+
+    machine: str
+    system: str
+    cpus: int | None
+    memory_gib: float
+    gpus: list[str]
+    cpu_capability: str
+    processor: str
+    kernels: dict[str, Any]
+
+
+def hardware() -> Hardware:
     """Describe the machine of this process."""
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cpus": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "processor": processor(),
-        "kernels": kernels(),
-    }
+    return Hardware(
+        machine=platform.machine(),
+        system=platform.system(),
+        cpus=os.cpu_count(),
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        processor=processor(),
+        kernels=kernels(),
+    )
 
 
 @cache
@@ -239,7 +253,7 @@ class RunSummary:
     attempt: str
     mlflow_run_id: str | None
     versions: dict[str, str]
-    hardware: dict[str, Any]
+    hardware: Hardware
     config: dict[str, Any]
     identity: dict[str, Any]
     sources: dict[str, str]
@@ -344,7 +358,8 @@ class RunSummary:
 
     @classmethod
     def _from_json(cls, fields: dict[str, Any]) -> "RunSummary":
-        return cls(**fields | {"data": Coverage.from_json(fields["data"])})
+        data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
+        return cls(**fields | {"data": data, "hardware": machine})
 
     def written(self) -> "RunSummary":
         """Return the summary as it is read again: with its checksum, and plain JSON values."""
@@ -352,7 +367,7 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the checksum as plain JSON values."""
-        fields = vars(self) | {"data": self.data.to_json()}
+        fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
         del fields["checksum"]
         return fields
 

@@ -211,10 +211,10 @@ class _Clock:
 
 def device_of(result: RunSummary) -> str:
     """Return what a result was computed on: one of ``DEVICES``, or the name of another GPU."""
-    gpus = result.hardware["gpus"]
+    gpus = result.hardware.gpus
     if not gpus or result.config["resources"]["device"] == "cpu":
         return "cpu"
-    return _known_gpu(gpus[0]) or str(gpus[0])
+    return _known_gpu(gpus[0]) or gpus[0]
 
 
 def _known_gpu(name: str) -> str | None:
@@ -244,7 +244,7 @@ def _wall_hours(result: RunSummary, rounds: int | None = None) -> float:
 def _share(result: RunSummary) -> float:
     """Return how many GPUs a finished run held, or which share of its machine's cores."""
     sections = {name: result.config[name] for name in ("resources", "federation")}
-    cpus, gpus = result.hardware["cpus"] or 1, len(result.hardware["gpus"])
+    cpus, gpus = result.hardware.cpus or 1, len(result.hardware.gpus)
     return _share_of(json.dumps(sections), cpus, gpus)
 
 

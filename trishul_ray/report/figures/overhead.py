@@ -153,8 +153,7 @@ def _baseline(by_name: dict[str, tuple[CellOutcome, ...]]) -> str | None:
 
 def _machine(cell: CellOutcome) -> str:
     hardware = cell.result.hardware
-    gpus = ", ".join(hardware["gpus"])
-    return gpus or f"{hardware['processor']}, {hardware['cpus']} CPUs"
+    return ", ".join(hardware.gpus) or f"{hardware.processor}, {hardware.cpus} CPUs"
 
 
 def draw_overhead(data: OverheadData, note: Sequence[str]) -> Figure:
