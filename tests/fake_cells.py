@@ -67,7 +67,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
     blocks = [f"vit.layers.{i}.attention" for i in range(BLOCKS)]
     summary = {
         "final": {"round": ROUNDS, "accuracy": accuracy(labels), "loss": 1.0},
-        "data": Coverage("digits", "", None, RowCounts(9, 9, 9), RowCounts(497, 497, 497)),
+        "data": Coverage("digits", "", None, RowCounts(9, 9, 9), RowCounts(200, 497, 497)),
         "config": {
             "partition": {"kind": "dirichlet", "alpha": 0.3},
             "model": {"name": "vit-digits"},

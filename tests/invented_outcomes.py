@@ -6,7 +6,6 @@ from collections.abc import Callable
 import numpy as np
 from summaries import invented_summary
 
-from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.outcomes import (
     CellOutcome,
@@ -46,7 +45,6 @@ def invent_run(labels, value, *, status="finished", reason="", metric="accuracy"
     if status == "finished":
         summary = invented_summary(
             id=name,
-            data=Coverage("invented", "", None, RowCounts(9, 9, 9), RowCounts(500, 500, 500)),
             final={"round": 50, metric: value / 100, "loss": 1.5 - value / 100},
             round_seconds=[seconds] * 5,
             wall_seconds=6 * seconds,

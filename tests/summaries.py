@@ -26,7 +26,7 @@ def invented_hardware(**known):
 
 def invented_summary(headline="accuracy", **known):
     """Return a summary with these fields; the others are empty."""
-    rows = RowCounts(0, 0, 0)
+    rows = RowCounts(500, 500, 500)
     known = {
         "headline": headline,
         "mlflow_run_id": None,

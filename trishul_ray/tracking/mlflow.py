@@ -467,7 +467,8 @@ class MlflowRun(Tracker):
     def _send_rounds(self) -> None:
         if rounds := self._rounds:
             self._rounds = {}
-            what = f"round {min(rounds)}" + (f" to {max(rounds)}" if len(rounds) > 1 else "")
+            first, last = min(rounds), max(rounds)
+            what = f"round {first}" if first == last else f"rounds {first} to {last}"
             self._log(what, partial(self._log_rounds, rounds))
             self._rounds_sent = time.monotonic()
 
