@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trishul_ray.cli import cluster, data, machine, run, sweeps
+from trishul_ray.cli import cluster, data, lazy, machine, run, sweeps
 from trishul_ray.cli.output import wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.version import NUMERICS, __version__
@@ -116,12 +116,10 @@ def _usage(error: Any) -> str:
     option = getattr(error, "option_name", None) or ""
     name = option.lstrip("-").replace("-", "_")
     if option and not hasattr(error, "param_hint"):
-        from trishul_ray.experiment.loading import is_field
-
         words = " ".join(sys.argv).replace(f"{option}=", f"{option} ").split()
         after = words[words.index(option) + 1 :] if option in words else []
         value = after[0] if after and not after[0].startswith("-") else "VALUE"
-        if is_field(name):
+        if lazy.loading.is_field(name):
             return f"No such option: {option}; a field is written {name}={value}"
     return message
 

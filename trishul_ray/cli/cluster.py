@@ -6,19 +6,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from trishul_ray.cli import lazy
 from trishul_ray.cli.data import pretrain
 from trishul_ray.cli.output import err, print_field, print_line
 from trishul_ray.cli.run import load_arguments, run
 from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
 from trishul_ray.errors import InputError, RunError, StorageError
-
-if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment
-    from trishul_ray.jobs import Cluster, Job, Node
 
 #: Commands that make sense as a job.
 SUBMITTED: dict[str, Callable[..., None]] = {
@@ -74,12 +71,10 @@ def submit(
     Ctrl-C ends the output, not the job. The same command again shows the output of a job that is
     running, or continues one that has ended: finished runs are never repeated.
     """
-    from trishul_ray.jobs import check_directory, check_no_secret
-
     place = _place_of_runs(words, runs, cluster)
-    check_no_secret([*words, place])
+    lazy.jobs.check_no_secret([*words, place])
     _check_words(words, working_dir)
-    check_directory(working_dir)
+    lazy.jobs.check_directory(working_dir)
     with _connect(cluster, address) as there:
         job = there.find_active(words, place)
         if job is None:
@@ -122,11 +117,9 @@ def status(
     Cells are read from the store of results, with the credentials of this machine. With
     `--cluster`, also show what the autoscaler waits for, and why machines could not be started.
     """
-    from trishul_ray.jobs import shortages
-
     with _connect(cluster, address) as there:
         jobs, nodes = there.jobs(), there.nodes()
-        problems = shortages(cluster) if cluster is not None else []
+        problems = lazy.jobs.shortages(cluster) if cluster is not None else []
     print_field("cluster", _describe_nodes(nodes, price, head_price))
     for problem in problems:
         print_field("machines", problem)
@@ -168,28 +161,26 @@ def stop(
 
 
 @contextmanager
-def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
+def _connect(file: Path | None, address: str | None) -> "Iterator[lazy.jobs.Cluster]":
     """Yield the cluster of a file or at an address."""
-    from trishul_ray.jobs import Cluster, open_tunnel, results_of
-
     if file is not None and address is not None:
         raise InputError("give either --cluster or --address")
     if file is None:
-        yield Cluster(address or os.environ.get("RAY_API_SERVER_ADDRESS", "127.0.0.1:8265"))
+        yield lazy.jobs.Cluster(
+            address or os.environ.get("RAY_API_SERVER_ADDRESS", "127.0.0.1:8265")
+        )
         return
-    results_of(file)  # says what is wrong with the file before SSH is tried
-    with open_tunnel(file) as opened:
-        yield Cluster(opened)
+    lazy.jobs.results_of(file)  # says what is wrong with the file before SSH is tried
+    with lazy.jobs.open_tunnel(file) as opened:
+        yield lazy.jobs.Cluster(opened)
 
 
 def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) -> str:
     """Return where a command on the cluster stores its runs; an InputError if that is not clear."""
-    from trishul_ray.jobs import results_of
-
     named = [word.partition("=")[2] for word in words if word.startswith("storage.runs=")]
     place = named[-1] if named else runs
     if place is None and file is not None:
-        place = results_of(file)
+        place = lazy.jobs.results_of(file)
     if place is None:
         raise InputError("say where the cluster stores runs: --runs s3://bucket/runs")
     if "CHANGE-ME" in place:
@@ -229,10 +220,8 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experiment]":
+def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, lazy.experiment.Experiment]":
     """Return the cells of a command by id, with their results at ``runs``."""
-    from trishul_ray.sweeps.cells import distinct, sweep_from_axes
-
     parameters = _parse(words)
     arguments: list[str] = list(parameters.get("arguments") or ())
     if runs is not None:
@@ -242,17 +231,15 @@ def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experimen
         experiment = load_arguments(arguments)
         return {experiment.id: experiment}
     if words[0] == "sweep" and parameters.get("axis"):
-        sweeps = [sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
+        sweeps = [lazy.cells.sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
     else:
         sweeps = load_sweeps(arguments, parameters.get("profile") or "paper", None)
-    return distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    return lazy.cells.distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
 
 
-def _show(job: "Job") -> None:
+def _show(job: "lazy.jobs.Job") -> None:
     """Print a job, and how far its cells are."""
-    from trishul_ray.tracking.progress import format_duration
-
-    lasted = format_duration(job.seconds)
+    lasted = lazy.progress.format_duration(job.seconds)
     lasted = f", {lasted} so far" if job.active else f" after {lasted}"
     print_field("job", f"{job.id}: {job.status.lower()}{lasted}")
     print_field("", job.command)
@@ -260,12 +247,9 @@ def _show(job: "Job") -> None:
         print_field("cells", _describe_cells(job))
 
 
-def _describe_cells(job: "Job") -> str:
-    from trishul_ray.jobs import read_progress
-    from trishul_ray.tracking.progress import format_duration
-
+def _describe_cells(job: "lazy.jobs.Job") -> str:
     try:
-        progress = read_progress(_experiments(job.words, job.runs))
+        progress = lazy.jobs.read_progress(_experiments(job.words, job.runs))
     except (InputError, StorageError) as error:
         return f"cannot be read from here: {error}"
     states = progress.states
@@ -275,12 +259,14 @@ def _describe_cells(job: "Job") -> str:
     parts += [f"{states['stopped']} stopped early"] * bool(states["stopped"])
     parts += [f"{missing} missing", f"{states['failed']} failed"]
     if progress.pace.done and job.active:
-        left = format_duration(progress.pace.seconds_for(progress.rounds_left))
+        left = lazy.progress.format_duration(progress.pace.seconds_for(progress.rounds_left))
         parts.append(f"{60 * progress.pace.rate:.3g} rounds a minute, about {left} left")
     return ", ".join(parts)
 
 
-def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: float) -> str:
+def _describe_nodes(
+    nodes: "Sequence[lazy.jobs.Node]", price: float | None, head_price: float
+) -> str:
     """Return the machines that there are, and what all since the start have cost."""
     workers = [node for node in nodes if node.cpus + node.gpus > 0]
     alive = [node for node in workers if node.alive]
@@ -296,7 +282,7 @@ def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: fl
     return ", ".join(parts)
 
 
-def _end(job: "Job") -> None:
+def _end(job: "lazy.jobs.Job") -> None:
     """Return if a job succeeded; otherwise end as its command has ended."""
     if job.status == "SUCCEEDED":
         return

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from trishul_ray.cli import lazy
 from trishul_ray.cli.output import Plugins, err, out, print_field, print_line, show_progress
 from trishul_ray.errors import InputError
 
@@ -28,23 +29,18 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; use it as `model=FOLDER`
     """
-    from trishul_ray.config import Places
-    from trishul_ray.federation.on_ray.session import ray_session
-    from trishul_ray.models.pretraining import get_builtin
-    from trishul_ray.models.pretraining import pretrain as train
-
-    builtin = get_builtin(name, dataset)
-    with show_progress() as progress, ray_session():
+    builtin = lazy.pretraining.get_builtin(name, dataset)
+    with show_progress() as progress, lazy.session.ray_session():
         report = progress.task_progress(f"pretraining {name}")
-        folder = train(builtin, Places.at(cache, hub), progress=report)
+        folder = lazy.pretraining.pretrain(
+            builtin, lazy.config.Places.at(cache, hub), progress=report
+        )
     print_line(f"{name}: {folder}")
 
 
 def methods(plugin: Plugins = None) -> None:
     """List the methods: what they do, what they send, where they are published."""
-    from trishul_ray.cli.listing import methods_table
-
-    out.print(methods_table())
+    out.print(lazy.listing.methods_table())
 
 
 def models(
@@ -61,17 +57,12 @@ def models(
     - `trishul models vit-digits`
     - `trishul models vit-b16 method.block_scores=attention budget=higher`
     """
-    from trishul_ray.cli.listing import heads_table, models_table
-
     if not arguments:
-        out.print(models_table())
+        out.print(lazy.listing.models_table())
         return
-    from trishul_ray.experiment.fit import heads_by_block
-    from trishul_ray.experiment.loading import load_experiment
-
     name, *overrides = arguments
-    experiment = load_experiment(None, [f"model={name}", *overrides])
-    out.print(heads_table(heads_by_block(experiment)))
+    experiment = lazy.loading.load_experiment(None, [f"model={name}", *overrides])
+    out.print(lazy.listing.heads_table(lazy.fit.heads_by_block(experiment)))
 
 
 def datasets(
@@ -96,38 +87,31 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
-    from trishul_ray.cli.listing import datasets_table, describe_partition, partition_table
-    from trishul_ray.data.prepare import dataset_faults, describe_datasets, find_source
-
     if not arguments:
-        out.print(datasets_table(describe_datasets()))
-        for fault in dataset_faults():
+        out.print(lazy.listing.datasets_table(lazy.prepare.describe_datasets()))
+        for fault in lazy.prepare.dataset_faults():
             print_line(f"warning: {fault}", err)
         return
     name, *overrides = arguments
-    find_source(name)  # an unknown name is refused first
+    lazy.prepare.find_source(name)  # an unknown name is refused first
     if partition is not None:
         overrides += _partition_overrides(partition)
-    from trishul_ray.data.partition import count_labels
-    from trishul_ray.experiment.loading import load_experiment
-
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]
-    experiment = load_experiment(None, [f"dataset={name}", *whole])
-    from trishul_ray.federation.prepare import coverage_of, prepare_rows  # imports torch
-
+    experiment = lazy.loading.load_experiment(None, [f"dataset={name}", *whole])
     with show_progress() as progress:
-        prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
-    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
-    print_line(describe_partition(held, experiment))
-    out.print(partition_table(held))
-    coverage = coverage_of(experiment, prepared.dataset).sentence
+        prepared = lazy.rows.prepare_rows(experiment, progress.task_progress("preparing data"))
+    held = lazy.partition.count_labels(
+        prepared.dataset.train, prepared.shards, experiment.partition
+    )
+    print_line(lazy.listing.describe_partition(held, experiment))
+    out.print(lazy.listing.partition_table(held))
+    coverage = lazy.rows.coverage_of(experiment, prepared.dataset).sentence
     print_field("data", coverage)
     if picture is not None:
-        from trishul_ray.report.figures.clients import RowsData, draw_rows
-        from trishul_ray.report.figures.drawing import save_png
-
-        save_png(draw_rows, RowsData(held), picture, coverage)
+        lazy.drawing.save_png(
+            lazy.clients.draw_rows, lazy.clients.RowsData(held), picture, coverage
+        )
         print_field("picture", picture)
 
 

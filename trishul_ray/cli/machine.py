@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from trishul_ray.cli import lazy
 from trishul_ray.cli.output import out, print_field, print_line
 from trishul_ray.errors import InputError
 
@@ -27,18 +28,15 @@ def doctor(
     ] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
-    from trishul_ray import doctor as checks
-    from trishul_ray.config import Places
-
     if clean:
-        removed = checks.clean(Places.at().cache)
+        removed = lazy.doctor.clean(lazy.config.Places.at().cache)
         for folder in removed:
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")
         return
-    found = checks.diagnose(runs=runs, start_ray=start_ray)
-    checks.render(found, out)
-    raise typer.Exit(checks.exit_code(found))
+    found = lazy.doctor.diagnose(runs=runs, start_ray=start_ray)
+    lazy.doctor.render(found, out)
+    raise typer.Exit(lazy.doctor.exit_code(found))
 
 
 def ui(
@@ -58,24 +56,16 @@ def ui(
     ] = None,
 ) -> None:
     """Open MLflow's page of the runs on this machine, on localhost, until Ctrl-C."""
-    from trishul_ray.tracking.mlflow import (
-        FIRST_PORT,
-        free_port,
-        page_of_run,
-        serve_ui,
-        tracking_uri,
-    )
-
     if "/" in run:
         runs, run = str(Path(run).parent), Path(run).name
-    store = tracking_uri(uri, runs)
-    page = page_of_run(store, run)
+    store = lazy.mlflow.tracking_uri(uri, runs)
+    page = lazy.mlflow.page_of_run(store, run)
     if store.startswith(("http://", "https://")):
         print_field("MLflow", store.rstrip("/") + page)
         return
-    chosen = free_port(FIRST_PORT if port is None else port)
+    chosen = lazy.mlflow.free_port(lazy.mlflow.FIRST_PORT if port is None else port)
     if port is not None and chosen != port:
         raise InputError(f"--port {port} is in use")
-    serve_ui(
+    lazy.mlflow.serve_ui(
         store, chosen, lambda address: print_field("MLflow", f"{address}{page}  (Ctrl-C ends it)")
     )

@@ -7,17 +7,15 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from trishul_ray.cli import lazy
 from trishul_ray.errors import FailsAgainError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
-
-if TYPE_CHECKING:
-    from trishul_ray.tracking.progress import RunProgress
 
 out = Console()
 err = Console(stderr=True)
@@ -58,15 +56,13 @@ def wrapped(text: str) -> str:
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
-def show_progress(rounds: int = 1) -> "RunProgress":
+def show_progress(rounds: int = 1) -> "lazy.progress.RunProgress":
     """Return a display of progress on standard error."""
-    from trishul_ray.tracking.progress import RunProgress
-
-    return RunProgress(rounds, err)
+    return lazy.progress.RunProgress(rounds, err)
 
 
 @contextmanager
-def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
+def resumable(progress: "lazy.progress.RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
     """Show progress; if what runs fails, is stopped or loses Ray, say how to continue it.
 
     ``how`` is told whether the same command would fail again.

@@ -3,10 +3,11 @@
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from trishul_ray.cli import lazy
 from trishul_ray.cli.output import (
     Plugins,
     as_typed,
@@ -20,11 +21,6 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError
-
-if TYPE_CHECKING:
-    from trishul_ray.experiment import Experiment
-    from trishul_ray.runs.runner import FinishedRun
-
 
 Runs = Annotated[
     str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
@@ -71,48 +67,40 @@ def run(
     """
     experiment = load_arguments(arguments)
     if fields:
-        from trishul_ray.cli.listing import field_list
-
-        print_line(field_list(experiment, out.width))
+        print_line(lazy.listing.field_list(experiment, out.width))
         return
     if show:
         out.print(f"# id: {experiment.id}", highlight=False)
         out.print(experiment.to_yaml().decode(), highlight=False, end="")
         return
-    from trishul_ray.data.prepare import find_source
-
-    find_source(experiment.data)  # an unknown name is refused before anything imports torch
+    # An unknown name is refused before anything imports torch.
+    lazy.prepare.find_source(experiment.data)
     with _early_fork_server(experiment, fresh):
         _run_and_show(experiment, fresh=fresh, central=central)
 
 
-def _early_fork_server(experiment: "Experiment", fresh: bool) -> AbstractContextManager[None]:
+def _early_fork_server(
+    experiment: "lazy.experiment.Experiment", fresh: bool
+) -> AbstractContextManager[None]:
     """Start to import what the workers need, on another core than what this process needs."""
     if experiment.resources.backend != "ray":
         return nullcontext()
-    from trishul_ray.federation.checkpoint import run_folder
-
     with suppress(OSError):  # reported by the run itself, with what is kept
-        if not fresh and run_folder(experiment).exists("result.json"):
+        if not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json"):
             return nullcontext()
-    from trishul_ray.federation.on_ray.fork_server import early_fork_server
-    from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster
-
-    return early_fork_server() if forks_workers() and not joins_cluster() else nullcontext()
+    forks = lazy.session.forks_workers() and not lazy.session.joins_cluster()
+    return lazy.fork_server.early_fork_server() if forks else nullcontext()
 
 
-def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> None:
-    from trishul_ray.cli.listing import client_sentence, summary_table
-    from trishul_ray.runs.runner import central_twin
-
+def _run_and_show(experiment: "lazy.experiment.Experiment", *, fresh: bool, central: bool) -> None:
     experiments = [("federated", experiment)]
     if central:
-        experiments.append(("central", central_twin(experiment)))
+        experiments.append(("central", lazy.runner.central_twin(experiment)))
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
-    out.print(summary_table([(label, result.summary) for label, result in results]))
+    out.print(lazy.listing.summary_table([(label, result.summary) for label, result in results]))
     first = results[0][1]
     print_field("data", first.summary.data.sentence)
-    if clients := client_sentence(first.summary):
+    if clients := lazy.listing.client_sentence(first.summary):
         print_field("clients", clients)
     if (private := first.summary.privacy) is not None:
         print_field("privacy", private["sentence"])
@@ -144,9 +132,7 @@ def export(
     Beside it are a model card, the class names, and the image processor or the tokenizer. Full
     fine-tuning has no adapter: its model is written.
     """
-    from trishul_ray.runs.export import export_run
-
-    written = export_run(run_id, directory, merged=merged, runs=runs)
+    written = lazy.export.export_run(run_id, directory, merged=merged, runs=runs)
     print_line(f"{written.note}, after round {written.round}: {directory}")
 
 
@@ -161,9 +147,7 @@ def compare(
     The interval and the p-value are about these two models and other rows: they say nothing about
     other seeds. Several seeds are compared by the command `table` or `sweep`.
     """
-    from trishul_ray.api import load
-
-    one, other = (load(run, runs=runs) for run in (first, second))
+    one, other = (lazy.api.load(run, runs=runs) for run in (first, second))
     found = one.compare(other)
     headline = one.summary["headline"]
     low, high = (100 * end for end in found.interval)
@@ -193,52 +177,41 @@ def theory(
     on federated least squares on the cores, in half a minute; with RUN, what the files of a
     finished run tell. A bound that fails, fails; nothing is an error.
     """
-    from trishul_ray.cli.listing import checks_table
-
     if run:
-        from trishul_ray.api import load
-
-        checks = load(run, runs=runs).theory()
+        checks = lazy.api.load(run, runs=runs).theory()
         if not checks:
             raise InputError(f"run {run!r} has no core heads: no theorem is about it")
     else:
-        from trishul_ray.theory.checks import stand_in_checks
-
-        checks = stand_in_checks(seed, rounds)
-    print_whole(checks_table(checks))
+        checks = lazy.checks.stand_in_checks(seed, rounds)
+    print_whole(lazy.listing.checks_table(checks))
     print_field("holds", f"{sum(check.holds for check in checks)} of {len(checks)}")
 
 
-def load_arguments(arguments: list[str] | None) -> "Experiment":
+def load_arguments(arguments: list[str] | None) -> "lazy.experiment.Experiment":
     """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
-    from trishul_ray.experiment.loading import is_field, load_experiment
-
     words = list(arguments or [])
     for name, value in zip(words, words[1:] or [""], strict=False):
-        if is_field(name) and not Path(name).exists() and "=" not in value:
+        if lazy.loading.is_field(name) and not Path(name).exists() and "=" not in value:
             meant = f"{name}={value or 'VALUE'}"
             raise InputError(f"{name}: write a field and its value as one word, {meant}")
     path = Path(words.pop(0)) if words and "=" not in words[0] else None
-    return load_experiment(path, words)
+    return lazy.loading.load_experiment(path, words)
 
 
-def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
-    from trishul_ray.runs.mlflow_log import describe
-    from trishul_ray.runs.runner import run_experiment
-
-    print_line(f"{label}: {describe(experiment)}", err)
+def _run_one(
+    label: str, experiment: "lazy.experiment.Experiment", fresh: bool
+) -> "lazy.runner.FinishedRun":
+    print_line(f"{label}: {lazy.mlflow_log.describe(experiment)}", err)
     progress = show_progress(experiment.federation.rounds)
     with resumable(progress, partial(_how_to_continue, experiment)):
-        result = run_experiment(experiment, progress, fresh=fresh)
+        result = lazy.runner.run_experiment(experiment, progress, fresh=fresh)
     if result.repeated:
         print_line("this run had finished before; showing its result (--fresh runs it again)", err)
     return result
 
 
-def _how_to_continue(experiment: "Experiment", fails_again: bool) -> str:
-    from trishul_ray.federation.checkpoint import run_folder
-
-    home = run_folder(experiment)
+def _how_to_continue(experiment: "lazy.experiment.Experiment", fails_again: bool) -> str:
+    home = lazy.checkpoint.run_folder(experiment)
     # A remote storage may be what has failed: do not ask it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
     if any_kept:

@@ -3,10 +3,11 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from trishul_ray.cli import lazy
 from trishul_ray.cli.output import (
     Plugins,
     as_typed,
@@ -19,11 +20,6 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError, RunError
-
-if TYPE_CHECKING:
-    from trishul_ray.report.outcomes import SweepOutcome
-    from trishul_ray.sweeps.cells import Sweep
-    from trishul_ray.sweeps.reproduce import Reproduced
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -86,12 +82,10 @@ def table(
     Repeat the command to continue: finished cells are never run again. The command `plan` shows
     what would run.
     """
-    from trishul_ray.sweeps.cells import find_sweeps
-
     names, overrides = split_arguments(arguments)
     if not names:
         raise InputError("name at least one table, or all")
-    sweeps = find_sweeps(names, profile, overrides)
+    sweeps = lazy.cells.find_sweeps(names, profile, overrides)
     run_sweeps(sweeps, retries, stall_minutes, concurrency, report)
 
 
@@ -121,12 +115,14 @@ def sweep(
 
     Repeat the command to continue: finished cells are never run again.
     """
-    from trishul_ray.sweeps.cells import load_sweep, sweep_from_axes
-
     file, overrides = _split_file(arguments or [])
     if bool(file) == bool(axis):
         raise InputError("give either a sweep file, or at least one --axis field=value,value")
-    made = load_sweep(file, overrides) if file else sweep_from_axes(axis or [], overrides)
+    made = (
+        lazy.cells.load_sweep(file, overrides)
+        if file
+        else lazy.cells.sweep_from_axes(axis or [], overrides)
+    )
     run_sweeps([made], retries, stall_minutes, concurrency, report)
 
 
@@ -159,20 +155,17 @@ def rates(
     Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
     rates` shows what it costs.
     """
-    from trishul_ray.sweeps.cells import RATES, find_sweeps, load_sweep
-    from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table, write_rates
-
     file, overrides = _split_file(arguments or [])
     if file:
-        sweep = load_sweep(file, overrides)
+        sweep = lazy.cells.load_sweep(file, overrides)
     else:
-        (sweep,) = find_sweeps([RATES], profile, overrides)
-    check_rates(sweep)
+        (sweep,) = lazy.cells.find_sweeps([lazy.cells.RATES], profile, overrides)
+    lazy.rates.check_rates(sweep)
     result = _reproduce([sweep], retries, stall_minutes, concurrency)
-    chosen = choose_rates(result.outcomes[0])
+    chosen = lazy.rates.choose_rates(result.outcomes[0])
     written = output or Path(f"rates-{sweep.profile}.yaml")
-    write_rates(chosen, sweep.profile, written)
-    print_whole(rates_table(chosen))
+    lazy.rates.write_rates(chosen, sweep.profile, written)
+    print_whole(lazy.rates.rates_table(chosen))
     if result.failures:
         print_line(f"{len(result.failures)} runs failed, and their rates are not chosen", err)
     print_field("rates", written)
@@ -204,21 +197,16 @@ def plan(
     A run that several sweeps need is counted once, in the first of them. Hours are those of
     finished runs of the same kind where there are any, and else from a cost model.
     """
-    from trishul_ray.sweeps.cells import distinct
-    from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
-    from trishul_ray.sweeps.status import examine, other_results
-    from trishul_ray.tracking.progress import RunProgress
-
     sweeps = load_sweeps(arguments, profile, runs)
-    experiments = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    with RunProgress(1, err) as progress:
+    experiments = lazy.cells.distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    with lazy.progress.RunProgress(1, err) as progress:
         report = progress.task_progress("reading results")
-        states = examine(experiments, report)
-        measured = other_results(experiments, report)
-    device = device or usual_device({sweep.profile for sweep in sweeps})
-    made = make_plan(sweeps, states, device, measured)
-    print_whole(plan_table(made, devices=devices, price=price))
-    for note in plan_notes(made, states, devices):
+        states = lazy.status.examine(experiments, report)
+        measured = lazy.status.other_results(experiments, report)
+    device = device or lazy.plan.usual_device({sweep.profile for sweep in sweeps})
+    made = lazy.plan.make_plan(sweeps, states, device, measured)
+    print_whole(lazy.plan.plan_table(made, devices=devices, price=price))
+    for note in lazy.plan.plan_notes(made, states, devices):
         print_line(note)
 
 
@@ -239,8 +227,6 @@ def report(
 
     Runs nothing: what is missing is missing on the page, and what failed has its reason there.
     """
-    from trishul_ray.report.page import write_report
-
     sweeps = load_sweeps(arguments, profile, runs)
     searched = [sweep.name for sweep in sweeps if sweep.is_adaptive]
     if searched:
@@ -249,7 +235,7 @@ def report(
             "the command `sweep` writes the report"
         )
     outcomes = _read_outcomes(sweeps)
-    path = write_report(outcomes, output)
+    path = lazy.page.write_report(outcomes, output)
     states = {cell.id: cell.status for outcome in outcomes for cell in outcome.cells}
     print_field("runs", f"{[*states.values()].count('finished')} of {len(states)} finished")
     print_field("report", path)
@@ -279,55 +265,50 @@ def claims(
     Runs nothing. Where runs are missing it says which command would make them. The page of the
     command `report` has the same, with every comparison.
     """
-    from trishul_ray.report.claims import claims as all_claims
-    from trishul_ray.report.claims import claims_csv, claims_table, judge
-    from trishul_ray.report.page import comparable
-
     names, overrides = split_arguments(arguments or [])
     if names:
         raise InputError(f"{names[0]!r} is no override: write FIELD=VALUE")
-    needed = dict.fromkeys(claim.sweep for claim in all_claims())
+    needed = dict.fromkeys(claim.sweep for claim in lazy.claims.claims())
     sweeps = load_sweeps([*needed, *overrides], profile, runs)
     outcomes = _read_outcomes(sweeps)
-    findings = judge(outcomes)
-    print_whole(claims_table(findings))
-    print_line(f"{profile}: {comparable(outcomes)}")
+    findings = lazy.claims.judge(outcomes)
+    print_whole(lazy.claims.claims_table(findings))
+    print_line(f"{profile}: {lazy.page.comparable(outcomes)}")
     missing = dict.fromkeys(finding.command for finding in findings if finding.command)
     for command in missing:
         place = f" {shlex.quote(f'storage.runs={runs}')}" if runs is not None else ""
         print_field("missing", as_typed(command + place))
     if output is not None:
-        output.write_text(claims_csv(findings), encoding="utf-8")
+        output.write_text(lazy.claims.claims_csv(findings), encoding="utf-8")
         print_field("written", output)
 
 
-def _read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
+def _read_outcomes(
+    sweeps: "Sequence[lazy.cells.Sweep]",
+) -> "tuple[lazy.outcomes.SweepOutcome, ...]":
     """Return what the store has of sweeps; nothing is run."""
-    from trishul_ray.sweeps.cells import distinct
-    from trishul_ray.sweeps.status import collect, examine
-    from trishul_ray.tracking.progress import RunProgress
-
-    with RunProgress(1, err) as progress:
-        return collect(sweeps, examine(distinct(sweeps), progress.task_progress("reading results")))
+    with lazy.progress.RunProgress(1, err) as progress:
+        report = progress.task_progress("reading results")
+        return lazy.status.collect(sweeps, lazy.status.examine(lazy.cells.distinct(sweeps), report))
 
 
-def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
+def load_sweeps(
+    arguments: Sequence[str], profile: str, runs: str | None
+) -> "list[lazy.cells.Sweep]":
     """Load the sweeps of ``NAME...|all|SWEEP.yaml [KEY=VALUE ...]``, random samples as cells.
 
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
-    from trishul_ray.sweeps.cells import find_sweeps, load_sweep, with_random_samples
-
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     tables = [name for name in names if name not in files]
     if not names:
         raise InputError("name at least one table or sweep file, or all")
-    sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
-    sweeps += [load_sweep(Path(file), overrides) for file in files]
-    return [with_random_samples(sweep) for sweep in sweeps]
+    sweeps = [*(lazy.cells.find_sweeps(tables, profile, overrides) if tables else ())]
+    sweeps += [lazy.cells.load_sweep(Path(file), overrides) for file in files]
+    return [lazy.cells.with_random_samples(sweep) for sweep in sweeps]
 
 
 def _split_file(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -348,7 +329,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_sweeps(
-    sweeps: "Sequence[Sweep]",
+    sweeps: "Sequence[lazy.cells.Sweep]",
     retries: int,
     stall_minutes: float,
     concurrency: int | None,
@@ -369,30 +350,25 @@ def run_sweeps(
 
 
 def _reproduce(
-    sweeps: "Sequence[Sweep]", retries: int, stall_minutes: float, concurrency: int | None
-) -> "Reproduced":
-    from trishul_ray.sweeps.cells import TuneOptions
-    from trishul_ray.sweeps.reproduce import reproduce
-    from trishul_ray.tracking.progress import SweepProgress
-
-    options = TuneOptions(retries, stall_minutes, concurrency)
-    progress = SweepProgress(err)
+    sweeps: "Sequence[lazy.cells.Sweep]",
+    retries: int,
+    stall_minutes: float,
+    concurrency: int | None,
+) -> "lazy.reproduce.Reproduced":
+    options = lazy.cells.TuneOptions(retries, stall_minutes, concurrency)
+    progress = lazy.progress.SweepProgress(err)
     with resumable(progress, lambda _: _how_to("continue")):
-        return reproduce(sweeps, options, progress)
+        return lazy.reproduce.reproduce(sweeps, options, progress)
 
 
-def _show(outcomes: "Sequence[SweepOutcome]", report: Path) -> None:
-    from trishul_ray.report.formats import to_rich
-    from trishul_ray.report.page import write_report
-    from trishul_ray.report.tables import build_tables
-
-    tables = build_tables(outcomes)
+def _show(outcomes: "Sequence[lazy.outcomes.SweepOutcome]", report: Path) -> None:
+    tables = lazy.tables.build_tables(outcomes)
     for built in tables:
-        out.print(to_rich(built, out.width))
-    print_field("report", write_report(outcomes, report, tables))
+        out.print(lazy.formats.to_rich(built, out.width))
+    print_field("report", lazy.page.write_report(outcomes, report, tables))
 
 
-def _describe_failures(result: "Reproduced") -> str:
+def _describe_failures(result: "lazy.reproduce.Reproduced") -> str:
     total = sum(len({cell.id for cell in outcome.cells}) for outcome in result.outcomes)
     shown = [f"{name} ({why})" for name, why in list(result.failures.items())[:5]]
     more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
