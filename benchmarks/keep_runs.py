@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.runs.summary import RunSummary
+from trishul_ray.report.summary import RunSummary
 from trishul_ray.storage import Store
 
 #: What says where a run was, and with whom.

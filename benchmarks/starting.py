@@ -1,10 +1,13 @@
-"""How actors start: as forks of one process, or by Ray's own preloading of modules.
+"""How actors and the command `trishul run` start, by turns in several ways.
 
     python benchmarks/starting.py [options]
 
-`preload`: Ray imports PyTorch and transformers in every worker before it gives it work
-(RAY_preload_python_modules). `fork`: workers are forks of a process that has imported them. Actors
-are started at once, and the command `trishul run`, by turns. Results go to benchmarks/results/.
+`fork`, as it is: workers are forks of a process that has imported PyTorch and transformers.
+`preload`: Ray imports them in every worker before it gives it work (RAY_preload_python_modules).
+`monitors`: as `fork`, but Ray starts all that it starts by default. The command in these three ways
+has imported Ray before it begins; `typed` is `fork` without that. It also shows when the lines of
+the command appear, and which processes have taken how much CPU time until its first round.
+Results go to benchmarks/results/.
 """
 
 import importlib
@@ -14,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from contextlib import nullcontext
 
 import psutil
 from _results import Goal, Report, Section, Times, paired, told_by
@@ -21,7 +26,9 @@ from _results import Goal, Report, Section, Times, paired, told_by
 from trishul_ray.federation.on_ray import session
 from trishul_ray.federation.on_ray.fork_server import PRELOADED
 
-WAYS = ("preload", "fork")
+WAYS = {"actors": ("preload", "fork"), "command": ("preload", "monitors", "fork", "typed")}
+#: Seconds in which the command is to come to its first round.
+FIRST_ROUND = 5.0
 #: A run whose first round is short.
 RUN = (
     *("model.init=random", "federation.clients=4", "federation.clients_per_round=4"),
@@ -35,6 +42,8 @@ def choose(way: str) -> None:
     if way == "preload":
         session.has_gpu = lambda: True  # where nothing is forked
         os.environ["RAY_preload_python_modules"] = ",".join(PRELOADED)  # noqa: SIM112
+    elif way == "monitors":
+        session.without_monitors = nullcontext
 
 
 class Actor:
@@ -68,18 +77,35 @@ def start_actors(count: int) -> dict[str, float]:
 
 
 def time_command(way: str) -> dict[str, float]:
-    """Run a command, and return how long its first round took from the start."""
+    """Run a command, and return after how many seconds its lines came, and what took CPU time."""
     words = [sys.executable, __file__, f"--run={way}"]
+    if way == "typed":
+        words = [sys.executable, "-m", "trishul_ray.cli", "run", *RUN]
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True) as command:
             assert command.stderr is not None
+            found = {}
             for line in command.stderr:
+                found[f"s, {line[:16].strip()}"] = time.perf_counter() - began
                 if "round 1/" in line:
-                    seconds = time.perf_counter() - began
+                    found |= {"s to the first round": time.perf_counter() - began}
+                    found |= cpu_seconds(psutil.Process(command.pid))
                     command.communicate()
-                    return {"seconds to the first round": seconds}
+                    return found
     raise RuntimeError("the command ended without a round")
+
+
+def cpu_seconds(command: psutil.Process) -> dict[str, float]:
+    """Return the CPU seconds of a command and of all that it has started, by kind of process."""
+    kinds = ("fork_server", "ClientActor", "Coordinator", "Agent", "gcs_server", "raylet")
+    found: Counter[str] = Counter()
+    for process in (command, *command.children(recursive=True)):
+        line = "the command" if process == command else " ".join(process.cmdline())
+        kind = next((kind for kind in kinds if kind in line.split("--")[0]), "")
+        name = "the command" if process == command else kind or "the rest of Ray"
+        found[f"CPU s, {name}"] += sum(process.cpu_times()[:2])
+    return dict(found)
 
 
 def measure(what: str, way: str, count: int) -> dict[str, float]:
@@ -114,10 +140,10 @@ def main() -> None:
         print(json.dumps(time_command(options.way)))
     else:
         report = Report("starting", options, "measure", "way", "run")
-        for what in ("actors", "command"):
-            found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for what, ways in WAYS.items():
+            found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for turn in range(options.turns):
-                for way in WAYS[:: 1 if turn % 2 else -1]:
+                for way in ways[:: 1 if turn % 2 else -1]:
                     found[way].append(measure(what, way, options.actors))
             report.add(section(what, found))
         if options.forks:
@@ -127,15 +153,24 @@ def main() -> None:
 
 
 def section(what: str, found: dict[str, list[dict[str, float]]]) -> Section:
-    """Return both ways side by side; forks are to be 1.5 times better."""
+    """Return all ways side by side; forks are to be 1.5 times better than preloading."""
     rows, goals = [], []
-    for name in found["fork"][0]:
-        times = {way: Times.of([each[name] for each in turns]) for way, turns in found.items()}
-        ratios = paired(times["fork"], times["preload"])
-        rows.append([name, *(each.show() for each in times.values()), ratios.show()])
-        worse = 1 / ratios.median if name.endswith("a second") else ratios.median
-        goals.append(Goal(f"{name}: how much of preloading's", worse, 1 / 1.5))
-    columns = ["", *found, "fork / preload"]
+    names = {name: None for turns in found.values() for name in turns[0]}
+    for name in names:
+        times = {
+            way: Times.of([each.get(name, 0.0) for each in turns]) for way, turns in found.items()
+        }
+        shown = [each.show() for each in times.values()]
+        compared = what == "actors" or name == "s to the first round"
+        others = [other for way, other in times.items() if way not in ("fork", "typed")]
+        ratios = [paired(times["fork"], other) for other in others if compared]
+        rows.append([name, *shown, *([each.show() for each in ratios] or [""] * len(others))])
+        if what == "actors":
+            worse = 1 / ratios[0].median if name.endswith("a second") else ratios[0].median
+            goals.append(Goal(f"{name}: how much of preloading's", worse, 1 / 1.5))
+        elif compared:
+            goals.append(Goal(name, times["typed"].median, FIRST_ROUND))
+    columns = ["", *found, *(f"fork / {way}" for way in found if way not in ("fork", "typed"))]
     return Section(what, columns, rows, goals=goals, data={"turns": found})
 
 

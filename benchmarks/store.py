@@ -4,7 +4,8 @@
 
 One short run is made. Its result stands, under their own ids, for all other cells of a sweep: they
 are as large as real ones, and read and checked in the same way. Then `trishul plan`, `report` and
-`table` read them, in processes of their own, a few times each. None of them has anything to run.
+`table` read them, in processes of their own, a few times each: from a folder, and from a bucket of
+a server on this machine (moto), which a first `plan` has copied. None has anything to run.
 Results go to benchmarks/results/.
 """
 
@@ -13,17 +14,24 @@ import io
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import boto3
 from _results import Goal, Report, Section, Times, told_by
+from botocore.exceptions import EndpointConnectionError
 from rich.console import Console
 
+from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.runs.summary import RunSummary
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import load_sweep
 from trishul_ray.tracking.progress import RunProgress
@@ -53,12 +61,27 @@ def main() -> None:
         file = folder / "many.yaml"
         file.write_text(SWEEP.format(runs=folder / "runs", last=options.runs // 10 - 1))
         count = fill(file)
-        times: dict[str, tuple[list[float], list[float]]] = {c: ([], []) for c in COMMANDS}
-        for _ in range(options.times):
-            for command, (cpu, wall) in times.items():
-                seconds = timed(command, file, folder)
-                cpu.append(seconds[0])
-                wall.append(seconds[1])
+        report.add(commands_on(file, folder, f"{count:,} finished runs in a local folder", options))
+        with bucket() as uri:
+            os.environ["TRISHUL_CACHE"] = str(folder / "cache")
+            file.write_text(SWEEP.format(runs=uri, last=options.runs // 10 - 1))
+            upload(folder / "runs", uri, [cell.experiment.id for cell in load_sweep(file).cells])
+            cpu, wall = timed("plan", file, folder)
+            note = f"a first `trishul plan`, which copied all, took {cpu:.0f} s of it, {wall:.0f} s"
+            title = f"{count:,} finished runs in a bucket"
+            report.add(commands_on(file, folder, title, options, note))
+
+
+def commands_on(
+    file: Path, folder: Path, title: str, options: argparse.Namespace, *notes: str
+) -> Section:
+    """Time the commands on a sweep by turns."""
+    times: dict[str, tuple[list[float], list[float]]] = {c: ([], []) for c in COMMANDS}
+    for _ in range(options.times):
+        for command, (cpu, wall) in times.items():
+            seconds = timed(command, file, folder)
+            cpu.append(seconds[0])
+            wall.append(seconds[1])
     rows = [
         [f"trishul {c}", Times.of(cpu).show(), Times.of(wall).show()]
         for c, (cpu, wall) in times.items()
@@ -67,16 +90,47 @@ def main() -> None:
         Goal(f"trishul {c}, seconds of the processor", Times.of(cpu).median, BOUND)
         for c, (cpu, _) in times.items()
     ]
-    report.add(
-        Section(
-            f"{count:,} finished runs in a local folder",
-            ["command", "s of the processor", "s"],
-            rows,
-            [f"medians (min-max) of {options.times} calls each, by turns; nothing is left to run"],
-            goals,
-            {c: {"cpu": cpu, "wall": wall} for c, (cpu, wall) in times.items()},
-        )
-    )
+    how = f"medians (min-max) of {options.times} calls each, by turns; nothing is left to run"
+    data = {c: {"cpu": cpu, "wall": wall} for c, (cpu, wall) in times.items()}
+    columns = ["command", "s of the processor", "s"]
+    return Section(title, columns, rows, [how, *notes], goals, data)
+
+
+@contextmanager
+def bucket() -> Iterator[str]:
+    """Yield the URI of a folder in a bucket of an S3 server on localhost."""
+    os.environ |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        client = s3_client(port)
+        while True:
+            with suppress(EndpointConnectionError):
+                client.create_bucket(Bucket="runs")
+                break
+            time.sleep(0.2)
+        options = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        yield f"s3://runs/runs?{options}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def s3_client(port: int) -> Any:
+    """Return a client of the server on a port."""
+    return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1")
+
+
+def upload(folder: Path, uri: str, ids: Sequence[str]) -> None:
+    """Put the files of finished runs into the bucket, with the note that they have finished."""
+    client = s3_client(int(uri.partition("127.0.0.1:")[2].partition("&")[0]))
+    for id in ids:
+        for file in (folder / id).iterdir():
+            client.put_object(Bucket="runs", Key=f"runs/{id}/{file.name}", Body=file.read_bytes())
+        client.put_object(Bucket="runs", Key=f"runs/finished/{id}", Body=b"")
 
 
 def _arguments() -> argparse.Namespace:

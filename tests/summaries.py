@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 from typing import get_origin
 
 from trishul_ray.data.prepare import Coverage, RowCounts
-from trishul_ray.runs.summary import Hardware, RunSummary
+from trishul_ray.report.summary import Hardware, RunSummary
 
 #: The fields of a machine that nobody has.
 MACHINE = {

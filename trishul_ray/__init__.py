@@ -14,6 +14,7 @@ Importing the package loads nothing else: torch, transformers and Ray are import
 of these functions.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError
@@ -23,8 +24,8 @@ from trishul_ray.version import __version__
 if TYPE_CHECKING:
     from trishul_ray.api import load, run, sweep
     from trishul_ray.plugins import load_plugin
+    from trishul_ray.report.summary import table_of_runs as runs
     from trishul_ray.result import Result
-    from trishul_ray.runs.summary import table_of_runs as runs
 
 set_environment()  # before torch is imported
 
@@ -56,9 +57,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+    module = import_module(f"{__name__}.{_LAZY[name]}")
     value = module if name == _LAZY[name] else getattr(module, name)  # a package may be called
     globals()[name] = value
     return value

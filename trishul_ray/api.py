@@ -26,12 +26,13 @@ from trishul_ray.config import Noted, Places
 from trishul_ray.data.own import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, at_loss, own_errors
 from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
+from trishul_ray.experiment.yaml_files import RawFields
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.passed import pass_model
+from trishul_ray.report.summary import RunSummary
 from trishul_ray.result import Result
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.runs.summary import RunSummary
 from trishul_ray.sweeps.cells import Sweep, TuneOptions, load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
@@ -221,7 +222,7 @@ def load(
     return Result(experiment, home, summary, repeated=True)
 
 
-def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> RawFields:
     """Return the fields that name a dataset, or the rows that were passed in its place."""
     if isinstance(dataset, str):
         return {"data.name": dataset}
@@ -233,7 +234,7 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"data.name": "rows", "data.path": str(folder)}
 
 
-def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> RawFields:
     """Return the section ``model`` of a module, which becomes known to this process."""
     if not isinstance(module, nn.Module):
         raise InputError(

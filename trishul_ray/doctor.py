@@ -132,9 +132,11 @@ def clean(cache: Path) -> list[Path]:
     from trishul_ray.federation.on_ray.ray_internals import temporary_folder
     from trishul_ray.federation.on_ray.session import remove_old_sessions
     from trishul_ray.models.shared_weights import remove_unused_weights
+    from trishul_ray.sweeps.status import remove_unused_copies
 
     removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)
     removed += [*remove_unused_rows(cache), *remove_unused_weights(cache)]
+    removed += remove_unused_copies(cache)
     return removed + remove_old_sessions(temporary_folder()) + remove_abandoned()
 
 

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from trishul_ray.errors import InputError
+
+#: An object of JSON.
+Json: TypeAlias = dict[str, Any]
 
 #: Seconds after its last use that a part of the cache is kept; it is made again when needed.
 KEPT_SECONDS = 30 * 24 * 3600.0

@@ -1,36 +1,64 @@
-"""PyTorch, transformers, datasets, MLflow and parts of Arrow, imported at their first use.
+"""Libraries that take long to import, imported at their first use.
 
 A configuration consists of the classes of the methods, which compute with tensors. Modules that
 are imported to read one, or to list datasets, write ``from trishul_ray.lazy import torch`` instead
 of ``import torch``, so that a mistyped field is answered at once, as is a command that finds all
 its runs finished: importing torch takes seconds, and transformers more.
-``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``.
+``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``, ``pd`` is pandas.
 """
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["datasets", "mlflow", "pc", "pq", "torch", "transformers"]
+__all__ = [
+    "datasets",
+    "mlflow",
+    "pc",
+    "pd",
+    "pq",
+    "ray",
+    "scipy",
+    "sklearn",
+    "torch",
+    "torchmetrics",
+    "transformers",
+]
 
 if TYPE_CHECKING:
     import datasets
     import datasets.table
     import mlflow
     import mlflow.entities
+    import pandas as pd
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
+    import ray.tune.search.variant_generator
+    import scipy.linalg
+    import scipy.optimize
+    import scipy.stats
+    import sklearn.datasets
     import torch
+    import torchmetrics.functional.text
     import transformers
 else:
 
     class _Lazy(ModuleType):
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module(self.__name__), name)
+            module = importlib.import_module(self.__name__)
+            try:
+                return getattr(module, name)
+            except AttributeError:  # a part that it does not import by itself
+                return importlib.import_module(f"{self.__name__}.{name}")
 
     datasets = _Lazy("datasets")
     mlflow = _Lazy("mlflow")
-    torch = _Lazy("torch")
-    transformers = _Lazy("transformers")
     pc = _Lazy("pyarrow.compute")
+    pd = _Lazy("pandas")
     pq = _Lazy("pyarrow.parquet")
+    ray = _Lazy("ray")
+    scipy = _Lazy("scipy")
+    sklearn = _Lazy("sklearn")
+    torch = _Lazy("torch")
+    torchmetrics = _Lazy("torchmetrics")
+    transformers = _Lazy("transformers")

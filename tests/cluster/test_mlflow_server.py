@@ -16,8 +16,8 @@ import pytest
 
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import redact
+from trishul_ray.report.summary import read_metrics
 from trishul_ray.runs.mlflow_log import grouped_metrics
-from trishul_ray.runs.summary import read_metrics
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import MlflowRun
 

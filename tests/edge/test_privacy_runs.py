@@ -24,9 +24,9 @@ from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.page import comparable
+from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.mlflow_log import PRIVACY_TAG, grouped_metrics, log_totals
 from trishul_ray.runs.runner import central_twin, run_steps
-from trishul_ray.runs.summary import RunSummary
 from trishul_ray.tracking.progress import RunProgress
 
 #: A part of each that is kept between rounds.

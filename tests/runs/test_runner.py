@@ -16,8 +16,8 @@ from tiny_run import TINY
 from trishul_ray.errors import CorruptFileError, RunError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.report.summary import TABLES, RunSummary, read_metrics
 from trishul_ray.runs.runner import run_experiment, run_steps
-from trishul_ray.runs.summary import TABLES, RunSummary, read_metrics
 from trishul_ray.tracking.progress import RunProgress, format_count
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.report.summary import read_metrics
 from trishul_ray.report.tables import build_tables
-from trishul_ray.runs.summary import read_metrics
 from trishul_ray.sweeps import tuner
 from trishul_ray.sweeps.cells import TuneOptions, load_sweep
 from trishul_ray.sweeps.reproduce import reproduce

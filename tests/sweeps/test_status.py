@@ -2,8 +2,11 @@
 
 import dataclasses
 import io
+import os
 import re
 import shutil
+import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,11 +15,23 @@ from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.report.summary import (
+    RunSummary,
+    mark_finished,
+    times_finished,
+    unmark_finished,
+)
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.runs.summary import RunSummary
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import sweep_from_axes
-from trishul_ray.sweeps.status import CellState, collect, examine, other_results, record_failure
+from trishul_ray.sweeps.status import (
+    CellState,
+    collect,
+    examine,
+    other_results,
+    record_failure,
+    remove_unused_copies,
+)
 from trishul_ray.tracking.progress import RunProgress
 
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
@@ -196,6 +211,41 @@ def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):
     lost = experiment_in(place, cache, f"storage.runs={s3_bucket('runs', 'no-such-bucket')}")
     with pytest.raises(InputError, match=r"bucket 'no-such-bucket' does not exist"):
         examine({lost.id: lost})
+
+
+def test_a_finished_run_in_a_bucket_is_read_once(cell, place, cache, s3_bucket):
+    runs = s3_bucket("runs")
+    there = experiment_in(place, cache, f"storage.runs={runs}")
+    home = Store.open(runs).child(there.id)
+    home.upload_folder(place / "runs" / cell.id)
+    mark_finished(home)
+    state = examine({there.id: there})[there.id]
+    assert state.status == "finished" and state.home.is_local
+    home.write("result.json", b"{}")
+    assert examine({there.id: there})[there.id].summary == state.summary
+    time.sleep(1.1)  # a bucket has times in seconds
+    mark_finished(home)
+    assert examine({there.id: there})[there.id].status == "corrupt"
+    unmark_finished(home)
+    assert times_finished(Store.open(runs)) == {}
+    home.remove_all()
+    assert examine({there.id: there})[there.id].status == "missing"
+
+
+def test_a_copy_that_is_damaged_is_not_used(cell, place, tmp_path, s3_bucket):
+    runs = s3_bucket("runs")
+    there = experiment_in(place, tmp_path / "cache", f"storage.runs={runs}")
+    home = Store.open(runs).child(there.id)
+    home.upload_folder(place / "runs" / cell.id)
+    mark_finished(home)
+    (copy,) = [examine({there.id: there})[there.id].home.root]
+    for damaged in ("result.json", "metrics.parquet"):
+        Path(copy, damaged).write_bytes(b"{}")
+        state = examine({there.id: there})[there.id]
+        assert state.status == "finished" and not state.home.is_local
+    os.utime(Path(copy).parent, (0, 0))
+    assert remove_unused_copies(tmp_path / "cache") == [Path(copy).parent]
+    assert examine({there.id: there})[there.id].home.is_local
 
 
 def test_a_store_that_cannot_be_read_is_an_error_not_a_missing_result(cell, place):

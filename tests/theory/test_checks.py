@@ -18,8 +18,8 @@ from trishul_ray.api import load
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods import slots
+from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.runs.summary import RunSummary, read_metrics
 from trishul_ray.spectral.allocation import (
     best_integers,
     round_to_total,

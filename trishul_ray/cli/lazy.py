@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from trishul_ray import config as config
     from trishul_ray import doctor as doctor
     from trishul_ray import jobs as jobs
-    from trishul_ray.adapters import targets as targets
     from trishul_ray.cli import listing as listing
     from trishul_ray.data import partition as partition
     from trishul_ray.data import prepare as prepare
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
     from trishul_ray.experiment import fit as fit
     from trishul_ray.experiment import loading as loading
     from trishul_ray.federation import checkpoint as checkpoint
-    from trishul_ray.federation.on_ray import fork_server as fork_server
     from trishul_ray.federation.on_ray import session as session
-    from trishul_ray.models import backbone as backbone
     from trishul_ray.models import pretraining as pretraining
     from trishul_ray.report import claims as claims
     from trishul_ray.report import formats as formats
@@ -31,10 +28,10 @@ if TYPE_CHECKING:
     from trishul_ray.report import tables as tables
     from trishul_ray.report.figures import clients as clients
     from trishul_ray.report.figures import drawing as drawing
+    from trishul_ray.runs import artifacts as artifacts
     from trishul_ray.runs import export as export
     from trishul_ray.runs import mlflow_log as mlflow_log
     from trishul_ray.runs import runner as runner
-    from trishul_ray.runs import summary as summary
     from trishul_ray.sweeps import cells as cells
     from trishul_ray.sweeps import plan as plan
     from trishul_ray.sweeps import rates as rates
@@ -48,16 +45,15 @@ if TYPE_CHECKING:
 else:
     _FOLDERS = {
         "": ("api", "config", "doctor", "jobs"),
-        ".adapters": ("targets",),
         ".cli": ("listing",),
         ".data": ("partition", "prepare"),
         ".experiment": ("fit", "loading"),
         ".federation": ("checkpoint",),
-        ".federation.on_ray": ("fork_server", "session"),
-        ".models": ("backbone", "pretraining"),
+        ".federation.on_ray": ("session",),
+        ".models": ("pretraining",),
         ".report": ("claims", "formats", "page", "tables"),
         ".report.figures": ("clients", "drawing"),
-        ".runs": ("export", "mlflow_log", "runner"),
+        ".runs": ("artifacts", "export", "mlflow_log", "runner"),
         ".sweeps": ("cells", "plan", "rates", "reproduce", "status"),
         ".theory": ("checks",),
         ".tracking": ("mlflow", "progress"),

@@ -1,8 +1,10 @@
 """Commands on one experiment: run it, compare it with another, and export its adapter."""
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -75,21 +77,7 @@ def run(
         return
     # An unknown name is refused before anything imports torch.
     lazy.prepare.find_source(experiment.data)
-    with _early_fork_server(experiment, fresh):
-        _run_and_show(experiment, fresh=fresh, central=central)
-
-
-def _early_fork_server(
-    experiment: "lazy.experiment.Experiment", fresh: bool
-) -> AbstractContextManager[None]:
-    """Start to import what the workers need, on another core than what this process needs."""
-    if experiment.resources.backend != "ray":
-        return nullcontext()
-    with suppress(OSError):  # reported by the run itself, with what is kept
-        if not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json"):
-            return nullcontext()
-    forks = lazy.session.forks_workers() and not lazy.session.joins_cluster()
-    return lazy.fork_server.early_fork_server() if forks else nullcontext()
+    _run_and_show(experiment, fresh=fresh, central=central)
 
 
 def _run_and_show(experiment: "lazy.experiment.Experiment", *, fresh: bool, central: bool) -> None:
@@ -203,11 +191,28 @@ def _run_one(
 ) -> "lazy.runner.FinishedRun":
     print_line(f"{label}: {lazy.mlflow_log.describe(experiment)}", err)
     progress = show_progress(experiment.federation.rounds)
-    with resumable(progress, partial(_how_to_continue, experiment)):
+    with resumable(progress, partial(_how_to_continue, experiment)), _ray_for(experiment, fresh):
         result = lazy.runner.run_experiment(experiment, progress, fresh=fresh)
     if result.repeated:
         print_line("this run had finished before; showing its result (--fresh runs it again)", err)
     return result
+
+
+@contextmanager
+def _ray_for(experiment: "lazy.experiment.Experiment", fresh: bool) -> Iterator[None]:
+    """Start Ray for a run while a thread imports what the run needs: each takes two seconds."""
+    resources = experiment.resources
+    # A run that asks for a GPU may be refused first, where there is neither one nor a cluster.
+    if resources.backend != "ray" or resources.device == "cuda" or lazy.session.joins_cluster():
+        yield
+        return
+    with suppress(OSError):  # reported by the run itself, with what is kept
+        if not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json"):
+            yield
+            return
+    Thread(target=lambda: (lazy.runner, lazy.artifacts), daemon=True).start()
+    with lazy.session.ray_session():
+        yield
 
 
 def _how_to_continue(experiment: "lazy.experiment.Experiment", fails_again: bool) -> str:

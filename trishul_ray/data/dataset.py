@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from trishul_ray.errors import CorruptFileError, InputError, first_line
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.rng import numpy_rng
 
@@ -185,7 +186,7 @@ class Split:
             raise CorruptFileError(f"prepared data {self.path} is unreadable: {reason}") from error
 
     @cached_property
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self) -> Json:
         try:
             return dict(json.loads((self._batch.schema.metadata or {})[_META]))
         except (KeyError, ValueError) as error:
@@ -274,7 +275,7 @@ class PreparedDataset:
     folder: Path
     split_names: tuple[str, ...]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         # Without the open splits.
         return {"folder": self.folder, "split_names": self.split_names}
 

@@ -38,7 +38,7 @@ from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTab
 from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
-from trishul_ray.files import make_cache_folder, stamp
+from trishul_ray.files import Json, make_cache_folder, stamp
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig
@@ -377,7 +377,7 @@ class Coverage:
             f"{held_out}{self.test} test rows scored; {self.source}{', revision unknown' * unknown}"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return all as plain JSON values; ``skipped`` and ``validation`` only if there are any."""
         fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
         for name in ("skipped", "validation"):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_cla
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
 from trishul_ray.edge.privacy.draws import participants
 from trishul_ray.errors import FailsAgainError
+from trishul_ray.files import Json
 from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
 
@@ -72,7 +73,7 @@ class ClockState:
     battery: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "ClockState":
+    def from_json(cls, fields: Json) -> "ClockState":
         """Return the state that JSON holds."""
         return cls(**fields | {"past": Past(**fields["past"])})
 

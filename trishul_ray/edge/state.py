@@ -1,11 +1,11 @@
 """What the edge keeps on the server between rounds; a part of the checkpoint."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from trishul_ray.edge.fleet import ClockState
+from trishul_ray.files import Json
 
 
 @dataclass
@@ -48,7 +48,7 @@ class EdgeState:
         return any(vars(self).values())
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "EdgeState":
+    def from_json(cls, fields: Json) -> "EdgeState":
         """Return the state that JSON holds, whose keys are texts."""
         kept = {int(client): arrays for client, arrays in fields.pop("kept").items()}
         if (privacy := fields.pop("privacy", None)) is not None:

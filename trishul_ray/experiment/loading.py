@@ -20,11 +20,13 @@ from pydantic import BaseModel, ValidationError
 
 from trishul_ray import plugins
 from trishul_ray.config import SHORT_MODEL_NAMES
+from trishul_ray.edge.privacy.accounting import affordable
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import EDGE_SECTIONS, Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
 from trishul_ray.experiment.yaml_files import (
+    RawFields,
     RepeatedKeyError,
     parse_yaml,
     read_yaml,
@@ -90,7 +92,7 @@ def experiment_of_arguments(
     return _load(user, given)
 
 
-def _load(user: dict[str, Any], given: Sequence[tuple[str, str, Any]]) -> Experiment:
+def _load(user: RawFields, given: Sequence[tuple[str, str, Any]]) -> Experiment:
     """Set fields over nested ones, and resolve them.
 
     ``given`` has what is named in errors, the name of the field, and its value.
@@ -139,7 +141,7 @@ def is_field(name: str) -> bool:
     return name in known | parts | SHORT_FIELDS.keys()
 
 
-def resolve_experiment(user: dict[str, Any]) -> Experiment:
+def resolve_experiment(user: RawFields) -> Experiment:
     """Put the user's fields over the preset of their dataset, and validate them.
 
     Args:
@@ -169,15 +171,13 @@ def _within_budget(experiment: Experiment) -> Experiment:
     """Return the experiment with as many rounds as ``privacy.budget`` pays."""
     if experiment.privacy.budget is None:
         return experiment
-    from trishul_ray.edge.privacy.accounting import affordable  # the library takes a second
-
     fed = experiment.federation
     clients, cohort, surveys = fed.participants, fed.clients_per_round, experiment.surveys
     paid = affordable(experiment.privacy, experiment.seed, clients, cohort, fed.rounds, surveys)
     return experiment.model_copy(update={"federation": fed.model_copy(update={"rounds": paid})})
 
 
-def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment:
+def build_experiment(fields: RawFields, *, note: bool = True) -> Experiment:
     """Validate the fields of an experiment; raises as :func:`load_experiment`.
 
     With ``note``, the content of its own data and model is noted as it is now; see
@@ -193,7 +193,7 @@ def build_experiment(fields: dict[str, Any], *, note: bool = True) -> Experiment
     return note_content(experiment) if note else experiment
 
 
-def _load_plugins(fields: dict[str, Any]) -> None:
+def _load_plugins(fields: RawFields) -> None:
     """Load the files that the field ``plugins`` names; what they register may be named, too."""
     if given := fields.get("plugins"):
         given = given if isinstance(given, list | tuple) else [given]
@@ -216,7 +216,7 @@ def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) ->
 
 
 @cache
-def _preset(dataset: str) -> dict[str, Any]:
+def _preset(dataset: str) -> RawFields:
     """Return the fields of ``presets/<dataset>.yaml``; empty if there is no such file."""
     # Look it up among the files instead of joining paths: the name may come from the user.
     files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
@@ -226,7 +226,7 @@ def _preset(dataset: str) -> dict[str, Any]:
     return fields
 
 
-def _expand_short_fields(fields: dict[str, Any]) -> None:
+def _expand_short_fields(fields: RawFields) -> None:
     if "dataset" in fields:
         set_field(fields, "data.name", fields.pop("dataset"), "dataset")
     for key in ("model", "method"):
@@ -247,7 +247,7 @@ def split_override(text: str) -> tuple[str, Any]:
         raise InputError(f"override {text!r}: value is not YAML: {one_line(error)}") from error
 
 
-def set_field(fields: dict[str, Any], dotted: str, value: Any, override: str = "") -> None:
+def set_field(fields: RawFields, dotted: str, value: Any, override: str = "") -> None:
     """Set a field of nested ones by its dotted name; ``override`` is named in errors.
 
     Raises:
@@ -267,7 +267,7 @@ def set_field(fields: dict[str, Any], dotted: str, value: Any, override: str = "
     fields[last] = value
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: RawFields, over: RawFields) -> RawFields:
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -286,7 +286,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _changes_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
+def _changes_model(base: RawFields, over: RawFields) -> bool:
     model = over.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str):
@@ -295,7 +295,7 @@ def _changes_model(base: dict[str, Any], over: dict[str, Any]) -> bool:
     return SHORT_MODEL_NAMES.get(name.lower(), name) != of_preset
 
 
-def _describe_error(item: Any, fields: dict[str, Any]) -> str:
+def _describe_error(item: Any, fields: RawFields) -> str:
     """Return one line with field, value and what is allowed, for an error of pydantic."""
     path: list[str] = []
     model: type[BaseModel] = Experiment
@@ -346,7 +346,7 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     return f"unknown field {dotted!r}; {hint}"
 
 
-def _method_of(fields: dict[str, Any]) -> str:
+def _method_of(fields: RawFields) -> str:
     method = fields.get("method", "trishul")
     name = method.get("name", "trishul") if isinstance(method, dict) else method
     return name if name in method_names() else "trishul"

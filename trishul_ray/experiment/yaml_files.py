@@ -1,11 +1,14 @@
 """Read YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
 from trishul_ray.errors import InputError, one_line
+
+#: Fields of an experiment, nested by section, before they are validated.
+RawFields: TypeAlias = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
@@ -35,7 +38,7 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> RawFields:
     """Return the fields in a YAML file; raise InputError if it cannot be read, or holds none."""
     try:
         loaded = parse_yaml(path.read_text(encoding="utf-8"))

@@ -26,6 +26,7 @@ from trishul_ray.edge.state import EdgeState
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, ArrayState
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
+from trishul_ray.files import Json
 from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
@@ -47,7 +48,7 @@ def round_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _stored(value: Any) -> dict[str, Any]:
+def _stored(value: Any) -> Json:
     """Return the fields of a dataclass that a file holds."""
     stored = vars(value)
     optional = [each.name for each in fields(value) if each.metadata == OPTIONAL]
@@ -96,7 +97,7 @@ class Checkpoint:
         """Return the content of the file."""
         tensors: Arrays = {}
 
-        def plain(value: Any) -> dict[str, Any]:
+        def plain(value: Any) -> Json:
             """Return what JSON stores of an array or a dataclass."""
             if isinstance(value, np.ndarray):
                 name = str(len(tensors))

@@ -6,7 +6,6 @@ Legend: W entries of the shared part, U units of aggregation.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,8 @@ from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, configured_weight, round_units
+from trishul_ray.files import Json
+from trishul_ray.lazy import scipy
 from trishul_ray.methods.base import Method, State, method_class
 from trishul_ray.rng import numpy_rng
 
@@ -161,9 +162,7 @@ def promised(experiment: Experiment, noise: float | None = None) -> Guarantee:
     return found
 
 
-def privacy_report(
-    experiment: Experiment, state: EdgeState, last: RoundRecord
-) -> dict[str, Any] | None:
+def privacy_report(experiment: Experiment, state: EdgeState, last: RoundRecord) -> Json | None:
     """Return what the summary of a run says of its privacy after a round; None without any."""
     fed = experiment.federation
     if state.privacy is None:
@@ -191,8 +190,7 @@ def ring_lines(experiment: Experiment, method: Method, blueprint: Blueprint) -> 
     ]
     if privacy.on:
         return lines
-    from scipy.stats import binom
-
+    binom = scipy.stats.binom
     size = experiment.federation.clients_per_round
     shares = unit_shares(experiment, method, blueprint)
     few = binom.cdf(server.min_clients - 1, size, shares) - binom.pmf(0, size, shares)

@@ -28,6 +28,7 @@ from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.config import Section
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
@@ -542,7 +543,7 @@ def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> 
     return method
 
 
-def _restored(needed: tuple[plugins.Plugin, ...], fields: dict[str, Any], alpha: Any) -> Method:
+def _restored(needed: tuple[plugins.Plugin, ...], fields: Json, alpha: Any) -> Method:
     """Return a method in the process that it was sent to, which may not know its plug-in yet."""
     for plugin in needed:
         plugins.find_plugin(plugin)

@@ -1,1 +1,1 @@
-"""What finished runs show: tables, figures, claims, and the page of them."""
+"""What finished runs show: result.json, tables, figures, claims, and the page of them."""

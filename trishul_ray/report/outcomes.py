@@ -9,18 +9,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from trishul_ray.config import Section
-from trishul_ray.lazy import pq
+from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.storage import Store
-
-if TYPE_CHECKING:
-    from trishul_ray.runs.summary import RunSummary
 
 #: The axis whose labels are repetitions.
 SEED = "seed"
@@ -98,6 +95,10 @@ class FigureLayout(Section):
     paper: Text | None = Field(None, description="key of the paper's figure, such as fig:lambda")
 
 
+#: A row of a table in long format, by column.
+Row: TypeAlias = dict[str, Any]
+
+
 @dataclass(frozen=True)
 class DrawnFigure:
     """A figure: an ``<svg>`` element, the same as PDF, and what it shows as CSV.
@@ -127,7 +128,7 @@ class CellOutcome:
     status: CellStatus
     reason: str
     metric: str
-    summary: "RunSummary | None"
+    summary: RunSummary | None
     home: Store
 
     @property
@@ -142,7 +143,7 @@ class CellOutcome:
         return None if value is None else float(value)
 
     @property
-    def result(self) -> "RunSummary":
+    def result(self) -> RunSummary:
         """The content of ``result.json`` of a finished cell."""
         assert self.summary is not None, f"cell {self.id} is {self.status}"
         return self.summary
@@ -168,16 +169,15 @@ class CellOutcome:
         return tuple(self.labels[axis] for axis in axes)
 
     @cached_property
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, float]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing.
 
         Empty if the file was deleted since.
         """
         try:
-            rows = pq.read_table(io.BytesIO(self.home.read("metrics.parquet"))).to_pylist()
+            return read_metrics(self.home)
         except FileNotFoundError:
             return []
-        return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
     @cached_property
     def arrays(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
@@ -33,12 +33,10 @@ from trishul_ray.report.outcomes import (
 )
 from trishul_ray.report.paper import figure_numbers, slips
 from trishul_ray.report.statistics import ALPHA, POWER
+from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
 from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import __version__
-
-if TYPE_CHECKING:
-    from trishul_ray.runs.summary import Hardware, RunSummary
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
@@ -424,7 +422,7 @@ def _distinct(sweeps: Sequence[SweepOutcome]) -> list[tuple[SweepOutcome, CellOu
     return list(found.values())
 
 
-def _machine(hardware: "Hardware") -> str:
+def _machine(hardware: Hardware) -> str:
     gpus = Counter(hardware.gpus)
     devices = [f"{count} x {name}" for name, count in sorted(gpus.items())] or ["no GPU"]
     return ", ".join(
@@ -464,7 +462,7 @@ def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:
     return tuple(found)
 
 
-def _value(summary: "RunSummary", field: str) -> str | None:
+def _value(summary: RunSummary, field: str) -> str | None:
     """Return how a run set a field, as text; None if it does not apply."""
     section, _, name = field.partition(".")
     # The source of a rate cannot change a number: it is not part of the identity.

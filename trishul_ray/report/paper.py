@@ -9,14 +9,16 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from trishul_ray.files import Json
+
 #: Keys of a record that say nothing about the position of its value in the table.
 _NO_LABEL = ("metric", "value", "budget_rank", "line")
 
 
 @cache
-def _paper() -> dict[str, Any]:
+def _paper() -> Json:
     file = resources.files("trishul_ray") / "report" / "paper.json"
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    content: Json = json.loads(file.read_text(encoding="utf-8"))
     return content
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 class _CallablePackage(ModuleType):
     def __call__(self, store: str = "runs") -> "pd.DataFrame":
-        """Return finished runs; see :func:`trishul_ray.runs.summary.table_of_runs`."""
-        from trishul_ray.runs.summary import table_of_runs
+        """Return finished runs; see :func:`trishul_ray.report.summary.table_of_runs`."""
+        from trishul_ray.report.summary import table_of_runs
 
         return table_of_runs(store)
 

@@ -15,13 +15,15 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.workbench import depends_on_rounds
+from trishul_ray.files import Json
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
-from trishul_ray.runs.summary import (
+from trishul_ray.report.summary import (
     TABLES,
     RunSummary,
     file_hashes,
     flatten,
+    mark_finished,
     unscored,
     write_tables,
 )
@@ -116,6 +118,7 @@ def restore_files(
                 files = sorted({*listed, *wanted})
                 summary = replace(summary, files=files, sha256={**before, **written})
                 home.write("result.json", summary.to_json())
+                mark_finished(home)
     except (InputError, RunError, FileNotFoundError) as error:
         progress.note(f"{faults} in {home.uri} and cannot be restored: {names} ({error})")
     else:
@@ -155,7 +158,7 @@ def note_differences(experiment: Experiment, home: Store, progress: RunProgress)
         progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}")
 
 
-def _subject(config: dict[str, Any]) -> tuple[Any, ...]:
+def _subject(config: Json) -> tuple[Any, ...]:
     """Return the dataset and the backbone that a configuration names."""
     return config["data"]["name"], config["data"].get("path"), config["model"]["name"]
 

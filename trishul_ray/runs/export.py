@@ -11,7 +11,6 @@ import difflib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from torch import nn
@@ -27,13 +26,14 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import ArrayState, changed_sources
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
+from trishul_ray.files import Json
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import ModelKind, quiet_transformers
 from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
-from trishul_ray.runs.summary import run_ids
+from trishul_ray.report.summary import run_ids
 from trishul_ray.storage import Store
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.version import __version__
@@ -283,7 +283,7 @@ def name_classes(model: nn.Module, bench: ModelBench) -> None:
         config.label2id = {name: index for index, name in enumerate(bench.info.classes)}
 
 
-def image_processor(task: ImageClassification) -> dict[str, Any]:
+def image_processor(task: ImageClassification) -> Json:
     """Return the image processor of transformers that prepares images as the task does."""
     side = task.image_size
     return {
@@ -373,5 +373,5 @@ def _use(bench: ModelBench, backbone: BackboneName | None, python: bool) -> list
     ]
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: Json) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -33,7 +33,7 @@ from trishul_ray.experiment.fit import (
     smaller_images,
 )
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.edge import promised
+from trishul_ray.federation.edge import privacy_report, promised
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -43,6 +43,15 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.plugins import find_plugin
 from trishul_ray.redaction import redact
+from trishul_ray.report.summary import (
+    FAILURE,
+    RunSummary,
+    attempt_of,
+    file_hashes,
+    mark_finished,
+    unmark_finished,
+    write_tables,
+)
 from trishul_ray.runs.earlier import (
     check_sources,
     extend_shorter,
@@ -58,13 +67,6 @@ from trishul_ray.runs.mlflow_log import (
     mark_replaced,
     mlflow_command,
     open_tracker,
-)
-from trishul_ray.runs.summary import (
-    FAILURE,
-    RunSummary,
-    attempt_of,
-    file_hashes,
-    write_tables,
 )
 from trishul_ray.storage import Store, reason
 from trishul_ray.tasks.build import unread_fields
@@ -174,6 +176,7 @@ def run_steps(
         if fresh:
             for refused in mark_replaced(experiment, attempt_of(home), by=new):
                 progress.note(f"not marked in MLflow: {refused}")
+            unmark_finished(home)
             home.remove_all()
         if extras:  # a sweep's runs differ by design
             note_differences(experiment, home, progress)
@@ -254,7 +257,8 @@ def _run(
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            write_tables(experiment, result.checkpoint, folder)
+            state = result.checkpoint
+            write_tables(experiment, state, folder)
             export = None
             if options.extras:
                 # Imports matplotlib and PEFT, which takes seconds.
@@ -262,12 +266,13 @@ def _run(
 
                 export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
-            before = [r for r in result.checkpoint.records if r.round <= earlier]
+            before = [r for r in state.records if r.round <= earlier]
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
             hashes = file_hashes(folder)
             summary = replace(
                 RunSummary.of(experiment, result, coverage, wall, tracker.run_id),
                 export=None if export is None else asdict(export),
+                privacy=privacy_report(experiment, state.edge, state.records[-1]),
                 files=list(hashes),
                 sha256=hashes,
                 logged_to=tracker.place,
@@ -276,6 +281,7 @@ def _run(
             content = summary.to_json()
             # The last file of all: its presence marks the run as finished.
             home.write("result.json", content)
+            mark_finished(home)
             home.remove(FAILURE)
             (folder / "result.json").write_bytes(content)
             tracker.log_artifacts(folder)

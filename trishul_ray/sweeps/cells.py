@@ -22,6 +22,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.loading import resolve_experiment, set_field
+from trishul_ray.lazy import ray
 from trishul_ray.report.figures import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
 from trishul_ray.report.paper import figure_numbers, paper_keys
@@ -261,14 +262,12 @@ def with_random_samples(sweep: Sweep) -> Sweep:
     search = sweep.search
     if search is None or search.kind != "random":
         return sweep
-    from ray.tune.search.variant_generator import generate_variants
-
     rng = np.random.RandomState(search.seed)
     space = sampling_space(search)
     samples = [
         spec
         for _ in range(search.samples)
-        for _, spec in generate_variants(space, random_state=rng)
+        for _, spec in ray.tune.search.variant_generator.generate_variants(space, random_state=rng)
     ]
     return with_samples(sweep, [(cell, values) for cell in sweep.cells for values in samples])
 
@@ -311,8 +310,7 @@ def sampled(cell: Cell, values: Mapping[str, Any], search: Search) -> Cell:
 
 def sampling_space(search: Search) -> dict[str, Any]:
     """Return the space of a search as Ray Tune takes it."""
-    from ray import tune
-
+    tune = ray.tune
     space: dict[str, Any] = {}
     for name, domain in search.space.items():
         if domain.kind == "choice":

@@ -22,7 +22,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
 from trishul_ray.lazy import torch
 from trishul_ray.report.outcomes import CellStatus
-from trishul_ray.runs.summary import RunSummary, flatten
+from trishul_ray.report.summary import RunSummary, flatten
 from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.status import CellState

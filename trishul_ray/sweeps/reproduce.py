@@ -13,8 +13,8 @@ from trishul_ray.errors import InputError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.outcomes import SweepOutcome
+from trishul_ray.report.summary import attempt_of, read_metrics
 from trishul_ray.runs.mlflow_log import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
-from trishul_ray.runs.summary import attempt_of, read_metrics
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import (
     Cell,

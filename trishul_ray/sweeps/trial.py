@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from ray import tune
 from ray.exceptions import RayActorError
@@ -28,8 +28,8 @@ from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.server import RoundReport
+from trishul_ray.report.summary import NUMBERS, attempt_of
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
-from trishul_ray.runs.summary import NUMBERS, attempt_of
 from trishul_ray.sweeps.cells import CellRun, FindRun
 from trishul_ray.sweeps.status import read_failure
 from trishul_ray.sweeps.sweep_file import HEADLINE
@@ -42,6 +42,8 @@ BUSY = "busy"
 MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0
 #: The metric that :data:`HEADLINE` is, by its own name.
 HEADLINE_NAME = "headline_name"
+#: What a trial reports after a round; the metrics, and values of the keys above.
+TuneResult: TypeAlias = dict[str, Any]
 
 
 class _Notes(RunProgress):
@@ -126,7 +128,7 @@ class CellTrial(tune.Trainable):
         self._close_run()
         self._workers.close()
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> TuneResult:
         """Run one round and return its metrics.
 
         Raises:
@@ -163,7 +165,7 @@ class CellTrial(tune.Trainable):
         self._round_seconds: list[float] = []
         self._notes = _Notes()
         self._metrics: dict[str, float] = {}
-        self._results: deque[dict[str, Any]] = deque()
+        self._results: deque[TuneResult] = deque()
         self._steps = self._run(self._cell)
 
     def _run(self, run: CellRun) -> RunSteps:

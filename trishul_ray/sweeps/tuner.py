@@ -48,6 +48,7 @@ from trishul_ray.sweeps.trial import (
     ROUND,
     STOPPED,
     CellTrial,
+    TuneResult,
 )
 from trishul_ray.tracking.progress import SweepProgress, format_duration
 
@@ -176,7 +177,7 @@ class Monitor(tune.Callback):
         self._find, self._progress = find, progress
         self._search = search or Search()
         self._runs: dict[str, CellRun] = {}  # by trial
-        self._results: dict[str, dict[str, Any]] = {}  # the last ones, by trial
+        self._results: dict[str, TuneResult] = {}  # the last ones, by trial
         self._finished: set[str] = set()  # or stopped early
         self._attempts: dict[str, int] = {}
         self._reported: dict[str, float] = {}  # when, by trial
@@ -195,7 +196,7 @@ class Monitor(tune.Callback):
         self._progress.start(self._id(trial))
 
     def on_trial_result(
-        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
+        self, iteration: int, trials: list[Trial], trial: Trial, result: TuneResult, **info: Any
     ) -> None:
         """Show a round and what was reported in it."""
         self._results[trial.trial_id] = result
@@ -536,7 +537,7 @@ def _optuna(search: Search) -> Searcher:
     from ray.tune.search.optuna import OptunaSearch
 
     class Suggestions(OptunaSearch):
-        def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        def on_trial_result(self, trial_id: str, result: TuneResult) -> None:
             if self.metric in result:  # otherwise no round has been evaluated yet
                 super().on_trial_result(trial_id, result)
 

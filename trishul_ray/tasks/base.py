@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
 from trishul_ray import plugins
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import ModelKind
     from trishul_ray.tasks.text import TokenizerRef
+
+#: Keyword arguments of a model for a batch.
+ModelInputs: TypeAlias = dict[str, Any]
 
 
 class Task(ABC):
@@ -120,7 +124,7 @@ class Task(ABC):
         """Return what :meth:`score` scores: the model's outputs, or the text it generates."""
         return model.forward(**self.inputs(batch))
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
         """Return the keyword arguments of the model for a prepared batch."""
         return {name: value for name, value in batch.items() if name not in self.targets}
 
@@ -133,7 +137,7 @@ class Task(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} must define answers()")
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Return how rows become inputs and outputs answers, as JSON values for ``task.json``."""
         return {}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.lazy import torch
+from trishul_ray.lazy import torch, torchmetrics
 from trishul_ray.tasks.base import register
 from trishul_ray.tasks.text import CHUNK, read_texts
 from trishul_ray.tasks.text2text import Text2Text
@@ -61,14 +61,13 @@ class QuestionAnswering(Text2Text):
 
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``f1`` and ``exact_match`` [b], each the largest over a row's references."""
-        # This import takes seconds, and only the evaluation of answers needs it.
-        from torchmetrics.functional.text import squad
-
         scores = np.zeros((2, len(texts)))
         for row, (text, packed) in enumerate(zip(texts, batch["references"], strict=True)):
             answers = {"text": unpack_answers(packed.numpy())}
             target: dict[str, Any] = {"answers": answers, "id": "0"}
-            result = squad({"prediction_text": text, "id": "0"}, target)
+            result = torchmetrics.functional.text.squad(
+                {"prediction_text": text, "id": "0"}, target
+            )
             scores[:, row] = float(result["f1"]) / 100, float(result["exact_match"]) / 100
         return {"f1": torch.from_numpy(scores[0]), "exact_match": torch.from_numpy(scores[1])}
 

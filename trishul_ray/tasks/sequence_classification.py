@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trishul_ray.errors import InputError
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch
-from trishul_ray.tasks.base import Classification, group_column, register, to_device
+from trishul_ray.tasks.base import Classification, ModelInputs, group_column, register, to_device
 from trishul_ray.tasks.text import TokenizerRef, read_texts, trim_padding
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class SequenceClassification(Classification):
             decoder=decoder,
         )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Return the fields and their limit."""
         return {"fields": list(self.fields), "max_length": self.max_length}
 
@@ -137,7 +138,7 @@ class SequenceClassification(Classification):
             prepared["token_type_ids"] = second.long() * mask
         return to_device(prepared, device) | group_column(batch)
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
         """Return ids and mask; a decoder runs without a key-value cache."""
         return super().inputs(batch) | ({"use_cache": False} if self.decoder else {})
 

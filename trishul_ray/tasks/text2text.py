@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from trishul_ray.errors import InputError
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch, transformers
-from trishul_ray.tasks.base import Task, group_column, logits_of, register, to_device
+from trishul_ray.tasks.base import ModelInputs, Task, group_column, logits_of, register, to_device
 from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
     PromptTokenizer,
@@ -103,7 +104,7 @@ class Text2Text(Task):
         """Return the arguments that a subclass takes besides those of :class:`Text2Text`."""
         return {}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Return the prompt, the limits and how an answer begins."""
         return {
             "template": self.template.text,
@@ -160,7 +161,7 @@ class Text2Text(Task):
         rest = {name: batch[column] for name, column in columns.items() if column in batch}
         return to_device(prepared, device) | rest | group_column(batch)
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
         """Return the inputs of encoder and decoder; no key-value cache is kept."""
         return super().inputs(batch) | {"use_cache": False}
 
@@ -256,7 +257,7 @@ class TextToClass(Text2Text):
         """Return the text of each class."""
         return {"class_texts": class_texts(config, info)}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Return the settings of :class:`Text2Text`, and the text of each class."""
         return super().settings() | {"class_texts": list(self.class_texts)}
 

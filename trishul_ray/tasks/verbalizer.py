@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trishul_ray.errors import InputError
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import (
     Classification,
+    ModelInputs,
     constant,
     group_column,
     logits_of,
@@ -107,7 +109,7 @@ class Verbalizer(Classification):
             groups=info.groups,
         )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Return the prompt, the tokens around it, and those that are compared."""
         return {
             "template": self.template.text,
@@ -162,7 +164,7 @@ class Verbalizer(Classification):
         prepared = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return to_device(prepared | {"labels": batch["label"]}, device) | group_column(batch)
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
         """Return the prompt; logits are computed at the last position only, without a cache."""
         return super().inputs(batch) | {"logits_to_keep": 1, "use_cache": False}
 

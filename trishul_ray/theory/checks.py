@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from trishul_ray.lazy import torch
+from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.runs.summary import RunSummary, read_metrics
 from trishul_ray.spectral.allocation import (
     best_integers,
     round_to_total,

@@ -14,8 +14,6 @@ import ray
 from trishul_ray.federation.on_ray import fork_server as module
 from trishul_ray.federation.on_ray.fork_server import (
     ForkServer,
-    early_fork_server,
-    new_fork_server,
 )
 
 #: A worker's script: what it is, and what it was given.
@@ -113,19 +111,6 @@ def test_the_server_ends_with_the_process_that_started_it():
     process.communicate()
     gone, _ = psutil.wait_procs([server], timeout=60)  # it looks after its imports
     assert gone
-
-
-@pytest.mark.slow
-def test_one_ray_takes_the_server_that_was_started_early():
-    with early_fork_server():
-        first = new_fork_server()
-        with new_fork_server() as second:
-            assert psutil.pid_exists(first.pid) and first.pid != second.pid
-    with early_fork_server():
-        unused = module._early[0].pid
-    assert not psutil.pid_exists(first.pid) and not psutil.pid_exists(unused)
-    with new_fork_server() as later:
-        assert later.pid not in (first.pid, unused)
 
 
 def test_actors_of_a_local_ray_are_forks(local_ray, fork_server):

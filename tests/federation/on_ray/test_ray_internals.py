@@ -7,6 +7,8 @@ import time
 
 import pytest
 import ray
+from ray._private import ray_constants, utils, worker
+from ray._private.node import Node
 from ray.job_submission import JobSubmissionClient
 
 from trishul_ray.federation.on_ray import ray_internals
@@ -61,6 +63,7 @@ def test_nodes_and_processes_of_a_ray_of_ones_own(local_ray):
     assert ray_internals.draining_nodes() == set()
     assert ray_internals.launch_failures() == []
     assert ray_internals.started_here()
+    assert {*worker._global_node.all_processes} == {"gcs_server", "raylet"}
     processes = ray_internals.own_processes()
     assert len(processes) == 2 and all(each.poll() is None for each in processes)
     session = ray_internals.session_folder()
@@ -75,12 +78,12 @@ def test_there_is_no_gpu_where_torch_finds_none():
 
 
 def test_what_is_replaced_while_ray_starts_is_there_and_put_back():
-    from ray._private import ray_constants, utils, worker
-
     before = ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled
     handler = signal.getsignal(signal.SIGTERM)
     install = utils.set_sigterm_handler
+    starts = Node.start_api_server, utils.get_dashboard_dependency_error
     with (
+        ray_internals.without_monitors(),
         ray_internals.listening_on_localhost(),
         ray_internals.without_messages(),
         ray_internals.without_sigterm_handler(),
@@ -90,6 +93,7 @@ def test_what_is_replaced_while_ray_starts_is_there_and_put_back():
         assert signal.getsignal(signal.SIGTERM) == handler
     assert before == (ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled)
     assert utils.set_sigterm_handler is install
+    assert starts == (Node.start_api_server, utils.get_dashboard_dependency_error)
 
 
 def test_a_token_is_sent_unless_a_mode_is_set(monkeypatch):

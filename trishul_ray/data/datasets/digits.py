@@ -11,6 +11,7 @@ import numpy as np
 
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback
 from trishul_ray.data.images import pixel_statistics
+from trishul_ray.lazy import sklearn
 from trishul_ray.rng import numpy_rng
 
 #: Rows of each split. The splits are disjoint and hold all 1797 rows; ``pretrain`` is for the
@@ -38,9 +39,7 @@ class Digits:
         The splits are consecutive parts, of :data:`SPLIT_SIZES`, of one permutation of the rows
         drawn from ``numpy_rng(0, "digits-split")``. It is the same for every experiment.
         """
-        from sklearn.datasets import load_digits  # imports scipy, which is slow
-
-        images, labels = load_digits(return_X_y=True)
+        images, labels = sklearn.datasets.load_digits(return_X_y=True)
         # The stored values are 0..16; scale them to 0..255.
         pixels = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         order = numpy_rng(0, "digits-split").permutation(len(labels))

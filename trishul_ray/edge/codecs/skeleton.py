@@ -24,8 +24,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from trishul_ray.edge.codecs.base import Codec, Units, register_codec
+from trishul_ray.lazy import scipy
 
 #: Added to the rank of a core that is sent itself, in place of its change.
 _ITSELF = 2**15
@@ -114,16 +116,14 @@ class Skeleton(Codec):
 
     def _skeleton(self, core: np.ndarray) -> tuple[int, bytes] | None:
         """Return the rank k of a core [r, r] and its skeleton; None if it has full rank."""
-        from scipy.linalg import qr, solve_triangular
-
         rank, norm = len(core), np.linalg.norm(core)
-        upper, order = qr(core, mode="r", pivoting=True)
+        upper, order = scipy.linalg.qr(core, mode="r", pivoting=True)
         # The remainder after k columns is what R has below row k.
         remainders = np.sqrt(np.cumsum(np.square(upper).sum(axis=1)[::-1])[::-1])
         kept = int((remainders > self.fields.tolerance * norm).sum())
         if kept == rank:
             return None
-        combine = solve_triangular(upper[:kept, :kept], upper[:kept, kept:])
+        combine = scipy.linalg.solve_triangular(upper[:kept, :kept], upper[:kept, kept:])
         combine = combine[np.argsort(order[:kept])][:, np.argsort(order[kept:])]
         chosen = np.sort(order[:kept])
         part = b"".join(
@@ -140,9 +140,7 @@ class Skeleton(Codec):
 
 @cache
 def _blas() -> Any:
-    import scipy.linalg  # noqa: F401  # what is not loaded yet is not found
-    from threadpoolctl import ThreadpoolController
-
+    assert scipy.linalg.qr  # what is not loaded yet is not found
     return ThreadpoolController()
 
 

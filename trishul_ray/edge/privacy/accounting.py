@@ -25,6 +25,7 @@ from typing import Any
 from trishul_ray.edge.privacy.config import PrivacyConfig, Sampling
 from trishul_ray.edge.privacy.draws import uniform_cohort
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import scipy
 
 #: Orders of Rényi divergences: integers, for which there is a closed form.
 ORDERS = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256)
@@ -51,11 +52,8 @@ def _library() -> Any:
 @lru_cache(maxsize=64)
 def _loss(noise: float, rate: float) -> Any:
     """Return the privacy loss of one round of Poisson sampling."""
-    _library()
-    from dp_accounting.pld import privacy_loss_distribution
-
     # Losses of little noise are large: their grid is coarser. The error is below 1e-3 of epsilon.
-    return privacy_loss_distribution.from_gaussian_mechanism(
+    return _library().pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise,
         sampling_prob=rate,
         value_discretization_interval=GRID * max(1.0, 0.5 / noise**2),
@@ -204,8 +202,6 @@ def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
 
     ``epsilon`` decreases, and is at most ``target`` at :data:`LARGEST_NOISE`.
     """
-    from scipy.optimize import brentq
-
     high = LARGEST_NOISE
     # By halves: so little noise that its losses fill the memory is never tried.
     while epsilon(high / 2) <= target:
@@ -216,7 +212,11 @@ def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
     def excess(logarithm: float) -> float:
         return math.log(epsilon(math.exp(logarithm)) / target)
 
-    root = math.exp(brentq(excess, math.log(high / 2), math.log(high), xtol=10.0 ** -(DIGITS + 1)))
+    root = math.exp(
+        scipy.optimize.brentq(
+            excess, math.log(high / 2), math.log(high), xtol=10.0 ** -(DIGITS + 1)
+        )
+    )
     scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(root)))
     rounded = math.floor(root * scale)
     while epsilon(rounded / scale) > target:

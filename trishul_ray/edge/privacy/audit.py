@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from scipy.stats import norm
 
+from trishul_ray.lazy import scipy
 from trishul_ray.rng import numpy_rng
 
 
@@ -50,11 +50,11 @@ def estimate(cosines: Sequence[float] | np.ndarray, size: int, delta: float) -> 
     mean, deviation = float(found.mean()), float(found.std(ddof=1))
     spread = max(deviation, 1e-12)
     # Thresholds as quantiles of both: beyond the δ-quantiles no event has a mass above δ.
-    tails = norm.isf(np.geomspace(delta, 0.5, 2000))
+    tails = scipy.stats.norm.isf(np.geomspace(delta, 0.5, 2000))
     steps = np.concatenate([-tails, tails[::-1]])
     thresholds = np.concatenate([steps, mean + spread * steps])
     best = 0.0
-    for tail in (norm.logsf, norm.logcdf):
+    for tail in (scipy.stats.norm.logsf, scipy.stats.norm.logcdf):
         seen, unseen = tail(thresholds, mean, spread), tail(thresholds)
         for first, second in ((seen, unseen), (unseen, seen)):
             over = first > math.log(delta)

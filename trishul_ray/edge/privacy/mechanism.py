@@ -19,15 +19,17 @@ Legend: W numbers of the shared part, U units of aggregation, P all numbers sent
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Unit
+from trishul_ray.edge.privacy import audit
 from trishul_ray.edge.privacy.accounting import Guarantee, bit_deviation, change_noise
 from trishul_ray.edge.privacy.clipping import next_norm
 from trishul_ray.edge.privacy.config import PrivacyConfig
+from trishul_ray.edge.privacy.denoise import denoise
 from trishul_ray.edge.state import PrivacyState
+from trishul_ray.files import Json
 from trishul_ray.rng import numpy_rng
 
 #: What is in a run's files, and not covered by its epsilon.
@@ -44,9 +46,7 @@ SURVEY_NORM = 1e-6
 SIMULATION = "simulation: noise is reproducible from the seed"
 
 
-def reported(
-    promised: Guarantee, simulated: tuple[int, int], last: Mapping[str, float]
-) -> dict[str, Any]:
+def reported(promised: Guarantee, simulated: tuple[int, int], last: Mapping[str, float]) -> Json:
     """Return what the summary of a run says of its privacy, as JSON values.
 
     Args:
@@ -189,8 +189,6 @@ class Mechanism:
             state.arrays.setdefault("start", before.copy())
         if options.denoise == "none" or self.noise == 0:
             return change
-        from trishul_ray.edge.privacy.denoise import denoise  # imports torch
-
         if options.scope == "increment":
             return denoise(change, self.units, self.deviations(norm), options.denoise)
         # What lies below the edge is kept, and counts once it rises above it. The rounds' noises
@@ -228,11 +226,9 @@ class Mechanism:
             norm: S of the round.
         """
         rate = self.cohort / self.clients
-        from trishul_ray.edge.privacy.audit import canaries  # imports scipy
-
         total = np.zeros(int(self.sizes.sum()))
         drawn = numpy_rng(self.seed, "canary-cohort", number).random(self.options.canaries) < rate
-        every = canaries(self.seed, self.options.canaries, len(total))
+        every = audit.canaries(self.seed, self.options.canaries, len(total))
         for direction, taken in zip(every, drawn, strict=True):
             if taken:
                 total += norm * direction
@@ -242,11 +238,9 @@ class Mechanism:
         """Return the ε that canaries estimate from the shared part [W]; None with fewer than 2."""
         if self.options.canaries < 2:
             return None
-        from trishul_ray.edge.privacy.audit import cosines, estimate
-
         moved = now.astype(np.float64) - state.arrays["start"]
-        found = cosines(self.seed, self.options.canaries, moved)
-        return estimate(found, len(moved), self.promised.delta)
+        found = audit.cosines(self.seed, self.options.canaries, moved)
+        return audit.estimate(found, len(moved), self.promised.delta)
 
     def lines(self) -> Sequence[str]:
         """Return what a reader must know before the run, a line each."""

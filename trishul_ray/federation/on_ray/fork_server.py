@@ -31,8 +31,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Self
 
@@ -80,26 +78,6 @@ class ForkServer:
         """End the fork server; its workers go on."""
         with self._process:
             self._process.kill()
-
-
-#: The fork server of :func:`early_fork_server` until a Ray takes it.
-_early: list[ForkServer] = []
-
-
-@contextmanager
-def early_fork_server() -> Iterator[None]:
-    """Let a fork server import while this process still imports by itself; a Ray may take it."""
-    with ForkServer() as server:
-        _early[:] = [server]
-        try:
-            yield
-        finally:
-            _early.clear()
-
-
-def new_fork_server() -> ForkServer:
-    """Return the fork server that was started early, or one that is started now."""
-    return _early.pop() if _early else ForkServer()
 
 
 def _serve(listener: socket.socket) -> list[str]:

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trishul_ray.files import Json
+
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
@@ -45,11 +47,11 @@ class Assignment:
     """
 
     token: str
-    experiment: dict[str, Any]
+    experiment: Json
     attempt: str
     prepared: list[Any]
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> Json:
         """Return the fields of the experiment, once this process has loaded its plug-ins.
 
         Raises:

@@ -14,10 +14,13 @@ import ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants, utils, worker
 from ray._private.accelerators import get_all_accelerator_managers
+from ray._private.node import Node
 from ray._private.state import state
 
-_raylet: Any = ray._raylet  # a compiled module without types
+from trishul_ray.files import Json
 
+_MONITORS = ("start_api_server", "start_log_monitor", "start_monitor")
+_raylet: Any = ray._raylet  # a compiled module without types
 
 # Actors and nodes. The public lists of them (ray.util.state) need a dashboard, which a local Ray
 # has not.
@@ -61,14 +64,14 @@ def launch_failures() -> list[str]:
     return [f"cannot start {name}: {' '.join(str(why).split())}" for name, why in reasons.items()]
 
 
-def nodes_since_start(client: Any) -> list[dict[str, Any]]:
+def nodes_since_start(client: Any) -> list[Json]:
     """Return what the dashboard of a ``JobSubmissionClient`` knows of all nodes, gone ones too.
 
     ``ray.util.state.list_nodes`` takes no address of a dashboard together with its token.
     """
     reply = client._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
     reply.raise_for_status()
-    nodes: list[dict[str, Any]] = reply.json()["data"]["result"]["result"]
+    nodes: list[Json] = reply.json()["data"]["result"]["result"]
     return nodes
 
 
@@ -133,6 +136,27 @@ def listening_on_localhost() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = default
+
+
+@contextmanager
+def without_monitors() -> Iterator[None]:
+    """Let a Ray that starts in the block do without what nothing here asks, and half of its time.
+
+    That is the server of the dashboard, which Ray starts even without a dashboard, the monitor of
+    the autoscaler, that of logs, which stay in files, and the agent's part for a dashboard, which
+    Ray leaves out where the dashboard's dependencies are not installed.
+    """
+    starts = {name: getattr(Node, name) for name in _MONITORS}
+    find_error = utils.get_dashboard_dependency_error
+    for name in _MONITORS:
+        setattr(Node, name, lambda self, **_: None)
+    utils.get_dashboard_dependency_error = lambda: ImportError("not used")
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(Node, name, start)
+        utils.get_dashboard_dependency_error = find_error
 
 
 @contextmanager

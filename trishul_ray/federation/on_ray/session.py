@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError, first_line, last_words
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.fork_server import ForkServer, new_fork_server
+from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
 from trishul_ray.federation.on_ray.ray_internals import (
     has_gpu,
@@ -32,6 +32,7 @@ from trishul_ray.federation.on_ray.ray_internals import (
     session_folder,
     temporary_folder,
     without_messages,
+    without_monitors,
     without_sigterm_handler,
 )
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
@@ -166,7 +167,7 @@ def ray_session(
         stack.callback(_restore, {name: os.environ.get(name) for name in _TOKEN_SETTINGS})
         stack.enter_context(without_messages())
         if not joins and fork_server is None and forks_workers():
-            fork_server = stack.enter_context(new_fork_server())
+            fork_server = stack.enter_context(ForkServer())
         stack.callback(ray.shutdown)  # also after an interrupted start
         try:
             with _held_signals():
@@ -223,7 +224,7 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
         os.environ["RAY_AUTH_TOKEN"] = _process_token()
     # Ray starts workers at niceness 15: any other process on this machine would starve the clients.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with listening_on_localhost():
+    with listening_on_localhost(), without_monitors():
         _init_twice(
             address="local", num_cpus=cpus, include_dashboard=False,
             logging_level=logging.ERROR, log_to_driver=False,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from trishul_ray.data.partition import LabelCounts
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures.style import COLOURS, GREY, SMALL, new_panels, set_labels
+from trishul_ray.report.outcomes import Row
 
 #: With more clients, the figure of rows shows groups of similar clients.
 MAX_COLUMNS = 60
@@ -42,7 +42,7 @@ class RowsData:
         counts = self.held.counts
         return f"{len(counts):,} clients, {int(np.sum(counts)):,} rows"
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for each client and class."""
         return [
             {"client": client, "metric": f"rows by {self.held.what}", "series": name, "value": rows}
@@ -129,7 +129,7 @@ class ScoresData:
         values = [value for value, _ in self.ordered]
         return f"by {self.what}: {len(values)}, mean {np.mean(values):.1%}"
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for each name."""
         return [{"metric": self.metric, "series": name, "value": v} for v, name in self.ordered]
 

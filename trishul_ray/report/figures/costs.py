@@ -4,7 +4,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,6 +12,7 @@ from trishul_ray.report.costs import COSTS, Targets, assumed, costs_by_round
 from trishul_ray.report.figures.curves import BAND, CurveData, Line, Panel, metric_of
 from trishul_ray.report.figures.selection import Band, Selection
 from trishul_ray.report.figures.style import INK, SMALL, new_panels, set_labels, styles_of
+from trishul_ray.report.outcomes import Row
 
 
 def metric_over_cost(selection: Selection) -> CurveData | None:
@@ -89,7 +89,7 @@ class TargetData:
         some = f", {cell.cost.count} of {cell.runs} seeds" * (cell.cost.count < cell.runs)
         return f"{cell.cost.centre:.3g} {COSTS[self.cost].short}{some}"
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for each series and target."""
         label = COSTS[self.cost].label
         nothing = {"value": math.nan, "low": math.nan, "high": math.nan, "n": 0}

@@ -21,7 +21,7 @@ from trishul_ray.report.figures.style import (
     set_labels,
     styles_of,
 )
-from trishul_ray.report.outcomes import CellOutcome, is_loss
+from trishul_ray.report.outcomes import CellOutcome, Row, is_loss
 
 SIMILARITY = "principal_angle_similarity"
 #: Diagnostics of a run, a panel each.
@@ -119,7 +119,7 @@ class CurveData:
             panels.append(f"{panel.title} ({panel.y_label}): {'; '.join(lines)}")
         return f"{self.x_label}. {'; '.join(panels)}."
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for each point."""
         return [
             {"panel": panel.title, "metric": panel.y_label, "series": line.label, "x": x}

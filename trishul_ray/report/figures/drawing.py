@@ -33,7 +33,7 @@ from trishul_ray.report.figures.scatter import accuracy_inconsistency, draw_scat
 from trishul_ray.report.figures.selection import Selection
 from trishul_ray.report.figures.spectra import draw_spectra, svt_spectra
 from trishul_ray.report.figures.style import figure_style, to_svg
-from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, SweepOutcome
+from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, Row, SweepOutcome
 
 #: Dots per inch of PNG files.
 DPI = 150
@@ -49,7 +49,7 @@ class FigureData(Protocol):
     def describe(self) -> str:
         """Return the main numbers in words."""
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return everything that is drawn, in long format: columns of a CSV file by name."""
 
 

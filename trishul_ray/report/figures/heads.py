@@ -22,7 +22,7 @@ from trishul_ray.report.figures.style import (
     set_labels,
     styles_of,
 )
-from trishul_ray.report.outcomes import CellOutcome
+from trishul_ray.report.outcomes import CellOutcome, Row
 
 _REMARK = "heads on each adapted matrix of a block"
 #: Columns of metrics.parquet with the heads of a block that clients trained in a round.
@@ -50,7 +50,7 @@ class HeadsData:
     remarks: tuple[str, ...]
     paper: tuple[tuple[str, float], ...] = ()  # fewest and most heads of a series, as printed
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for the heads of each block and series, and one for its squared norm."""
         heads = [
             {"panel": panel.title, "block": block, "metric": "heads", "series": name} | band.row()
@@ -155,7 +155,7 @@ class RoundHeadsData:
     panels: tuple[RoundHeads, ...]
     remarks: tuple[str, ...] = (_REMARK,)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for the heads of each block and round."""
         return [
             {"panel": panel.title, "block": block, "metric": "heads", "round": number}

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from trishul_ray.report.figures import MATRICES
 from trishul_ray.report.figures.selection import Selection
 from trishul_ray.report.figures.style import NORMAL, SMALL, new_panels, set_labels
-from trishul_ray.report.outcomes import CellOutcome
+from trishul_ray.report.outcomes import CellOutcome, Row
 
 #: So few levels that a colour bar is drawn as vectors; the middle one is zero.
 _COLOURS = colormaps["cividis"].resampled(47)
@@ -81,7 +81,7 @@ class MatrixData:
             texts.append(f"{title}. {'; '.join(parts)}.")
         return " ".join(texts)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for each pair of clients."""
         return [
             {"metric": matrix.title, "series": matrix.name, "client": int(matrix.clients[i])}

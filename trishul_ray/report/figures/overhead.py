@@ -4,7 +4,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,7 +19,7 @@ from trishul_ray.report.figures.style import (
     set_labels,
     styles_of,
 )
-from trishul_ray.report.outcomes import CellOutcome
+from trishul_ray.report.outcomes import CellOutcome, Row
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class OverheadData:
             ]
         return f"{'; '.join(parts)}."
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for the seconds of each bar, and one for each overhead."""
         kinds = (("seconds of local steps", self.seconds), ("overhead", self.overheads))
         return [
@@ -139,7 +138,7 @@ def _by_round(
     for cell in cells:
         timed = [record for record in cell.records if "client_seconds" in record]
         for record in timed[1:] or timed:
-            found[cell.labels_of(run_axes), record["round"]] = float(record["client_seconds"])
+            found[cell.labels_of(run_axes), int(record["round"])] = record["client_seconds"]
     return found
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,7 +20,7 @@ from trishul_ray.report.figures.style import (
     set_labels,
     styles_of,
 )
-from trishul_ray.report.outcomes import CellOutcome
+from trishul_ray.report.outcomes import CellOutcome, Row
 
 #: Where the value of the field may be written, in points from its marker: the first free place.
 _OFFSETS = (
@@ -65,7 +64,7 @@ class ScatterData:
         ]
         return f"{'; '.join(panels)}."
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return two rows for each point: its index, and its metric with the paper's number."""
         return [
             {"panel": title, "series": point.series, "x": point.value, "metric": metric}

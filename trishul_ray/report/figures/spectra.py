@@ -21,6 +21,7 @@ from trishul_ray.report.figures.style import (
     set_labels,
     styles_of,
 )
+from trishul_ray.report.outcomes import Row
 
 #: What ``diagnostics.npz`` has, by name.
 Arrays = Mapping[str, Any]
@@ -96,7 +97,7 @@ class SpectraData:
         ]
         return f"{'; '.join(parts)}."
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return one row for each singular value of each spectrum."""
         drawn: list[tuple[str, str, Spectrum]] = []
         for prox in self.proxes:

@@ -26,8 +26,8 @@ from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.files import digest
-from trishul_ray.lazy import pq, torch
+from trishul_ray.files import Json, digest
+from trishul_ray.lazy import pd, pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tasks.sums import client_metrics
@@ -45,6 +45,9 @@ FAILURE = "failure.json"
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
+
+#: Beside the runs of a bucket, a file for each that has finished.
+_FINISHED = "finished"
 
 #: Between the other fields of result.json and the hex digits of its checksum.
 _CHECKSUM = b',\n  "checksum": "'
@@ -85,7 +88,7 @@ class Hardware:
     gpus: list[str]
     cpu_capability: str
     processor: str
-    kernels: dict[str, Any]
+    kernels: Json
 
 
 def hardware() -> Hardware:
@@ -113,7 +116,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def kernels() -> dict[str, Any]:
+def kernels() -> Json:
     """Describe what determines the kernels of this process, besides the processor.
 
     These are ``blas`` and ``libraries`` of torch, the ``environment`` variables that limit
@@ -121,7 +124,7 @@ def kernels() -> dict[str, Any]:
     """
     built = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", built)
-    description: dict[str, Any] = {
+    description: Json = {
         "blas": blas.group(1) if blas else "unknown",
         "libraries": re.findall(r"(?m)^ *- (.*(?:Math Kernel Library|MKL-DNN).*?)$", built),
         "environment": {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
@@ -233,7 +236,7 @@ class RunSummary:
     data: Coverage
     scored_rounds: list[int]
     final: dict[str, float]
-    best: dict[str, Any]
+    best: Json
     untouched: dict[str, float]
     recall: dict[str, float | None]
     per_client: dict[str, float]
@@ -254,15 +257,15 @@ class RunSummary:
     mlflow_run_id: str | None
     versions: dict[str, str]
     hardware: Hardware
-    config: dict[str, Any]
-    identity: dict[str, Any]
+    config: Json
+    identity: Json
     sources: dict[str, str]
-    export: dict[str, Any] | None = None
+    export: Json | None = None
     files: list[str] = field(default_factory=list)
     sha256: dict[str, str | None] = field(default_factory=dict)
     logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
-    privacy: dict[str, Any] | None = None
+    privacy: Json | None = None
     ranks: dict[str, int | list[int]] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
     checksum: str = ""
@@ -277,8 +280,6 @@ class RunSummary:
         run_id: str | None,
     ) -> "RunSummary":
         """Return the summary of a result, without what is known once its files are written."""
-        from trishul_ray.federation.edge import privacy_report  # imports torch
-
         records, blueprint = result.checkpoint.records, result.blueprint
         headline = blueprint.metrics.headline
         measured = [record for record in records if record.scored]
@@ -287,7 +288,6 @@ class RunSummary:
         best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
         names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
         last = measured[-1]
-        private = privacy_report(experiment, result.checkpoint.edge, records[-1])
 
         def total(name: str) -> int:
             return int(sum(row.get(name, 0) for row in rows))
@@ -326,7 +326,6 @@ class RunSummary:
             config=experiment.to_dict(),
             identity=experiment.identity(),
             sources=blueprint.sources,
-            privacy=private,
         )
 
     @classmethod
@@ -357,7 +356,7 @@ class RunSummary:
             raise CorruptFileError(f"{place} has other fields ({error})") from error
 
     @classmethod
-    def _from_json(cls, fields: dict[str, Any]) -> "RunSummary":
+    def _from_json(cls, fields: Json) -> "RunSummary":
         data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
         return cls(**fields | {"data": data, "hardware": machine})
 
@@ -365,7 +364,7 @@ class RunSummary:
         """Return the summary as it is read again: with its checksum, and plain JSON values."""
         return self._from_json(json.loads(self.to_json()))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return everything but the checksum as plain JSON values."""
         fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
         del fields["checksum"]
@@ -457,9 +456,9 @@ def _with_checksum(body: bytes) -> bytes:
     return body + _CHECKSUM + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
-def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: Json, prefix: str = "") -> Json:
     """Flatten nested sections to dotted names."""
-    flat: dict[str, Any] = {}
+    flat: Json = {}
     for key, value in fields.items():
         nested = isinstance(value, dict)
         flat |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
@@ -472,6 +471,26 @@ def attempt_of(home: Store) -> str:
         return str(json.loads(home.read("attempt.json"))["attempt"])
     except (FileNotFoundError, ValueError, KeyError):
         return ""
+
+
+def mark_finished(home: Store) -> None:
+    """Note beside the runs of a bucket when this one has finished, for :func:`times_finished`.
+
+    A folder on this machine needs no notes: its files are read as fast.
+    """
+    if not home.is_local:
+        home.parent().child(_FINISHED).write(home.root.rpartition("/")[2], b"")
+
+
+def unmark_finished(home: Store) -> None:
+    """Remove the note of a run that starts over, before its files."""
+    if not home.is_local:
+        home.parent().child(_FINISHED).remove(home.root.rpartition("/")[2])
+
+
+def times_finished(store: Store) -> dict[str, float]:
+    """Return when runs in a bucket have finished, by id: one listing, whatever their number."""
+    return {} if store.is_local else store.child(_FINISHED).modified()
 
 
 def run_ids(store: Store) -> list[str]:
@@ -492,8 +511,6 @@ def table_of_runs(store: str = "runs") -> "pd.DataFrame":
         InputError: The storage cannot be opened.
         RunError: It failed.
     """
-    import pandas as pd
-
     rows = []
     with own_errors():
         opened = Store.open(store)
@@ -503,7 +520,7 @@ def table_of_runs(store: str = "runs") -> "pd.DataFrame":
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["id"]).set_index("id")
 
 
-def _row_of(summary: RunSummary) -> dict[str, Any]:
+def _row_of(summary: RunSummary) -> Json:
     """Return the row of a finished run in :func:`table_of_runs`."""
     config, headline = summary.config, summary.headline
     return {

@@ -12,13 +12,13 @@ import torch
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
-from trishul_ray.runs.summary import RunSummary, hardware, kernels
+from trishul_ray.report.summary import RunSummary, hardware, kernels
 
 
 def test_the_kernels_in_use_are_recorded():
     """In another process: limits of the instruction set are read when torch is loaded."""
     code = (
-        "import json; from trishul_ray.runs.summary import hardware; "
+        "import json; from trishul_ray.report.summary import hardware; "
         "print(json.dumps(vars(hardware())))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
