@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trishul_ray.report.summary import hardware, processor
+from trishul_ray.runs.results import hardware, processor
 from trishul_ray.version import NUMERICS, __version__
 
 if TYPE_CHECKING:  # gpu.py runs where rich may be missing

@@ -67,8 +67,8 @@ try:
     from trishul_ray.models.builtin import BUILTINS
     from trishul_ray.models.lookup import KNOWN
     from trishul_ray.models.tokenizers import byte_tokenizer
-    from trishul_ray.report.summary import hardware
     from trishul_ray.rng import numpy_rng, torch_rng
+    from trishul_ray.runs.results import hardware
     from trishul_ray.spectral.svt import svt, svt_by_iteration
 except ModuleNotFoundError as missing:
     raise SystemExit(f"missing: {missing.name}") from missing

@@ -6,6 +6,7 @@ Parts (all by default; minutes on two idle CPU cores):
 
     backend  (2)  seconds of a round, inline and on Ray at the same number of threads, as multiples
                   of the limit: the frozen backbone's forward and input gradient on the same batches
+    scored   (2)  rounds that are scored on a spare actor beside rounds that are not
     small    (1)  a local step of the small ViT (128 wide, 6 blocks) against the limit, by parts
     large    (3)  the same for ViT-B/16 (q, v, 4 heads of rank 110), and the prox's share of it
     clients  (2)  memory and round time of 10,000 registered clients beside 20
@@ -24,14 +25,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _backends import NICENESS, backends
+from _backends import NICENESS, backends, scored
 from _clients import Federation
 from _limit import PARTS, Steps, time_steps
 from _results import Goal, Report, Section, Times, paired, told_by
 from _setups import Setup, has_real_data, large, small
 from _stacked import SHAPES, stacked
 
-ALL = ("backend", "small", "large", "clients", "cohorts", "stacked")
+ALL = ("backend", "scored", "small", "large", "clients", "cohorts", "stacked")
 
 
 def main() -> None:
@@ -50,6 +51,10 @@ def main() -> None:
         scratch = Path(folder)
         if "backend" in options.parts:
             report.add(backends(small(scratch, options.data, _rounds(options, shared))))
+        if "scored" in options.parts:
+            one = ["federation.clients_per_round=1", "resources.actors=2", "resources.threads=1"]
+            chosen = [*_rounds(options, shared), *one, "evaluation.limit=512"]
+            report.add(scored(small(scratch, options.data, chosen)))
         if "small" in options.parts:
             chosen = [*shared, f"federation.batch_size={options.batch}"]
             setup = small(scratch, options.data, chosen)

@@ -39,7 +39,7 @@ INTERFACE = {"api", "result"}
 #: What a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
     "federation": {"cli", "doctor", "report", "runs", "sweeps", "tracking"},
-    "report": {"cli", "doctor", "runs", "sweeps"},
+    "report": {"cli", "doctor", "federation", "runs", "sweeps"},
     "doctor": {"cli", "report", "runs", "sweeps"},
     "runs": {"cli", "doctor", "sweeps"},
     "sweeps": {"cli", "jobs"},

@@ -32,7 +32,7 @@ from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.files import remove_abandoned
 from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
-from trishul_ray.storage import Store
+from trishul_ray.storage import Store, remove_unused_copies
 from trishul_ray.tracking.mlflow import sqlite_file, tracking_uri
 from trishul_ray.version import __version__
 
@@ -132,7 +132,6 @@ def clean(cache: Path) -> list[Path]:
     from trishul_ray.federation.on_ray.ray_internals import temporary_folder
     from trishul_ray.federation.on_ray.session import remove_old_sessions
     from trishul_ray.models.shared_weights import remove_unused_weights
-    from trishul_ray.sweeps.status import remove_unused_copies
 
     removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)
     removed += [*remove_unused_rows(cache), *remove_unused_weights(cache)]

@@ -5,10 +5,11 @@ disk) is retried with growing pauses for the store's ``retry_seconds``.
 """
 
 import errno
+import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
+from trishul_ray.files import complete_folder, remove_unused
 from trishul_ray.redaction import redact
 
 T = TypeVar("T")
@@ -30,6 +32,9 @@ _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionE
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
 _REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
+
+#: The folder of a cache with copies of remote folders.
+_COPIES = "results"
 
 _logger = logging.getLogger(__name__)
 
@@ -229,6 +234,26 @@ class Store:
             count = retrying.statistics.get("attempt_number", 1)
             tried = f"tried {'once' if count == 1 else f'{count} times'}"
             raise StorageError(f"{message} ({tried} within {self.retry_seconds:g} s)") from error
+
+
+def copy_in_cache(home: Store, written: float, files: Sequence[str], cache: Path) -> Store:
+    """Return a copy, in a local cache, of a remote folder that was written completely at a time.
+
+    Files that are missing there are missing in the copy. If none can be made, it is empty.
+    """
+    place = hashlib.sha256(f"{home.uri} {written:.0f}".encode()).hexdigest()[:32]
+    copy = cache / _COPIES / place / home.root.rpartition("/")[2]
+    if not copy.exists():
+        with suppress(OSError), complete_folder(copy) as new:
+            for name in files:
+                with suppress(FileNotFoundError):
+                    (new / name).write_bytes(home.read(name))
+    return Store.open(str(copy))
+
+
+def remove_unused_copies(cache: Path) -> list[Path]:
+    """Remove the copies that were made more than a month ago, and return them."""
+    return remove_unused((cache / _COPIES).glob("*"))
 
 
 def reason(error: BaseException | None) -> str:

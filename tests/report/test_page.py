@@ -23,7 +23,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, TableLayout
 from trishul_ray.report.page import write_report
-from trishul_ray.report.summary import metrics_parquet
+from trishul_ray.runs.results import metrics_parquet
 from trishul_ray.storage import Store
 
 

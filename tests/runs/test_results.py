@@ -12,13 +12,13 @@ import torch
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
-from trishul_ray.report.summary import RunSummary, hardware, kernels
+from trishul_ray.runs.results import hardware, kernels, summarize
 
 
 def test_the_kernels_in_use_are_recorded():
     """In another process: limits of the instruction set are read when torch is loaded."""
     code = (
-        "import json; from trishul_ray.report.summary import hardware; "
+        "import json; from trishul_ray.runs.results import hardware; "
         "print(json.dumps(vars(hardware())))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
@@ -60,7 +60,7 @@ def summary_of(small):
                 record.scores[name] = value
         coverage = coverage_of(experiment, prepare_run(experiment).dataset)
         result = replace(result, checkpoint=replace(result.checkpoint, records=records))
-        return RunSummary.of(experiment, result, coverage, 1.0, None)
+        return summarize(experiment, result, coverage, 1.0, None)
 
     return summary
 

@@ -15,14 +15,9 @@ from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.report.summary import (
-    RunSummary,
-    mark_finished,
-    times_finished,
-    unmark_finished,
-)
+from trishul_ray.report.summary import RunSummary, mark_finished, times_finished, unmark_finished
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.storage import Store
+from trishul_ray.storage import Store, remove_unused_copies
 from trishul_ray.sweeps.cells import sweep_from_axes
 from trishul_ray.sweeps.status import (
     CellState,
@@ -30,7 +25,6 @@ from trishul_ray.sweeps.status import (
     examine,
     other_results,
     record_failure,
-    remove_unused_copies,
 )
 from trishul_ray.tracking.progress import RunProgress
 

@@ -9,7 +9,7 @@ import typing
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import annotated_types
 import numpy as np
@@ -19,7 +19,6 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Column, Table
 
-from trishul_ray.cli import lazy
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
 from trishul_ray.edge.codecs.base import NONE, codec_names
 from trishul_ray.methods.base import method_class, method_names
@@ -28,6 +27,12 @@ from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
 from trishul_ray.plugins import Plugin
 from trishul_ray.tasks.base import task_kinds
 from trishul_ray.tracking.progress import format_count, format_duration
+
+if TYPE_CHECKING:
+    from trishul_ray.data.partition import LabelCounts
+    from trishul_ray.experiment import Experiment
+    from trishul_ray.report.summary import RunSummary
+    from trishul_ray.theory.checks import Check
 
 #: Clients that :func:`client_sentence` names.
 MAX_NAMED = 8
@@ -95,7 +100,7 @@ def heads_table(blocks: Mapping[str, tuple[float, tuple[int, ...]]]) -> Table:
     return table
 
 
-def checks_table(checks: "Sequence[lazy.checks.Check]") -> Table:
+def checks_table(checks: "Sequence[Check]") -> Table:
     """List statements of the paper, measured beside bound, and whether they hold."""
     table = Table(
         "statement",
@@ -125,17 +130,19 @@ def checks_table(checks: "Sequence[lazy.checks.Check]") -> Table:
 
 def _size(name: str) -> tuple[str, str]:
     """Return the number of parameters without the task's classification head, and matrices."""
+    from trishul_ray.adapters.targets import find_layers
+    from trishul_ray.models.backbone import Backbone
+
     # These architectures need neither cache nor mirror.
-    model = lazy.backbone.Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
+    model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
     shapes = Counter(
-        f"{spec.name.rpartition('.')[2]} {spec.d_out}x{spec.d_in}"
-        for spec in lazy.targets.find_layers(model)
+        f"{spec.name.rpartition('.')[2]} {spec.d_out}x{spec.d_in}" for spec in find_layers(model)
     )
     adapted = "\n".join(f"{times} x {shape}" for shape, times in shapes.items())
     return format_count(sum(p.numel() for p in model.parameters())), adapted
 
 
-def field_list(experiment: "lazy.experiment.Experiment", width: int = 100) -> str:
+def field_list(experiment: "Experiment", width: int = 100) -> str:
     """Return a paragraph for each field: its value in ``experiment``, what it allows and means.
 
     Fields of the method are those of the experiment's method.
@@ -207,7 +214,7 @@ def _flat(metadata: list[Any]) -> Iterator[Any]:
         yield from _flat(each.metadata) if isinstance(each, FieldInfo) else [each]
 
 
-def client_sentence(summary: "lazy.summary.RunSummary") -> str:
+def client_sentence(summary: "RunSummary") -> str:
     """Return the scores of the clients of a result in one line, the worst first; empty if none.
 
     If clients have models of their own, those of both models.
@@ -235,7 +242,7 @@ def _scores_line(what: str, scores: dict[str, float]) -> str:
     return f"{what} of {len(scores)}: {mean:.2%}; {named}{more}"
 
 
-def summary_table(results: Sequence[tuple[str, "lazy.summary.RunSummary"]]) -> Table:
+def summary_table(results: Sequence[tuple[str, "RunSummary"]]) -> Table:
     """Compare final metrics and cost of runs (label, summary) with the untouched backbone."""
     headline = results[0][1].headline
     coverage = ["part" if summary.data.part else "" for _, summary in results]
@@ -260,9 +267,7 @@ def summary_table(results: Sequence[tuple[str, "lazy.summary.RunSummary"]]) -> T
     return table
 
 
-def describe_partition(
-    labels: "lazy.partition.LabelCounts", experiment: "lazy.experiment.Experiment"
-) -> str:
+def describe_partition(labels: "LabelCounts", experiment: "Experiment") -> str:
     """Return dataset, kind, clients and rows of a partition in one line."""
     options, counts = experiment.partition, labels.counts
     kind = "iid" if options.kind == "iid" else "by natural clients"
@@ -271,7 +276,7 @@ def describe_partition(
     return f"{experiment.data.name}, {kind}, {len(counts)} clients, {counts.sum()} rows"
 
 
-def partition_table(labels: "lazy.partition.LabelCounts") -> Table:
+def partition_table(labels: "LabelCounts") -> Table:
     """List rows and largest classes of the first :data:`MAX_ROWS` clients and of all."""
     counts = labels.counts
     sizes = counts.sum(axis=1)

@@ -7,14 +7,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 
 from trishul_ray.data.columns import to_array
 from trishul_ray.errors import CorruptFileError, first_line
-from trishul_ray.files import digest
+from trishul_ray.files import Json, digest
 from trishul_ray.lazy import pq
 
 #: What each file name suffix that :func:`read_table` can read stands for.
@@ -135,7 +134,7 @@ def _not_utf8(file: Path) -> str | None:
     return None
 
 
-def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(file: Path) -> Iterator[Json]:
     """Yield the object of each line that is not blank; other lines are a CorruptFileError."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

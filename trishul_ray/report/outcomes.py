@@ -180,7 +180,7 @@ class CellOutcome:
             return []
 
     @cached_property
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
         if not self.home.exists("diagnostics.npz"):
             return {}

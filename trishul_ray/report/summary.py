@@ -1,43 +1,25 @@
-"""The files a run leaves under ``runs/<id>/``, except its figures and its model.
+"""What a finished run says: result.json and its tables, as they are read.
 
-They are config.yaml, metrics.parquet, diagnostics.npz, test_rows.npz and result.json.
+:mod:`trishul_ray.runs.results` writes them.
 """
 
 import hashlib
 import io
 import json
-import os
-import platform
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
-import pyarrow as pa
 
-from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
-from trishul_ray.federation.records import RoundRecord
-from trishul_ray.files import Json, digest
-from trishul_ray.lazy import pd, pq, torch
-from trishul_ray.spectral.diagnostics import DIAGNOSTICS
+from trishul_ray.files import Json
+from trishul_ray.lazy import pd, pq
 from trishul_ray.storage import Store
 from trishul_ray.tasks.sums import client_metrics
-from trishul_ray.version import NUMERICS, __version__
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from trishul_ray.federation.checkpoint import Checkpoint
-    from trishul_ray.federation.server import RunResult
 
 #: Of the folder of a run: why a sweep gave it up.
 FAILURE = "failure.json"
@@ -54,32 +36,10 @@ _CHECKSUM = b',\n  "checksum": "'
 
 _ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
 
-_PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
-
-#: Variables that limit the instructions which torch and its libraries may use.
-_KERNEL_VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_CBWR",
-)
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Return the versions of the software that a run's numbers depend on."""
-    return {
-        "trishul_ray": __version__,
-        "numerics": str(NUMERICS),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
-    }
-
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine, and the ``kernels`` that torch uses on it, as :func:`kernels` describes them."""
+    """A machine, and the ``kernels`` that torch uses on it, see ``runs/results.py``."""
 
     machine: str
     system: str
@@ -91,82 +51,10 @@ class Hardware:
     kernels: Json
 
 
-def hardware() -> Hardware:
-    """Describe the machine of this process."""
-    return Hardware(
-        machine=platform.machine(),
-        system=platform.system(),
-        cpus=os.cpu_count(),
-        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
-        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        processor=processor(),
-        kernels=kernels(),
-    )
-
-
-@cache
-def processor() -> str:
-    """Return the processor's model name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def kernels() -> Json:
-    """Describe what determines the kernels of this process, besides the processor.
-
-    These are ``blas`` and ``libraries`` of torch, the ``environment`` variables that limit
-    instruction sets, if set, and ``cuda`` on a GPU.
-    """
-    built = torch.__config__.show()
-    blas = re.search(r"BLAS_INFO=(\w+)", built)
-    description: Json = {
-        "blas": blas.group(1) if blas else "unknown",
-        "libraries": re.findall(r"(?m)^ *- (.*(?:Math Kernel Library|MKL-DNN).*?)$", built),
-        "environment": {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
-    }
-    if torch.cuda.is_available():
-        description["cuda"] = {
-            "version": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
-            "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-        }
-    return description
-
-
-def metrics_parquet(records: Sequence[RoundRecord]) -> bytes:
-    """Return one row per round as Parquet; a metric not measured in a round is null."""
-    rows = [record.row() for record in records]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = pa.table({name: [row.get(name) for row in rows] for name in names})
-    sink = io.BytesIO()
-    pq.write_table(table, sink)
-    return sink.getvalue()
-
-
 def read_metrics(home: Store) -> list[dict[str, float]]:
     """Return the rows of a run's metrics.parquet; a metric not measured in a round is missing."""
     rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pylist()
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
-
-
-def write_tables(experiment: Experiment, last: "Checkpoint", folder: Path) -> None:
-    """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
-    (folder / "config.yaml").write_bytes(experiment.to_yaml())
-    (folder / "metrics.parquet").write_bytes(metrics_parquet(last.records))
-    if last.spectra or last.matrices:
-        # The arrays of all diagnosed rounds, and the last spectra.
-        arrays: dict[str, Any] = dict(last.matrices)
-        arrays |= {f"spectrum_{key}": value for key, value in last.spectra.items()}
-        np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
-    if last.test_rows:
-        test_rows: dict[str, Any] = dict(last.test_rows)
-        np.savez_compressed(folder / "test_rows.npz", **dict(sorted(test_rows.items())))
 
 
 def read_test_rows(home: Store) -> dict[str, np.ndarray]:
@@ -179,15 +67,6 @@ def read_test_rows(home: Store) -> dict[str, np.ndarray]:
         ) from None
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         return dict(file)
-
-
-def file_hashes(folder: Path) -> dict[str, str | None]:
-    """Return the SHA-256 of every file below a folder, by its path in it, in order.
-
-    None for config.yaml, which the run's id checks, and whose places may change.
-    """
-    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return {n: None if n == "config.yaml" else digest(files[n]) for n in sorted(files)}
 
 
 @dataclass(frozen=True)
@@ -269,64 +148,6 @@ class RunSummary:
     ranks: dict[str, int | list[int]] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
     checksum: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        experiment: Experiment,
-        result: "RunResult",
-        coverage: Coverage,
-        wall_seconds: float,
-        run_id: str | None,
-    ) -> "RunSummary":
-        """Return the summary of a result, without what is known once its files are written."""
-        records, blueprint = result.checkpoint.records, result.blueprint
-        headline = blueprint.metrics.headline
-        measured = [record for record in records if record.scored]
-        rows = [record.row() for record in records]
-        chosen_on: RowSet = "validation" if "validation" in blueprint.scored else "test"
-        best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
-        names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
-        last = measured[-1]
-
-        def total(name: str) -> int:
-            return int(sum(row.get(name, 0) for row in rows))
-
-        return cls(
-            id=experiment.id,
-            name=experiment.name,
-            status="finished",
-            headline=headline,
-            data=coverage,
-            scored_rounds=[record.round for record in measured],
-            final={"round": last.round} | _scores(last, names),
-            best={"round": best.round} | _scores(best, names) | {"chosen_on": chosen_on},
-            untouched=_scores(measured[0], names),
-            recall=dict(zip(blueprint.info.classes, last.recall, strict=False)),
-            per_client=last.per_client,
-            personal=last.personal,
-            participation=last.participation,
-            parameters=blueprint.parameters,
-            uploaded_parameters=total("uploaded_parameters"),
-            downloaded_parameters=total("downloaded_parameters"),
-            uploaded_bytes=total("uploaded_bytes"),
-            downloaded_bytes=total("downloaded_bytes"),
-            refused_uploads=total("refused_uploads"),
-            round_seconds=[round(r.seconds, 4) for r in records if r.seconds is not None],
-            wall_seconds=round(wall_seconds, 3),
-            diagnostics=_last_diagnostics(records),
-            heads=blueprint.heads,
-            ranks=blueprint.ranks,
-            block_squared_norms=blueprint.block_norms,
-            state_sha256=result.digest,
-            attempt=result.checkpoint.attempt,
-            mlflow_run_id=run_id,
-            versions=versions(),
-            hardware=hardware(),
-            config=experiment.to_dict(),
-            identity=experiment.identity(),
-            sources=blueprint.sources,
-        )
 
     @classmethod
     def read(cls, home: Store) -> "RunSummary":
@@ -430,22 +251,6 @@ def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
     more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     every = experiment.evaluation.every
     return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
-
-
-def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Return the last diagnosed round's spectral metrics; empty for methods without cores."""
-    names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
-    for record in reversed(records):
-        found = record.diagnostics.items()
-        metrics = {k: v for k, v in found if k in names or k.startswith("svt_")}
-        if metrics:
-            return {"round": record.round} | metrics
-    return {}
-
-
-def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, float]:
-    # A metric of a group of test rows is missing if the evaluated subset holds none of them.
-    return {name: record.scores[name] for name in names if name in record.scores}
 
 
 def _with_checksum(body: bytes) -> bytes:

@@ -21,12 +21,11 @@ from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.summary import (
     TABLES,
     RunSummary,
-    file_hashes,
     flatten,
     mark_finished,
     unscored,
-    write_tables,
 )
+from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
 

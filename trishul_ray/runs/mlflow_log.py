@@ -17,7 +17,8 @@ from trishul_ray.data.prepare import Coverage
 from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.summary import RunSummary, flatten, read_metrics, versions
+from trishul_ray.report.summary import RunSummary, flatten, read_metrics
+from trishul_ray.runs.results import versions
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import (

@@ -47,10 +47,8 @@ from trishul_ray.report.summary import (
     FAILURE,
     RunSummary,
     attempt_of,
-    file_hashes,
     mark_finished,
     unmark_finished,
-    write_tables,
 )
 from trishul_ray.runs.earlier import (
     check_sources,
@@ -68,6 +66,7 @@ from trishul_ray.runs.mlflow_log import (
     mlflow_command,
     open_tracker,
 )
+from trishul_ray.runs.results import file_hashes, summarize, write_tables
 from trishul_ray.storage import Store, reason
 from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow import Tracker
@@ -270,7 +269,7 @@ def _run(
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
             hashes = file_hashes(folder)
             summary = replace(
-                RunSummary.of(experiment, result, coverage, wall, tracker.run_id),
+                summarize(experiment, result, coverage, wall, tracker.run_id),
                 export=None if export is None else asdict(export),
                 privacy=privacy_report(experiment, state.edge, state.records[-1]),
                 files=list(hashes),

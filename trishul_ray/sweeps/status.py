@@ -4,13 +4,10 @@ A result is used if it is whole, is that of its experiment, and was made from th
 that are on this machine now. Times of files, their places, comments and tracking do not matter.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 from trishul_ray.data.dataset import ProgressCallback, score_name
@@ -20,18 +17,20 @@ from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
-from trishul_ray.files import complete_folder, remove_unused
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
-from trishul_ray.report.summary import FAILURE, NUMBERS, RunSummary, run_ids, times_finished
-from trishul_ray.storage import Store
+from trishul_ray.report.summary import (
+    FAILURE,
+    NUMBERS,
+    RunSummary,
+    run_ids,
+    times_finished,
+)
+from trishul_ray.storage import Store, copy_in_cache
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.version import NUMERICS
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-#: The folder of the cache with copies of results in buckets.
-COPIES = "results"
 
 #: Number of results that are read at the same time.
 READERS = 16
@@ -91,7 +90,9 @@ def examine(
         uri = experiment.storage.runs
         home = stores[uri].child(id)
         if (time := times[uri].get(id)) is not None:
-            copy = _copy_of(home, time, experiment.storage.places.cache)
+            # With thousands of runs in a bucket, to read what is not new would take minutes.
+            files = ("result.json", *NUMBERS)
+            copy = copy_in_cache(home, time, files, experiment.storage.places.cache)
             if (state := _read_state(copy, experiment)).status == "finished":
                 return state
         return _read_state(home, experiment)
@@ -229,26 +230,6 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
     if why := summary.unscored(experiment):
         return CellState("stale", why)
     return CellState("finished", "", summary, sources=sources, home=home)
-
-
-def _copy_of(home: Store, finished: float, cache: Path) -> Store:
-    """Return a copy, in the cache, of what sweeps read of a run that has finished at a time.
-
-    With thousands of runs in a bucket, reading what is not new would take minutes.
-    """
-    place = hashlib.sha256(f"{home.uri} {finished:.0f}".encode()).hexdigest()[:32]
-    copy = cache / COPIES / place / home.root.rpartition("/")[2]
-    if not copy.exists():
-        with suppress(OSError), complete_folder(copy) as new:  # the run itself is read instead
-            for file in ("result.json", *NUMBERS):
-                with suppress(FileNotFoundError):
-                    (new / file).write_bytes(home.read(file))
-    return Store.open(str(copy))
-
-
-def remove_unused_copies(cache: Path) -> list[Path]:
-    """Remove the copies that were made more than a month ago, and return them."""
-    return remove_unused((cache / COPIES).glob("*"))
 
 
 def _with_failure(reason: str, home: Store) -> str:

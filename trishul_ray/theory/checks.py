@@ -7,10 +7,11 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.rng import numpy_rng, torch_rng
@@ -281,7 +282,7 @@ def _final_heads(heads: Mapping[str, int], rows: Sequence[Mapping[str, float]]) 
 
 
 def _variance_checks(
-    variance: float, arrays: dict[str, Any], setting: str, method: dict[str, Any]
+    variance: float, arrays: Mapping[str, Array], setting: str, method: Json
 ) -> Iterator[Check]:
     statement = "variance of uploads (eq. variance_bound)"
     # s H and, after a client's prox, H itself, whose bound takes s_max.

@@ -43,7 +43,7 @@ from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
-    from mlflow.entities import Experiment, Metric, Run
+    from mlflow.entities import Experiment, Metric, Run, RunTag
     from mlflow.tracking import MlflowClient
 
 ATTEMPT_TAG = "trishul.attempt"
@@ -385,13 +385,20 @@ class MlflowRun(Tracker):
     server that is gone, and lists what the store did not accept.
     """
 
-    def __init__(self, store: Connection, experiment: "Experiment", run: "Run") -> None:
+    def __init__(
+        self,
+        store: Connection,
+        experiment: "Experiment",
+        run: "Run",
+        logged: set[int] | None = None,
+    ) -> None:
         self._store = store
         self._experiment = experiment
+        self._known = run.data.params
         self._id: str = run.info.run_id
         self.run_id = self._id
         self.place = place_of(store.uri, experiment.name)
-        self._logged: set[int] | None = None
+        self._logged = logged  # None: the store is asked
         self._rounds: dict[int, dict[str, float]] = {}
         self._rounds_sent = -math.inf
         self._unsent: deque[tuple[str, Callable[[], object]]] = deque()
@@ -438,15 +445,14 @@ class MlflowRun(Tracker):
             if not found:
                 number = experiment.experiment_id
                 run = client.create_run(number, tags=dict(tags), run_name=run_name)
-            else:
-                run = found[0]
-                if run.info.status != "RUNNING":
-                    client.update_run(run.info.run_id, status="RUNNING")
+                return cls(Connection(client, uri), experiment, run, logged=set())
+            run = found[0]
+            if run.info.status != "RUNNING":
+                client.update_run(run.info.run_id, status="RUNNING")
         return cls(Connection(client, uri), experiment, run)
 
     def _log_params(self, params: Mapping[str, str]) -> None:
-        client = self._store.client
-        known = client.get_run(self._id).data.params
+        client, known = self._store.client, self._known
         new = [(key, value) for key, value in params.items() if key not in known]
         for batch in _batches(new, _PARAMS_PER_BATCH):
             client.log_batch(self._id, params=[mlflow.entities.Param(*each) for each in batch])
@@ -464,23 +470,36 @@ class MlflowRun(Tracker):
         if time.monotonic() - self._rounds_sent >= ROUNDS_SECONDS:
             self._send_rounds()
 
-    def _send_rounds(self) -> None:
-        if rounds := self._rounds:
-            self._rounds = {}
+    def _send_rounds(self, totals: "Sequence[Metric]" = (), tags: "Sequence[RunTag]" = ()) -> None:
+        """Send the rounds that wait, and what is known of the whole run, in one request."""
+        rounds, self._rounds = self._rounds, {}
+        if not rounds and not totals and not tags:
+            return
+        words = []
+        if rounds:
             first, last = min(rounds), max(rounds)
-            what = f"round {first}" if first == last else f"rounds {first} to {last}"
-            self._log(what, partial(self._log_rounds, rounds))
+            words = [f"round {first}" if first == last else f"rounds {first} to {last}"]
             self._rounds_sent = time.monotonic()
+        words += ["totals"] * bool(totals or tags)
+        self._log(" and ".join(words), partial(self._log_rounds, rounds, totals, tags))
 
-    def _log_rounds(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+    def _log_rounds(
+        self,
+        rounds: Mapping[int, Mapping[str, float]],
+        further: "Sequence[Metric]" = (),
+        tags: "Sequence[RunTag]" = (),
+    ) -> None:
         new = rounds.keys() - self.logged_steps()
         points = [
             point
             for step in sorted(new)
             for point in _points({**rounds[step], ROUND_METRIC: step}, step)
         ]
-        for batch in _batches(points, _METRICS_PER_BATCH):
+        *batches, last = _batches([*points, *further], _METRICS_PER_BATCH) or [[]]
+        for batch in batches:
             self._store.client.log_batch(self._id, metrics=batch)
+        if last or tags:
+            self._store.client.log_batch(self._id, metrics=last, tags=tags)
         self.logged_steps().update(new)
 
     def logged_steps(self) -> set[int]:
@@ -496,8 +515,7 @@ class MlflowRun(Tracker):
         """Log metrics of the whole run, at its last round, and tags."""
         public = _public(tags, _TAG_VALUE_LIMIT)
         marks = [mlflow.entities.RunTag(name, value) for name, value in public.items()]
-        client, points = self._store.client, _points(metrics, step)
-        self._log("totals", lambda: client.log_batch(self._id, points, tags=marks))
+        self._send_rounds(_points(metrics, step), marks)
 
     def log_data(
         self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
@@ -718,9 +736,8 @@ def _points(metrics: Mapping[str, float], step: int) -> "list[Metric]":
     return [mlflow.entities.Metric(key, float(value), now, step) for key, value in metrics.items()]
 
 
-def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _public(fields: Mapping[str, Scalar], limit: int) -> dict[str, str]:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from trishul_ray.edge.privacy.config import PrivacyConfig, Sampling
@@ -39,14 +40,14 @@ DIGITS = 4
 
 def _library() -> Any:
     try:
-        import dp_accounting
-        from dp_accounting import pld, rdp  # noqa: F401  # as attributes
+        for part in ("pld", "rdp"):
+            import_module(f"dp_accounting.{part}")
+        return import_module("dp_accounting")
     except ImportError:
         raise InputError(
             "the section privacy needs dp-accounting: install the extra "
             "(pip install 'trishul-ray[privacy]')"
         ) from None
-    return dp_accounting
 
 
 @lru_cache(maxsize=64)
