@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trishul_ray.cli import lazy
+import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.data import pretrain
 from trishul_ray.cli.output import err, print_field, print_line
 from trishul_ray.cli.run import load_arguments, run

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli import lazy
+import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.output import Plugins, err, out, print_field, print_line, show_progress
 from trishul_ray.errors import InputError
 

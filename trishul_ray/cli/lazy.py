@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import trishul_ray.cli.listing
     import trishul_ray.federation.prepare
     from trishul_ray import api as api
     from trishul_ray import config as config
     from trishul_ray import doctor as doctor
     from trishul_ray import jobs as jobs
-    from trishul_ray.cli import listing as listing
     from trishul_ray.data import partition as partition
     from trishul_ray.data import prepare as prepare
     from trishul_ray.experiment import experiment as experiment
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trishul_ray.tracking import mlflow as mlflow
     from trishul_ray.tracking import progress as progress
 
+    listing = trishul_ray.cli.listing
     rows = trishul_ray.federation.prepare
 else:
     _FOLDERS = {

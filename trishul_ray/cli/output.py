@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trishul_ray.cli import lazy
+import trishul_ray.cli.lazy as lazy
 from trishul_ray.errors import FailsAgainError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
 

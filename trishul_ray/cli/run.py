@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli import lazy
+import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.output import (
     Plugins,
     as_typed,
