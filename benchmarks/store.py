@@ -40,7 +40,7 @@ from trishul_ray.tracking.progress import RunProgress
 BOUND = 5.0
 SWEEP = """
 title: Many runs
-base: {{storage.runs: {runs}, tracking.mlflow: false, resources.backend: inline, dataset: digits,
+base: {{storage.runs: '{runs}', tracking.mlflow: false, resources.backend: inline, dataset: digits,
   federation.rounds: 2, federation.local_steps: 1, evaluation.every: 0}}
 axes:
   method: [fedit, fedex, ffalora, ravan, trishul]
