@@ -203,6 +203,17 @@ def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 
 
+def test_a_sweep_finds_its_finished_runs_before_anything_heavy_is_imported():
+    script = (
+        "import sys, trishul_ray.sweeps.reproduce, trishul_ray.sweeps.plan, trishul_ray.report.page\n"
+        "print(*sorted({'torch', 'transformers', 'ray', 'mlflow', 'matplotlib'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
+    )
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
 #: Commands that answer without anything heavy, and a part of the answer.
 QUICK = [
     (["--help"], "Simulate federated"),

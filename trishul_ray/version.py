@@ -1,7 +1,24 @@
 """The version of the package, and of the numbers it computes."""
 
+import platform
+from functools import cache
+from importlib import metadata
+
 __version__ = "0.1.0"
 
 #: Increase this with every code change that can change a bit of a result. It is part of every
 #: experiment's id, so results of different numerics never share an id.
 NUMERICS = 5
+
+_PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of the software that a run's numbers depend on."""
+    return {
+        "trishul_ray": __version__,
+        "numerics": str(NUMERICS),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _PACKAGES},
+    }

@@ -18,7 +18,6 @@ from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.summary import RunSummary, flatten, read_metrics
-from trishul_ray.runs.results import versions
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import (
@@ -31,6 +30,7 @@ from trishul_ray.tracking.mlflow import (
     tracking_uri,
     ui_command,
 )
+from trishul_ray.version import versions
 
 #: Tags of a sweep's cell: its name, and the beginning of those of its labels, by axis. The latter
 #: are parameters, too: MLflow compares runs by the first that differ, in the order of names.

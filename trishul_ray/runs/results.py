@@ -9,7 +9,6 @@ import platform
 import re
 from collections.abc import Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,7 @@ from trishul_ray.files import Json, digest
 from trishul_ray.lazy import pq, torch
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
-from trishul_ray.version import NUMERICS, __version__
-
-_PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
+from trishul_ray.version import versions
 
 #: Variables that limit the instructions which torch and its libraries may use.
 _KERNEL_VARIABLES = (
@@ -39,17 +36,6 @@ _KERNEL_VARIABLES = (
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
 )
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Return the versions of the software that a run's numbers depend on."""
-    return {
-        "trishul_ray": __version__,
-        "numerics": str(NUMERICS),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
-    }
 
 
 def hardware() -> Hardware:
