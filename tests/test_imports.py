@@ -205,7 +205,7 @@ def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported
 
 def test_a_sweep_finds_its_finished_runs_before_anything_heavy_is_imported():
     script = (
-        "import sys, trishul_ray.sweeps.reproduce, trishul_ray.sweeps.plan, trishul_ray.report.page\n"
+        "import sys, trishul_ray.sweeps.reproduce, trishul_ray.report.page\n"
         "print(*sorted({'torch', 'transformers', 'ray', 'mlflow', 'matplotlib'} & {*sys.modules}))"
     )
     done = subprocess.run(
