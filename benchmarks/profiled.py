@@ -67,12 +67,12 @@ def main() -> None:
         print("\n" + json.dumps(profile(sys.argv[2:])))
         return
     parser = told_by(__doc__)
-    parser.add_argument("--before", type=Path, help="another checkout")
+    parser.add_argument("--before", help="another checkout")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     parser.add_argument("--methods", nargs="+", default=["trishul", "fedit"])
     options = parser.parse_args()
-    report = Report("profiled", options)
-    checkouts = {"before": options.before, "now": HERE} if options.before else {"now": HERE}
+    report = Report("profiled", options, "before")
+    checkouts = {"before": Path(options.before), "now": HERE} if options.before else {"now": HERE}
     for method in options.methods:
         for precision in ("fp32", "bf16"):
             words = [*RUN, f"method={method}", f"model.precision={precision}"]

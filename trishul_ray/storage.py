@@ -36,6 +36,8 @@ _REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_
 #: The folder of a cache with copies of remote folders.
 _COPIES = "results"
 
+_LOCAL = fs.LocalFileSystem()
+
 _logger = logging.getLogger(__name__)
 
 
@@ -236,19 +238,19 @@ class Store:
             raise StorageError(f"{message} ({tried} within {self.retry_seconds:g} s)") from error
 
 
-def copy_in_cache(home: Store, written: float, files: Sequence[str], cache: Path) -> Store:
-    """Return a copy, in a local cache, of a remote folder that was written completely at a time.
-
-    Files that are missing there are missing in the copy. If none can be made, it is empty.
-    """
+def copy_in_cache(cache: Path, home: Store, written: float) -> Store:
+    """Return where a cache has a copy of a remote folder that was complete at a time."""
     place = hashlib.sha256(f"{home.uri} {written:.0f}".encode()).hexdigest()[:32]
-    copy = cache / _COPIES / place / home.root.rpartition("/")[2]
-    if not copy.exists():
-        with suppress(OSError), complete_folder(copy) as new:
-            for name in files:
-                with suppress(FileNotFoundError):
-                    (new / name).write_bytes(home.read(name))
-    return Store.open(str(copy))
+    root = f"{cache}/{_COPIES}/{place}/{home.root.rpartition('/')[2]}"
+    return Store(_LOCAL, root, root)
+
+
+def make_copy(copy: Store, home: Store, files: Sequence[str]) -> None:
+    """Copy files of a remote folder, unless this machine has no room; missing ones stay missing."""
+    with suppress(OSError), complete_folder(Path(copy.root)) as new:
+        for name in files:
+            with suppress(FileNotFoundError):
+                (new / name).write_bytes(home.read(name))
 
 
 def remove_unused_copies(cache: Path) -> list[Path]:

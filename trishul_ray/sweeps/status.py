@@ -5,6 +5,7 @@ that are on this machine now. Times of files, their places, comments and trackin
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from trishul_ray.report.summary import (
     run_ids,
     times_finished,
 )
-from trishul_ray.storage import Store, copy_in_cache
+from trishul_ray.storage import Store, copy_in_cache, make_copy
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.version import NUMERICS
 
@@ -84,24 +85,33 @@ def examine(
     stores = _open_stores(experiments.values())
     runs = {uri: set(run_ids(store)) for uri, store in stores.items()}
     times = {uri: times_finished(store) for uri, store in stores.items()}
+    states = dict.fromkeys(experiments, NOT_RUN)
+    found, copies = {}, {}
+    for id, experiment in experiments.items():
+        uri = experiment.storage.runs
+        if id in runs[uri]:
+            found[id] = stores[uri].child(id)
+            if (time := times[uri].get(id)) is not None:
+                copies[id] = copy_in_cache(experiment.storage.places.cache, found[id], time)
+
+    def read_copy(id: str) -> CellState:
+        return _read_state(copies[id], experiments[id])
 
     def read(id: str) -> CellState:
-        experiment = experiments[id]
-        uri = experiment.storage.runs
-        home = stores[uri].child(id)
-        if (time := times[uri].get(id)) is not None:
-            # With thousands of runs in a bucket, to read what is not new would take minutes.
-            files = ("result.json", *NUMBERS)
-            copy = copy_in_cache(home, time, files, experiment.storage.places.cache)
-            if (state := _read_state(copy, experiment)).status == "finished":
+        if id in copies:
+            make_copy(copies[id], found[id], ("result.json", *NUMBERS))
+            if (state := read_copy(id)).status == "finished":
                 return state
-        return _read_state(home, experiment)
+        return _read_state(found[id], experiments[id])
 
-    states = dict.fromkeys(experiments, NOT_RUN)
-    found = [id for id, experiment in experiments.items() if id in runs[experiment.storage.runs]]
+    # With thousands of runs in a bucket, to read what is not new would take minutes.
+    known = [id for id, copy in copies.items() if os.path.exists(copy.root)]
+    for id, state in zip(known, _read_all(known, read_copy, progress, remote=False), strict=True):
+        if state.status == "finished":
+            states[id] = state
+    new = [id for id in found if states[id] is NOT_RUN]
     remote = any(not store.is_local for store in stores.values())
-    read_now = _read_all(found, read, "reading results", progress, remote)
-    states |= zip(found, read_now, strict=True)
+    states |= zip(new, _read_all(new, read, progress, remote=remote), strict=True)
     groups: dict[str, list[str]] = {}
     for id, state in states.items():
         if state.sources is not None:
@@ -128,7 +138,7 @@ def other_results(
         store.child(name) for store in stores for name in run_ids(store) if name not in experiments
     ]
     remote = any(not store.is_local for store in stores)
-    found = _read_all(homes, read, "reading other results", progress, remote)
+    found = _read_all(homes, read, progress, remote=remote, what="other results")
     return [summary for summary in found if summary is not None]
 
 
@@ -186,9 +196,10 @@ def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
 def _read_all(
     items: Sequence[T],
     read: Callable[[T], R],
-    stage: str,
     progress: ProgressCallback | None,
+    *,
     remote: bool,
+    what: str = "results",
 ) -> list[R]:
     """Return what ``read`` makes of each item.
 
@@ -201,7 +212,7 @@ def _read_all(
             for result in pool.map(read, items) if remote else map(read, items):
                 results.append(result)
                 if progress is not None:
-                    progress(stage, len(results) / len(items))
+                    progress(f"reading {what}", len(results) / len(items))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # do not try the rest first
             raise
