@@ -8,6 +8,7 @@ its runs finished: importing torch takes seconds, and transformers more.
 """
 
 import importlib
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,11 @@ else:
             module = importlib.import_module(self.__name__)
             try:
                 return getattr(module, name)
-            except AttributeError:  # a part that it does not import by itself
-                return importlib.import_module(f"{self.__name__}.{name}")
+            except AttributeError:
+                # Perhaps a part that it does not import by itself.
+                with suppress(ModuleNotFoundError):
+                    return importlib.import_module(f"{self.__name__}.{name}")
+                raise
 
     datasets = _Lazy("datasets")
     mlflow = _Lazy("mlflow")

@@ -19,8 +19,8 @@ def doctor(
         typer.Option(
             "--clean",
             help="Instead, remove failed and outdated preparations of own data and Ray's folders "
-            "of finished runs, unless used within the last hour; and rows passed from Python and "
-            "weights prepared for mapping that were not used for a month.",
+            "of finished runs, unless used within the last hour; and rows passed from Python, "
+            "weights prepared for mapping and copies of results in buckets, after a month.",
         ),
     ] = False,
     runs: Annotated[

@@ -201,16 +201,15 @@ def _run_one(
 @contextmanager
 def _ray_for(experiment: "lazy.experiment.Experiment", fresh: bool) -> Iterator[None]:
     """Start Ray for a run while a thread imports what the run needs: each takes two seconds."""
-    resources = experiment.resources
+    resources, finished = experiment.resources, False
+    with suppress(OSError):  # reported by the run itself, with what is kept
+        finished = not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json")
     # A run that asks for a GPU may be refused first, where there is neither one nor a cluster.
-    if resources.backend != "ray" or resources.device == "cuda" or lazy.session.joins_cluster():
+    early = resources.backend == "ray" and resources.device != "cuda" and not finished
+    if not early or lazy.session.joins_cluster():
         yield
         return
-    with suppress(OSError):  # reported by the run itself, with what is kept
-        if not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json"):
-            yield
-            return
-    Thread(target=lambda: (lazy.runner, lazy.artifacts), daemon=True).start()
+    Thread(target=lambda: (lazy.runner, lazy.artifacts)).start()
     with lazy.session.ray_session():
         yield
 

@@ -82,6 +82,25 @@ def examine(
         InputError: The bucket of a store does not exist.
         StorageError: A store cannot be read.
     """
+    states = _read_states(experiments, progress)
+    groups: dict[str, list[str]] = {}
+    for id, state in states.items():
+        if state.sources is not None:
+            groups.setdefault(_sources_key(experiments[id]), []).append(id)
+    for ids in groups.values():
+        now, unknown = local_sources(experiments[ids[0]], progress)
+        states |= {id: _compare(states[id], now, unknown) for id in ids}
+    return states
+
+
+def _read_states(
+    experiments: Mapping[str, Experiment], progress: ProgressCallback | None
+) -> dict[str, CellState]:
+    """Return the states of experiments by the files of their runs alone.
+
+    With thousands of runs in a bucket, to read what is not new would take minutes: what has not
+    finished since is read from copies.
+    """
     stores = _open_stores(experiments.values())
     runs = {uri: set(run_ids(store)) for uri, store in stores.items()}
     times = {uri: times_finished(store) for uri, store in stores.items()}
@@ -104,7 +123,6 @@ def examine(
                 return state
         return _read_state(found[id], experiments[id])
 
-    # With thousands of runs in a bucket, to read what is not new would take minutes.
     known = [id for id, copy in copies.items() if os.path.exists(copy.root)]
     for id, state in zip(known, _read_all(known, read_copy, progress, remote=False), strict=True):
         if state.status == "finished":
@@ -112,13 +130,6 @@ def examine(
     new = [id for id in found if states[id] is NOT_RUN]
     remote = any(not store.is_local for store in stores.values())
     states |= zip(new, _read_all(new, read, progress, remote=remote), strict=True)
-    groups: dict[str, list[str]] = {}
-    for id, state in states.items():
-        if state.sources is not None:
-            groups.setdefault(_sources_key(experiments[id]), []).append(id)
-    for ids in groups.values():
-        now, unknown = local_sources(experiments[ids[0]], progress)
-        states |= {id: _compare(states[id], now, unknown) for id in ids}
     return states
 
 
