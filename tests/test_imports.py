@@ -192,22 +192,22 @@ def test_what_methods_share_imports_no_method():
             assert not ours(path) & methods, module(path)
 
 
-def test_a_coordinator_can_ask_for_its_clients_before_anything_heavy_is_imported():
-    script = (
-        "import sys, trishul_ray.federation.on_ray.coordinator\n"
-        "print(*sorted({'torch', 'transformers', 'pydantic', 'pyarrow.parquet'} & {*sys.modules}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
-    )
-    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
-
-
-def test_a_sweep_finds_its_finished_runs_before_anything_heavy_is_imported():
-    script = (
-        "import sys, trishul_ray.sweeps.reproduce, trishul_ray.report.page\n"
-        "print(*sorted({'torch', 'transformers', 'ray', 'mlflow', 'matplotlib'} & {*sys.modules}))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (  # a coordinator asks for its clients first
+            ["federation.on_ray.coordinator"],
+            {"torch", "transformers", "pydantic", "pyarrow.parquet"},
+        ),
+        (  # a sweep finds its finished runs first
+            ["sweeps.reproduce", "report.page"],
+            {"torch", "transformers", "ray", "mlflow", "matplotlib"},
+        ),
+    ],
+)
+def test_what_comes_first_needs_nothing_heavy(modules, heavy):
+    names = ", ".join(f"trishul_ray.{name}" for name in modules)
+    script = f"import sys, {names}\nprint(*sorted({heavy!r} & {{*sys.modules}}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
     )

@@ -72,6 +72,11 @@ class Store:
         """Whether the folder is on a file system of this machine."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.root.rpartition("/")[2]
+
     def child(self, name: str) -> "Store":
         """Return the folder ``name`` inside this one."""
         return Store(self.filesystem, f"{self.root}/{name}", self.place(name), self.retry_seconds)
@@ -241,7 +246,7 @@ class Store:
 def copy_in_cache(cache: Path, home: Store, written: float) -> Store:
     """Return where a cache has a copy of a remote folder that was complete at a time."""
     place = hashlib.sha256(f"{home.uri} {written:.0f}".encode()).hexdigest()[:32]
-    root = f"{cache}/{_COPIES}/{place}/{home.root.rpartition('/')[2]}"
+    root = f"{cache}/{_COPIES}/{place}/{home.name}"
     return Store(_LOCAL, root, root)
 
 

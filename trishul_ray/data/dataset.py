@@ -275,7 +275,7 @@ class PreparedDataset:
     folder: Path
     split_names: tuple[str, ...]
 
-    def __getstate__(self) -> Json:
+    def __getstate__(self) -> dict[str, object]:
         # Without the open splits.
         return {"folder": self.folder, "split_names": self.split_names}
 

@@ -47,7 +47,7 @@ from trishul_ray.edge.privacy.config import PrivacyConfig, refusal
 from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.edge.traffic import DownloadsConfig, UploadsConfig
 from trishul_ray.errors import did_you_mean
-from trishul_ray.experiment.yaml_files import RawFields
+from trishul_ray.files import Json
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.tasks.base import task_kinds
@@ -298,7 +298,7 @@ class Experiment(Section):
         """The budget as a LoRA rank per adapted matrix."""
         return BUDGET_RANKS[self.budget] if isinstance(self.budget, str) else self.budget
 
-    def identity(self) -> RawFields:
+    def identity(self) -> Json:
         """Return every field that can change a number, as plain JSON values.
 
         Fields that the method does not read are left out; see
@@ -351,7 +351,7 @@ class Experiment(Section):
         evaluation = self.evaluation.model_copy(update={"every": every})
         return self.model_copy(update={"evaluation": evaluation})
 
-    def to_dict(self, *, sources: bool = False) -> RawFields:
+    def to_dict(self, *, sources: bool = False) -> Json:
         """Return all fields as plain JSON values, for ``Experiment.model_validate``.
 
         With ``sources``, also the texts of plug-ins, so that another process can load them.
@@ -378,7 +378,7 @@ class Experiment(Section):
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True).encode()
 
 
-def _received(fields: RawFields) -> Experiment:
+def _received(fields: Json) -> Experiment:
     """Return an experiment in the process that it was sent to; its plug-ins are loaded first."""
     for plugin in fields["plugins"]:
         find_plugin(Plugin(**plugin))
@@ -416,8 +416,8 @@ def may_identify(field: str) -> bool:
     return True
 
 
-def _identity_of(section: BaseModel) -> RawFields:
-    kept: RawFields = {}
+def _identity_of(section: BaseModel) -> Json:
+    kept: Json = {}
     values = vars(section)
     for name, how, default in _identifying(type(section)):
         value = values[name]

@@ -1,9 +1,10 @@
 """The learning rate of an experiment that sets none, and rates that ``trishul rates`` has tuned."""
 
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -11,7 +12,7 @@ from pydantic import Field, ValidationError
 from trishul_ray.config import Section
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
-from trishul_ray.experiment.yaml_files import RawFields, read_yaml
+from trishul_ray.experiment.yaml_files import read_yaml
 from trishul_ray.methods.base import method_class
 
 #: α of the Dirichlet partitions that rates were published for.
@@ -32,7 +33,7 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
     if found is None and "lr" not in optimizer.model_fields_set:
         found = default_learning_rate(experiment)
     # What it was read from is the source's to say: the run depends on the rate alone.
-    read: RawFields = {"rates": None}
+    read: dict[str, object] = {"rates": None}
     if found is not None:
         read |= {"lr": found[0], "lr_source": found[1]}
     return experiment.model_copy(update={"optimizer": optimizer.model_copy(update=read)})
@@ -171,7 +172,7 @@ def _parse_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
 
 
 @cache
-def _table() -> RawFields:
+def _table() -> Mapping[str, Any]:
     file = resources.files("trishul_ray.experiment") / "learning_rates.yaml"
-    table: RawFields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    table: Mapping[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return table

@@ -169,7 +169,7 @@ class RunSummary:
         if content != _with_checksum(content.rpartition(_CHECKSUM)[0]):
             fault = "is corrupt (checksum differs)" if "checksum" in fields else "has no checksum"
             raise CorruptFileError(f"{place} {fault}")
-        if fields["id"] != home.root.rpartition("/")[2]:
+        if fields["id"] != home.name:
             raise CorruptFileError(f"{place} belongs to run {fields['id']}")
         try:
             return cls._from_json(fields)
@@ -284,13 +284,13 @@ def mark_finished(home: Store) -> None:
     A folder on this machine needs no notes: its files are read as fast.
     """
     if not home.is_local:
-        home.parent().child(_FINISHED).write(home.root.rpartition("/")[2], b"")
+        home.parent().child(_FINISHED).write(home.name, b"")
 
 
 def unmark_finished(home: Store) -> None:
     """Remove the note of a run that starts over, before its files."""
     if not home.is_local:
-        home.parent().child(_FINISHED).remove(home.root.rpartition("/")[2])
+        home.parent().child(_FINISHED).remove(home.name)
 
 
 def times_finished(store: Store) -> dict[str, float]:

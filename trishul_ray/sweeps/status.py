@@ -5,7 +5,6 @@ that are on this machine now. Times of files, their places, comments and trackin
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -123,7 +122,7 @@ def _read_states(
                 return state
         return _read_state(found[id], experiments[id])
 
-    known = [id for id, copy in copies.items() if os.path.exists(copy.root)]
+    known = [id for id, copy in copies.items() if copy.exists()]
     for id, state in zip(known, _read_all(known, read_copy, progress, remote=False), strict=True):
         if state.status == "finished":
             states[id] = state

@@ -486,8 +486,8 @@ class MlflowRun(Tracker):
     def _log_rounds(
         self,
         rounds: Mapping[int, Mapping[str, float]],
-        further: "Sequence[Metric]" = (),
-        tags: "Sequence[RunTag]" = (),
+        totals: "Sequence[Metric]",
+        tags: "Sequence[RunTag]",
     ) -> None:
         new = rounds.keys() - self.logged_steps()
         points = [
@@ -495,11 +495,8 @@ class MlflowRun(Tracker):
             for step in sorted(new)
             for point in _points({**rounds[step], ROUND_METRIC: step}, step)
         ]
-        *batches, last = _batches([*points, *further], _METRICS_PER_BATCH) or [[]]
-        for batch in batches:
-            self._store.client.log_batch(self._id, metrics=batch)
-        if last or tags:
-            self._store.client.log_batch(self._id, metrics=last, tags=tags)
+        for batch in _batches([*points, *totals], _METRICS_PER_BATCH) or [()] * bool(tags):
+            self._store.client.log_batch(self._id, metrics=batch, tags=tags)
         self.logged_steps().update(new)
 
     def logged_steps(self) -> set[int]:

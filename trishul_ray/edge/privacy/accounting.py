@@ -213,11 +213,8 @@ def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
     def excess(logarithm: float) -> float:
         return math.log(epsilon(math.exp(logarithm)) / target)
 
-    root = math.exp(
-        scipy.optimize.brentq(
-            excess, math.log(high / 2), math.log(high), xtol=10.0 ** -(DIGITS + 1)
-        )
-    )
+    bracket, precision = (math.log(high / 2), math.log(high)), 10.0 ** -(DIGITS + 1)
+    root = math.exp(scipy.optimize.brentq(excess, *bracket, xtol=precision))
     scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(root)))
     rounded = math.floor(root * scale)
     while epsilon(rounded / scale) > target:
