@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trishul_ray.experiment import fit as fit
     from trishul_ray.experiment import loading as loading
     from trishul_ray.federation import checkpoint as checkpoint
+    from trishul_ray.federation.on_ray import driver as driver
     from trishul_ray.federation.on_ray import session as session
     from trishul_ray.models import pretraining as pretraining
     from trishul_ray.report import claims as claims
@@ -50,7 +51,7 @@ else:
         ".data": ("partition", "prepare"),
         ".experiment": ("fit", "loading"),
         ".federation": ("checkpoint",),
-        ".federation.on_ray": ("session",),
+        ".federation.on_ray": ("driver", "session"),
         ".models": ("pretraining",),
         ".report": ("claims", "formats", "page", "tables"),
         ".report.figures": ("clients", "drawing"),

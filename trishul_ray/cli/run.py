@@ -191,15 +191,20 @@ def _run_one(
 ) -> "lazy.runner.FinishedRun":
     print_line(f"{label}: {lazy.mlflow_log.describe(experiment)}", err)
     progress = show_progress(experiment.federation.rounds)
-    with resumable(progress, partial(_how_to_continue, experiment)), _ray_for(experiment, fresh):
-        result = lazy.runner.run_experiment(experiment, progress, fresh=fresh)
+    with (
+        resumable(progress, partial(_how_to_continue, experiment)),
+        _workers_for(experiment, fresh) as workers,
+    ):
+        result = lazy.runner.run_experiment(experiment, progress, fresh=fresh, workers=workers)
     if result.repeated:
         print_line("this run had finished before; showing its result (--fresh runs it again)", err)
     return result
 
 
 @contextmanager
-def _ray_for(experiment: "lazy.experiment.Experiment", fresh: bool) -> Iterator[None]:
+def _workers_for(
+    experiment: "lazy.experiment.Experiment", fresh: bool
+) -> Iterator["lazy.driver.Workers | None"]:
     """Start Ray for a run while a thread imports what the run needs: each takes two seconds."""
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept
@@ -207,11 +212,12 @@ def _ray_for(experiment: "lazy.experiment.Experiment", fresh: bool) -> Iterator[
     # A run that asks for a GPU may be refused first, where there is neither one nor a cluster.
     early = resources.backend == "ray" and resources.device != "cuda" and not finished
     if not early or lazy.session.joins_cluster():
-        yield
+        yield None
         return
-    Thread(target=lambda: (lazy.runner, lazy.artifacts)).start()
-    with lazy.session.ray_session():
-        yield
+    Thread(target=lambda: lazy.runner).start()
+    with lazy.session.ray_session(), lazy.driver.Workers() as workers:
+        workers.request(experiment)
+        yield workers
 
 
 def _how_to_continue(experiment: "lazy.experiment.Experiment", fails_again: bool) -> str:

@@ -348,15 +348,23 @@ def pretrain(
     return folder
 
 
+def needs_pretraining(backbone: Backbone) -> bool:
+    """Return whether a backbone is a built-in that is needed pretrained and is not yet."""
+    builtin = BUILTINS.get(backbone.name)
+    if builtin is None or backbone.config.init != "pretrained":
+        return False
+    return not builtin.folder(backbone.places.cache).is_dir()
+
+
 def ensure_pretrained(
     backbone: Backbone, progress: ProgressCallback | None = None, *, on_ray: bool = True
 ) -> None:
-    """:func:`pretrain` a backbone if it is a built-in that is needed pretrained.
+    """:func:`pretrain` a backbone if it :func:`needs_pretraining`.
 
     Raises:
         InputError: The texts to pretrain on are not available; the message says what to do instead.
     """
-    if backbone.name not in BUILTINS or backbone.config.init != "pretrained":
+    if not needs_pretraining(backbone):
         return
     builtin = BUILTINS[backbone.name]
     try:

@@ -40,7 +40,7 @@ from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.pretraining import ensure_pretrained
+from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
 from trishul_ray.plugins import find_plugin
 from trishul_ray.redaction import redact
 from trishul_ray.report.summary import (
@@ -102,15 +102,21 @@ class _Options:
 
 
 def run_experiment(
-    experiment: Experiment, progress: RunProgress, *, fresh: bool = False
+    experiment: Experiment,
+    progress: RunProgress,
+    *,
+    fresh: bool = False,
+    workers: Workers | None = None,
 ) -> FinishedRun:
     """Run an experiment, continue it, or read its result; ``fresh`` deletes an earlier run first.
+
+    ``workers`` are as for :func:`run_steps`.
 
     Raises:
         InputError: The parts of the experiment do not fit together.
         RunError: The run failed.
     """
-    with closing(run_steps(experiment, progress, fresh=fresh)) as steps:
+    with closing(run_steps(experiment, progress, fresh=fresh, workers=workers)) as steps:
         while True:
             try:
                 next(steps)
@@ -160,7 +166,7 @@ def run_steps(
             if remark is not None:
                 progress.note(remark)
         # Checked before anything is removed or written: wrong input changes no files.
-        check_fits(experiment)
+        (check_fits if workers is None else workers.check_fits)(experiment)
         if experiment.privacy.on:
             promised(experiment)
         check_files(experiment.devices, experiment.seed, experiment.federation.clients)
@@ -244,6 +250,8 @@ def _run(
                 progress.phase("starting Ray")
                 stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
                 stack.enter_context(ray_session())
+            if options.workers is not None and needs_pretraining(backbone):
+                options.workers.close()  # it takes a CPU, and they may hold all
             ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=use_ray)
             progress.phase("starting clients")
             driver = stack.enter_context(

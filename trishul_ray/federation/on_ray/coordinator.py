@@ -1,7 +1,7 @@
 """The actor that serves a run: it owns the client actors, and outlives a run like them."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -22,10 +22,11 @@ class Coordinator:
     same client actors unless one of them died.
     """
 
-    def __init__(self, slices: Slices, environment: WorkerEnvironment) -> None:
+    def __init__(self, limit: int, slices: Slices, environment: WorkerEnvironment) -> None:
         environment.apply()
-        self.slices, self.environment = slices, environment
-        self.clients: list[Any] = []
+        self.limit, self.slices, self.environment = limit, slices, environment
+        # Before anything heavy is imported: they start in the meantime.
+        self.clients = start_clients(limit, slices, environment)
         self.pool: ActorPool | None = None
         self._token = ""  # of the run that the server is for
         self._server: Server | None = None
@@ -37,10 +38,7 @@ class Coordinator:
                 # Every run has all its actors, and all their restarts.
                 for actor in self.clients:
                     ray.kill(actor)
-                self.clients = []
-            if not self.clients:  # before the imports: the actors start in the meantime
-                limit = run.experiment["resources"]["max_restarts"]
-                self.clients = start_clients(limit, self.slices, self.environment)
+                self.clients = start_clients(self.limit, self.slices, self.environment)
             from trishul_ray.experiment import Experiment
             from trishul_ray.federation.checkpoint import open_checkpoints
             from trishul_ray.federation.on_ray.pool import ActorPool
@@ -51,6 +49,14 @@ class Coordinator:
             self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
             self._token = run.token
         return self._server
+
+    @ray.method(max_task_retries=-1)
+    def check_fits(self, run: Assignment) -> None:
+        """Raise an InputError if the parts of a run do not fit together."""
+        from trishul_ray.experiment import Experiment
+        from trishul_ray.experiment.fit import check_fits
+
+        check_fits(Experiment.model_validate(run.load()))
 
     @ray.method(max_task_retries=-1)
     def begin(self, run: Assignment) -> "RoundReport":

@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.coordinator import Coordinator
 from trishul_ray.federation.on_ray.pool import cause_of, run_error
@@ -25,6 +26,7 @@ from trishul_ray.federation.on_ray.slices import Slices, oversubscription_warnin
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.federation.workbench import Residents
+from trishul_ray.models.passed import passed_model
 from trishul_ray.storage import Store
 
 #: Seconds to wait for an answer before reporting that clients are waiting for resources.
@@ -68,9 +70,34 @@ class Workers:
                 num_cpus=0,
                 max_restarts=resources.max_restarts,
                 scheduling_strategy=driver_node_affinity() if local else None,
-            ).remote(slices, environment)
+            ).remote(resources.max_restarts, slices, environment)
             self.slices, self._settings = slices, settings
         return self._coordinator
+
+    def request(self, experiment: Experiment) -> None:
+        """Let the actors of a run start while its caller prepares it.
+
+        Raises:
+            InputError: The requested resources are not available.
+        """
+        self.coordinator(experiment, slices_for_run(experiment))
+
+    def check_fits(self, experiment: Experiment) -> None:
+        """Call :func:`~trishul_ray.experiment.fit.check_fits` where the models are imported.
+
+        A coordinator has imported them already; in this process it would take seconds.
+        """
+        if self._coordinator is None or passed_model(experiment.model) is not None:
+            check_fits(experiment)
+            return
+        fields = experiment.to_dict(sources=True)
+        answer = self._coordinator.check_fits.remote(Assignment("", fields, "", []))
+        try:
+            answer.future().result()
+        except RayTaskError as error:
+            raise run_error("the check of the experiment failed", error) from error
+        except RayError as error:
+            raise RunError(_describe_loss(error)) from error
 
     def close(self) -> None:
         """End the coordinator, and with it its client actors; forget the backbones."""
