@@ -216,7 +216,8 @@ def _workers_for(
         return
     Thread(target=lambda: lazy.runner).start()
     with lazy.session.ray_session(), lazy.driver.Workers() as workers:
-        workers.request(experiment)
+        if lazy.session.forks_workers():  # others import first, and would slow this process down
+            workers.request(experiment)
         yield workers
 
 
