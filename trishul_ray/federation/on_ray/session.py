@@ -224,8 +224,8 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
         os.environ["RAY_AUTH_TOKEN"] = _process_token()
     # Ray starts workers at niceness 15: any other process on this machine would starve the clients.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Nor workers before there is work for them: actors do not take those.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    if fork_server is not None:  # forks do not replace workers that start before there is work
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with listening_on_localhost(), without_monitors():
         _init_twice(
             address="local", num_cpus=cpus, include_dashboard=False,
