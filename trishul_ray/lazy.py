@@ -8,12 +8,14 @@ its runs finished: importing torch takes seconds, and transformers more.
 """
 
 import importlib
+import threading
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "datasets",
+    "import_ahead",
     "mlflow",
     "pc",
     "pd",
@@ -66,3 +68,14 @@ else:
     torch = _Lazy("torch")
     torchmetrics = _Lazy("torchmetrics")
     transformers = _Lazy("transformers")
+
+
+def import_ahead(*names: str) -> threading.Thread:
+    """Import modules in a thread while this one waits for something else.
+
+    Join it before importing any of them here: two threads that import modules which import one
+    another may get one that is not complete.
+    """
+    ahead = threading.Thread(target=lambda: [importlib.import_module(name) for name in names])
+    ahead.start()
+    return ahead

@@ -188,7 +188,7 @@ def test_a_run_asked_to_end_stops_as_with_ctrl_c(
 def test_a_run_asked_to_end_while_ray_starts_leaves_nothing(trishul, words, signum, code):
     command = trishul("run", *words, f"federation.rounds={MANY_ROUNDS}")
     command.wait_for("starting Ray", LONG_WAIT)
-    time.sleep(random.Random().uniform(0, 1.5))
+    time.sleep(random.Random().uniform(0, 4))
     command.process.send_signal(signum)
     exit_code, _, errors = command.end(LONG_WAIT)
     assert exit_code == code, errors

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Annotated
 
 import typer
@@ -23,6 +22,7 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError
+from trishul_ray.lazy import import_ahead
 
 Runs = Annotated[
     str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
@@ -193,7 +193,7 @@ def _run_one(
     progress = show_progress(experiment.federation.rounds)
     with (
         resumable(progress, partial(_how_to_continue, experiment)),
-        _workers_for(experiment, fresh) as workers,
+        _workers_for(experiment, fresh, progress) as workers,
     ):
         result = lazy.runner.run_experiment(experiment, progress, fresh=fresh, workers=workers)
     if result.repeated:
@@ -203,7 +203,7 @@ def _run_one(
 
 @contextmanager
 def _workers_for(
-    experiment: "lazy.experiment.Experiment", fresh: bool
+    experiment: "lazy.experiment.Experiment", fresh: bool, progress: "lazy.progress.RunProgress"
 ) -> Iterator["lazy.driver.Workers | None"]:
     """Start Ray for a run while a thread imports what the run needs: each takes two seconds."""
     resources, finished = experiment.resources, False
@@ -214,11 +214,14 @@ def _workers_for(
     if not early or lazy.session.joins_cluster():
         yield None
         return
-    Thread(target=lambda: lazy.runner).start()
-    with lazy.session.ray_session(), lazy.driver.Workers() as workers:
-        if lazy.session.forks_workers():  # others import first, and would slow this process down
-            workers.request(experiment)
-        yield workers
+    progress.phase("starting Ray")
+    ahead = import_ahead("trishul_ray.runs.runner")
+    with lazy.session.ray_session():
+        ahead.join()
+        with lazy.driver.Workers() as workers:
+            if lazy.session.forks_workers():  # others import first, and would slow this one down
+                workers.request(experiment)
+            yield workers
 
 
 def _how_to_continue(experiment: "lazy.experiment.Experiment", fails_again: bool) -> str:

@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
+from trishul_ray.lazy import import_ahead
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
@@ -78,6 +79,9 @@ LOCK_SECONDS = 5.0
 UNREMARKED_SECONDS = 3600.0
 #: Least seconds of a round before anything is said: the first one also starts workers.
 LEAST_SECONDS = 60.0
+#: What takes seconds to import and is needed when the rounds are over: it is imported after the
+#: first one, while this process waits for the others.
+LATE = ("trishul_ray.runs.artifacts", "trishul_ray.models.attention")
 #: What a run does: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
@@ -247,7 +251,8 @@ def _run(
             log_data(tracker, coverage, prepared.sources)
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
-                progress.phase("starting Ray")
+                if options.workers is None:
+                    progress.phase("starting Ray")
                 stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
                 stack.enter_context(ray_session())
             if options.workers is not None and needs_pretraining(backbone):
@@ -260,7 +265,8 @@ def _run(
             duration = None
             if options.extras:  # a sweep has an estimate of its own
                 duration = DurationNote(experiment, info, coverage, progress)
-            earlier, result = yield from _train(driver, tracker, progress, duration)
+            late = LATE if options.extras else ()
+            earlier, result = yield from _train(driver, tracker, progress, duration, late)
         progress.phase("writing results")
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
@@ -369,11 +375,16 @@ def _backbone(experiment: Experiment) -> Backbone:
 
 
 def _train(
-    driver: Driver, tracker: Tracker, progress: RunProgress, duration: DurationNote | None
+    driver: Driver,
+    tracker: Tracker,
+    progress: RunProgress,
+    duration: DurationNote | None,
+    late: Sequence[str],
 ) -> Generator[RoundReport, None, tuple[int, RunResult]]:
     """Run the rounds that are left: the round loop of every run.
 
-    Returns the number of rounds that earlier processes had finished, and the result.
+    Returns the number of rounds that earlier processes had finished, and the result; the modules
+    ``late`` are imported by then.
 
     It yields after every step, to :func:`run_steps`. One round goes from here to a client's local
     training in six hops: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
@@ -382,6 +393,7 @@ def _train(
     trishul_ray/federation. Inline it is ``InlineDriver.step``, ``Server.step``,
     ``InlineExecutor.run`` and ``train_client``.
     """
+    ahead = None
     report = driver.begin()
     earlier = report.round
     progress.phase(f"training, from round {report.round + 1}" if report.round else "training")
@@ -392,6 +404,9 @@ def _train(
             report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
         yield report
+        ahead = ahead or import_ahead(*late)
+    if ahead is not None:
+        ahead.join()
     return earlier, driver.final()
 
 

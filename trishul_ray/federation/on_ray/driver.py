@@ -87,7 +87,8 @@ class Workers:
 
         A coordinator has imported them already; in this process it would take seconds.
         """
-        if self._coordinator is None or passed_model(experiment.model) is not None:
+        passed = passed_model(experiment.model) is not None  # only this process has it
+        if self._coordinator is None or self.spoiled or passed:
             check_fits(experiment)
             return
         fields = experiment.to_dict(sources=True)
