@@ -129,3 +129,12 @@ def test_ray_train_gives_the_same_bytes_as_the_plain_loop(digits, tmp_path, monk
     assert pretrain(SHORT, places) == folder  # found
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert not list(tmp_path.glob("train-*"))
+
+
+@pytest.mark.slow
+def test_a_run_pretrains_before_its_actors_hold_all_cpus(trishul, small_words, tmp_path):
+    words = [word for word in small_words if not word.startswith("model.init=")]
+    run = trishul("run", *words, "federation.rounds=1", TRISHUL_CACHE=str(tmp_path / "empty"))
+    run.wait_for("pretraining vit-digits", 300)
+    code, _, errors = run.end(300)
+    assert code == 0, errors

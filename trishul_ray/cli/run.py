@@ -205,7 +205,7 @@ def _run_one(
 def _workers_for(
     experiment: "lazy.experiment.Experiment", fresh: bool, progress: "lazy.progress.RunProgress"
 ) -> Iterator["lazy.driver.Workers | None"]:
-    """Start Ray for a run while a thread imports what the run needs: each takes two seconds."""
+    """Start Ray, and then the run's actors, while a thread imports what this process needs."""
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept
         finished = not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json")
