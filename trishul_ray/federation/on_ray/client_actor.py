@@ -59,13 +59,11 @@ class ClientActor:
         """Leave the previous run, if any, and apply the process-wide settings of this one."""
         if self._token == run.token:
             return
-        from trishul_ray.experiment import Experiment
-
         if self._executor is not None:
             self._executor.close()
             self._executor = None
         self._settings.close()
-        self.experiment = Experiment.model_validate(run.load())
+        self.experiment = run.load()
         self._settings.enter_context(deterministic(self.experiment))
         self._token = run.token
 

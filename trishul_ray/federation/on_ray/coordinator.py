@@ -39,12 +39,11 @@ class Coordinator:
                 for actor in self.clients:
                     ray.kill(actor)
                 self.clients = start_clients(self.limit, self.slices, self.environment)
-            from trishul_ray.experiment import Experiment
             from trishul_ray.federation.checkpoint import open_checkpoints
             from trishul_ray.federation.on_ray.pool import ActorPool
             from trishul_ray.federation.server import Server
 
-            experiment = Experiment.model_validate(run.load())
+            experiment = run.load()
             self.pool = ActorPool(self.clients, run)
             self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
             self._token = run.token
@@ -53,10 +52,9 @@ class Coordinator:
     @ray.method(max_task_retries=-1)
     def check_fits(self, run: Assignment) -> None:
         """Raise an InputError if the parts of a run do not fit together."""
-        from trishul_ray.experiment import Experiment
         from trishul_ray.experiment.fit import check_fits
 
-        check_fits(Experiment.model_validate(run.load()))
+        check_fits(run.load())
 
     @ray.method(max_task_retries=-1)
     def begin(self, run: Assignment) -> "RoundReport":

@@ -5,9 +5,12 @@ Imports nothing heavy: a coordinator can request its clients before it imports t
 
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trishul_ray.files import Json
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,18 @@ class Assignment:
     attempt: str
     prepared: list[Any]
 
-    def load(self) -> Json:
-        """Return the fields of the experiment, once this process has loaded its plug-ins.
+    def load(self) -> "Experiment":
+        """Return the experiment, once this process has loaded its plug-ins.
 
         Raises:
             InputError: A plug-in cannot be loaded here.
         """
+        from trishul_ray.experiment import Experiment
         from trishul_ray.plugins import Plugin, find_plugin
 
         for plugin in self.experiment.get("plugins", ()):
             find_plugin(Plugin(**plugin))
-        return self.experiment
+        return Experiment.model_validate(self.experiment)
 
 
 class Process(NamedTuple):
