@@ -94,12 +94,11 @@ def run_alone(sweep: Sweep) -> list[tuple[float, float]]:
 
 def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
     """Measure short trials, and what Tune and MLflow are of them."""
+    six = ["federation.rounds=6", "federation.local_steps=4"]
     settings = {
         "one round": ["federation.rounds=1", "federation.local_steps=2"],
-        "six rounds": ["federation.rounds=6", "federation.local_steps=4"],
-        "six rounds, no MLflow": [
-            *("federation.rounds=6", "federation.local_steps=4", "tracking.mlflow=false"),
-        ],
+        "six rounds": six,
+        "six rounds, no MLflow": [*six, "tracking.mlflow=false"],
     }
     rows, goals, data = [], [], {}
     for number, (name, fields) in enumerate(settings.items()):

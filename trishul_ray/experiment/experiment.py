@@ -374,7 +374,7 @@ class Experiment(Section):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.plugins:
             return super().__reduce_ex__(protocol)
-        return _received, (self.to_dict(sources=True),)
+        return received, (self.to_dict(sources=True),)
 
     def to_yaml(self) -> bytes:
         """Return all fields as YAML, which ``trishul run`` reads."""
@@ -383,9 +383,13 @@ class Experiment(Section):
         return text.encode()
 
 
-def _received(fields: Json) -> Experiment:
-    """Return an experiment in the process that it was sent to; its plug-ins are loaded first."""
-    for plugin in fields["plugins"]:
+def received(fields: Json) -> Experiment:
+    """Return an experiment in the process that it was sent to; its plug-ins are loaded first.
+
+    Raises:
+        InputError: A plug-in cannot be loaded here.
+    """
+    for plugin in fields.get("plugins", ()):
         find_plugin(Plugin(**plugin))
     return Experiment.model_validate(fields)
 

@@ -404,7 +404,8 @@ def _train(
             report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
         yield report
-        ahead = ahead or import_ahead(*late)
+        if late and ahead is None:
+            ahead = import_ahead(*late)
     if ahead is not None:
         ahead.join()
     return earlier, driver.final()

@@ -94,9 +94,7 @@ class Workers:
         fields = experiment.to_dict(sources=True)
         answer = self._coordinator.check_fits.remote(Assignment("", fields, "", []))
         try:
-            answer.future().result()
-        except RayTaskError as error:
-            raise run_error("the check of the experiment failed", error) from error
+            _result_of(answer.future())
         except RayError as error:
             raise RunError(_describe_loss(error)) from error
 
@@ -187,19 +185,12 @@ class RayDriver:
             raise self._failure(error) from error
 
     def _wait(self, answer: Any) -> Any:
-        """Return the coordinator's answer, and raise its errors as they were raised there.
-
-        A signal interrupts a future at once. ``ray.get`` looks for signals once a second; where all
-        processes are asked to end (Slurm), Ray's may be gone by then, and Ray ends this one, too.
-        """
+        """Return the coordinator's answer; the first time, say so if it waits for resources."""
         future = answer.future()
         if self._notify_waiting and not futures.wait([future], WAITING_NOTICE_SECONDS).done:
             self._notify_waiting(f"waiting for resources on the cluster for {self.slices}")
         self._notify_waiting = None
-        try:
-            return future.result()
-        except RayTaskError as error:
-            raise run_error("the coordinator failed", error) from error
+        return _result_of(future)
 
     def _without_repeats(self, report: RoundReport) -> RoundReport:
         """Drop records that were returned before: a successor of the coordinator repeats them."""
@@ -210,6 +201,18 @@ class RayDriver:
     def _failure(self, error: RayError) -> RunError:
         used_up = f"resources.max_restarts={self.limit} are used up"
         return RunError(f"{_describe_loss(error)}; {used_up}")
+
+
+def _result_of(future: futures.Future[Any]) -> Any:
+    """Return what a coordinator answers, and raise its errors as they were raised there.
+
+    A signal interrupts a future at once. ``ray.get`` looks for signals once a second; where all
+    processes are asked to end (Slurm), Ray's may be gone by then, and Ray ends this one, too.
+    """
+    try:
+        return future.result()
+    except RayTaskError as error:
+        raise run_error("the coordinator failed", error) from error
 
 
 def _describe_loss(error: RayError) -> str:

@@ -60,12 +60,9 @@ class Assignment:
         Raises:
             InputError: A plug-in cannot be loaded here.
         """
-        from trishul_ray.experiment import Experiment
-        from trishul_ray.plugins import Plugin, find_plugin
+        from trishul_ray.experiment.experiment import received
 
-        for plugin in self.experiment.get("plugins", ()):
-            find_plugin(Plugin(**plugin))
-        return Experiment.model_validate(self.experiment)
+        return received(self.experiment)
 
 
 class Process(NamedTuple):
