@@ -181,6 +181,48 @@ def test_a_claim_and_its_opposite_are_never_both_seen(number, half, wider):
         assert pair[1] in ("seen", "not seen")
 
 
+def test_a_number_says_how_much_of_what_is_planned_it_has():
+    assert only(allocation((1.0, 1.1, 0.9))).parts[0].shown.endswith(")")
+    assert only(allocation((1.0, 1.1, None))).parts[0].shown.endswith("), 2 of 3")
+
+
+def test_equal_scores_of_runs_that_differ_show_no_effect_and_no_absence_of_one():
+    outcome = allocation((0.0, 0.0, 0.0))
+    assert only(outcome).verdict == "not seen"  # the runs have one state
+    cells = tuple(
+        dataclasses.replace(cell, summary=dataclasses.replace(cell.summary, state_sha256=cell.id))
+        for cell in outcome.cells
+    )
+    assert only(dataclasses.replace(outcome, cells=cells)).verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("missing", "error", "verdict"),
+    [
+        ("", 3e-8, "seen"),
+        ("2", 3e-8, "undecided"),
+        ("2", 1.0, "not seen"),
+        ("", math.nan, "no runs"),
+    ],
+)
+def test_a_bound_is_seen_if_all_runs_are_below_it(tmp_path, missing, error, verdict):
+    axes = {
+        "setting": ("RAVAN", "w/o penalty (lambda=0)", "w/ penalty (lambda=0.01)"),
+        "dataset": ("cifar100",),
+    }
+    rounds = [{"round": 0.0}] + [
+        {"round": float(number), "aggregation_error": value}
+        for number, value in ((1, 1e-8), (2, error))
+    ]
+    outcome = sweep(
+        "nuclear",
+        axes,
+        lambda labels: None if labels["seed"] == missing else 60.0,
+        records=(Store.open(str(tmp_path)), lambda labels: rounds),
+    )
+    assert only(outcome, "exact-aggregation").verdict == verdict
+
+
 def test_a_loss_is_better_if_lower():
     finding = only(allocation((-0.1, -0.11, -0.09), metric="test_loss"))
     assert finding.verdict == "seen"
@@ -378,7 +420,9 @@ def test_real_runs_are_judged(real):
     found = {(f.claim.name, f.label): f for f in judge(real)}
     digits = "digits (for CIFAR-100)"
     exact = found["exact-aggregation", digits]
-    assert exact.verdict == "seen" and 0 < max(part.number for part in exact.parts) < 1e-6
+    # The claim is about every run of the sweep, of which some are missing.
+    assert exact.verdict == "undecided" and "of" in exact.parts[0].shown
+    assert 0 < max(part.number for part in exact.parts) < 1e-6
     between = found["between", digits]
     assert len(between.parts) == 10 and between.verdict != "no runs"
     assert all(part.seeds == 2 and math.isfinite(part.number) for part in between.parts)

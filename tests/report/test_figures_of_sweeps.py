@@ -168,6 +168,14 @@ def test_the_cost_of_a_target_is_that_of_the_first_round_that_reaches_it(tmp_pat
     assert found["FedIT", 1].cost is None and found["TRISHUL", 1].cost is not None
 
 
+def test_what_figures_of_costs_average_over_is_named(tmp_path):
+    for kind in ("cost", "cost_to_target"):
+        whole = data_of(figure_of(kind, panels=[]), by_method(tmp_path))
+        one = data_of(figure_of(kind, {"dataset": ("cifar100",)}, panels=[]), by_method(tmp_path))
+        assert any(remark.startswith("averaged over dataset") for remark in whole.remarks)
+        assert not any("averaged" in remark for remark in one.remarks)
+
+
 @pytest.mark.parametrize("cost", ["megabytes", "hours"])
 def test_a_table_of_costs_has_the_numbers_of_the_figure(tmp_path, cost):
     where = {"dataset": ("cifar100",), "method": ("RAVAN", "TRISHUL", "FedIT")}

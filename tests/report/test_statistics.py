@@ -228,14 +228,22 @@ def test_missing_runs():
 )  # fmt: skip
 def test_the_best_row_is_that_of_the_additive_fit_of_rows_and_pairs(values):
     runs = values.reshape(len(values), -1)
-    rows, pairs = np.nonzero(np.isfinite(runs))
-    if len(set(rows)) < 2:
-        assert best_row(values) is None
-        return
-    design = np.hstack([np.eye(len(runs))[rows], np.eye(runs.shape[1])[pairs]])
-    effects = np.linalg.lstsq(design, runs[rows, pairs])[0][: len(runs)]
+    known = np.isfinite(runs)
+    sets = []  # of rows that a chain of common runs links
+    for row in range(len(runs)):
+        joined = [each for each in sets if known[row] @ known[list(each)].any(axis=0)]
+        sets = [each for each in sets if each not in joined] + [{row}.union(*joined)]
+    largest = max(len(each) for each in sets)
     found = best_row(values)
-    assert found in rows and effects[found] >= effects[np.unique(rows)].max() - 1e-9
+    if largest < 2:
+        assert found is None
+        return
+    (rivals,) = [sorted(each) for each in sets if found in each]
+    assert len(rivals) == largest
+    rows, pairs = np.nonzero(known[rivals])
+    design = np.hstack([np.eye(len(rivals))[rows], np.eye(runs.shape[1])[pairs]])
+    effects = np.linalg.lstsq(design, runs[rivals][rows, pairs])[0][: len(rivals)]
+    assert effects[rivals.index(found)] >= effects.max() - 1e-9
 
 
 def test_a_row_without_what_is_difficult_is_not_the_best_for_it():
@@ -332,3 +340,21 @@ def test_estimates():
     two = estimate([80.0, np.nan, 82.0])
     assert (two.mean, two.count) == (81.0, 2)
     assert two.interval() == pytest.approx((81 - 12.706, 81 + 12.706), abs=1e-3)
+
+
+def test_few_rows_that_differ_have_an_interval_that_covers_as_it_says():
+    five = np.zeros((2, 100))
+    five[0, :5] = 1
+    low, high = compare_scores(*five).interval
+    # Bonett and Price 2012, equation 3, by hand.
+    p, q = 6 / 102, 1 / 102
+    half = stats.norm.ppf(0.975) * np.sqrt((p + q - (p - q) ** 2) / 102)
+    assert (low, high) == pytest.approx((p - q - half, p - q + half))
+    assert low < 0 < high and compare_scores(*five).p_value > 0.05
+    assert compare_scores(five[1], five[1]).interval[1] > 0.01
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(400):
+        rows = rng.choice(3, size=500, p=[0.994, 0.006, 0.0])
+        low, high = compare_scores(rows == 1, rows == 2).interval
+        covered += low <= 0.006 <= high
+    assert covered >= 0.93 * 400

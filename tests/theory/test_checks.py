@@ -277,6 +277,23 @@ def test_a_finished_run_is_checked_from_its_files(runs):
     assert not norm.holds and 0.3 < norm.ratio < 1
 
 
+def test_the_variance_of_one_upload_is_unbiased_and_one_alone_has_none(runs):
+    folder, trishul, _ = runs
+    home = Store.open(str(folder)).child(trishul)
+    summary = RunSummary.read(home)
+    (found, *_) = run_checks(summary, home)
+    biased = summary.diagnostics["aggregation_variance"]
+    arrays = dict(np.load(io.BytesIO(home.read("diagnostics.npz"))))
+    uploads = arrays["clients"].shape[1]
+    assert uploads > 1 and found.measured == pytest.approx(biased * uploads / (uploads - 1))
+    arrays["clients"][-1, 1:] = -1
+    alone = Store.open("memory").child("alone")
+    np.savez(buffer := io.BytesIO(), **arrays)
+    alone.write("diagnostics.npz", buffer.getvalue())
+    alone.write("metrics.parquet", home.read("metrics.parquet"))
+    assert not any("variance" in check.statement for check in run_checks(summary, alone))
+
+
 @pytest.mark.parametrize(("rule", "count"), [("relative", 2), ("edge", 1), ("sure", 1)])
 def test_what_the_server_has_shrunk_is_no_upload(rule, count):
     arrays = {f"spectrum_{name}": np.ones((3, 2)) for name in ("uploaded", "before", "after")}

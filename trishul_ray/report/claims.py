@@ -60,7 +60,7 @@ Signed = list[tuple[dict[str, str], float]]
 SCORE = "score"
 #: Measured by round: how the rounds of a run become one number. Others are means over rounds.
 _OVER_ROUNDS: dict[str, Callable[[Sequence[float]], float]] = {
-    "aggregation_error": max,
+    "aggregation_error": lambda errors: float(np.max(errors)),  # NaN if one is
     "client_seconds": lambda seconds: float(np.median(seconds[1:] or seconds)),  # one warms up
 }
 #: Compared by their ratio: the scale is that of the machine, or of the learning rate.
@@ -161,6 +161,8 @@ class Part:
             None where runs are missing.
         interval: 95 % interval of the number; None for one seed.
         strict: The same at a level of 5 % over the number of parts of the claim.
+        values: How many values the number is made of: runs, or differences between some.
+        planned: How many the sweep has.
     """
 
     text: str
@@ -172,13 +174,17 @@ class Part:
     strict: Interval | None = None
     seeds: int = 0
     columns: int = 0
+    values: int = 0
+    planned: int = 0
 
     def verdict(self, claim: Claim) -> VerdictName:
         """Return what the part says alone."""
         if self.number is None:
             return "no runs"
         if claim.at_most is not None:
-            return "seen" if self.number <= claim.at_most else "not seen"
+            if not self.number <= claim.at_most:
+                return "not seen"
+            return "seen" if self.values == self.planned else "undecided"
         if self.interval is None or self.strict is None:
             return "undecided"
         low, high = self.interval
@@ -204,15 +210,15 @@ class Part:
 
     @property
     def shown(self) -> str:
-        """The number with its interval."""
+        """The number with its interval, and how many of its values it lacks."""
         if self.number is None:
             return "no runs"
         text = self.format(self.number)
         if self.interval is None:
-            why = {0: "", 1: " (one seed)"}.get(self.seeds, " (no spread between seeds)")
-            return text + why
-        low, high = (self.format(end) for end in self.interval)
-        return f"{text} ({low} to {high})"
+            text += {0: "", 1: " (one seed)"}.get(self.seeds, " (no spread between seeds)")
+        else:
+            text += " ({} to {})".format(*map(self.format, self.interval))
+        return text + f", {self.values} of {self.planned}" * (self.values < self.planned)
 
 
 @dataclass(frozen=True)
@@ -330,8 +336,15 @@ def _parts(claim: Claim, sweep: SweepOutcome, cells: Sequence[CellOutcome]) -> I
                 values = [_measured(run, measure) for run in runs if run.status == "finished"]
                 found = [value for value in values if not math.isnan(value)]
                 text = f"{sweep.shown_label(claim.axis, label)}, the largest of {len(found)} runs"
-                number = max(found, default=None)
-                yield Part(text, measure, "lower", percent=False, number=number)
+                yield Part(
+                    text,
+                    measure,
+                    "lower",
+                    percent=False,
+                    number=max(found, default=None),
+                    values=len(found),
+                    planned=len(runs),
+                )
         return
     # What the sweep leaves out is no part of the claim here.
     planned = [
@@ -360,12 +373,16 @@ def _compare(
     apart = {SEED, *signed[0][0]}
     sums: dict[tuple[str, ...], dict[str, list[float]]] = {}
     metric = measure
+    states: dict[tuple[tuple[str, ...], str], set[str]] = {}
     for cell in cells:
         sign = next((sign for labels, sign in signed if _has(cell, labels)), None)
         if sign is not None:
             column = cell.labels_of([axis for axis in cell.labels if axis not in apart])
             terms = sums.setdefault(column, {}).setdefault(cell.labels.get(SEED, ""), [])
             terms.append(sign * _measured(cell, measure))
+            if cell.status == "finished":
+                run = (column, cell.labels.get(SEED, ""))
+                states.setdefault(run, set()).add(cell.result.state_sha256)
             metric = cell.metric if measure == SCORE else measure
     seeds = sweep.axes.get(SEED, ("",))
     # A column of which the sweep leaves a cell out has too few terms, and compares nothing.
@@ -391,8 +408,11 @@ def _compare(
     )
     if found is None:
         return part
-    # Equal numbers of all seeds show no spread; where all are 0, the runs are the same.
-    spread = found.mean == 0 or (found.deviation or 0.0) > 10.0**-_DECIMALS
+    # Equal numbers of all seeds show no spread; where the runs are the same, there is none.
+    same = found.mean == 0 and all(len(each) == 1 for each in states.values())
+    spread = same or (found.deviation or 0.0) > 10.0**-_DECIMALS
+    complete = [terms for column in sums.values() for terms in column.values()]
+    planned = sum(len(terms) == len(signed) for terms in complete)
 
     def ends(interval: Interval | None) -> Interval | None:
         if interval is None or measure not in RATIOS:
@@ -406,6 +426,8 @@ def _compare(
         strict=ends(found.interval(parts)) if spread else None,
         seeds=found.count,
         columns=len(place[1]),
+        values=found.count * len(place[1]),
+        planned=planned,
     )
 
 

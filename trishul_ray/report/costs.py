@@ -48,14 +48,15 @@ def assumed(cells: Iterable[CellOutcome], cost: str) -> list[str]:
 def costs_by_round(cell: CellOutcome, cost: str) -> list[tuple[int, float, float]]:
     """Return the scored rounds of a cell that have this cost: round, cost so far, metric."""
     columns, unit, adds = COSTS[cost].columns, COSTS[cost].unit, COSTS[cost].adds
-    spent, found = 0.0, []
+    spent, found, known = 0.0, [], False
     for record in cell.records:
         values = [float(record[name]) for name in columns if name in record]
-        # What no round has named yet is free; a run without the column has no cost at all.
+        # What no round has named yet is free; a run without the columns has no such cost.
+        known |= bool(values)
         spent = math.fsum([spent, *values]) if adds else max([spent, *values])
         if cell.metric in record:
             found.append((int(record["round"]), spent / unit, float(record[cell.metric])))
-    return found if spent > 0 else []
+    return found if known else []
 
 
 class Targets:

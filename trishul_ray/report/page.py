@@ -216,8 +216,12 @@ class Page:
 
     @property
     def verdicts(self) -> Counter[str]:
-        """Number of claims by verdict, but those about seconds; each dataset counts."""
-        return Counter(finding.verdict for finding in self.claims if not finding.timed)
+        """Number of claims by verdict; each dataset counts.
+
+        Those about seconds do not, nor do those of the profile smoke, which say nothing of methods.
+        """
+        counted = (each for each in self.claims if not each.timed and each.profile != "smoke")
+        return Counter(finding.verdict for finding in counted)
 
     @property
     def slips(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
+from scipy.sparse import csgraph
 
 #: Chance that a table without any true difference shows one as decided.
 ALPHA = 0.05
@@ -90,13 +91,19 @@ def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
     error = float(differences.std(ddof=1)) / math.sqrt(rows)
     half = error * float(special.stdtrit(rows - 1, 0.975))
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+    low, high = mean - half, mean + half
     if np.isin(differences, (-1.0, 0.0, 1.0)).all():
         p_value = min(1.0, 2 * float(special.bdtr(min(better, worse), better + worse, 0.5)))
+        # If few rows tell the two apart, the deviation of the differences is too small, or 0: count
+        # one more row on each side (Bonett and Price 2012, adjusted Wald interval).
+        p, q = (better + 1) / (rows + 2), (worse + 1) / (rows + 2)
+        half = 1.959964 * math.sqrt((p + q - (p - q) ** 2) / (rows + 2))
+        low, high = max(-1.0, p - q - half), min(1.0, p - q + half)
     elif error:
         p_value = 2 * float(special.stdtr(rows - 1, -abs(mean) / error))
     else:
         p_value = float(mean == 0)
-    return ScoreComparison(rows, mean, (mean - half, mean + half), p_value, better, worse)
+    return ScoreComparison(rows, mean, (low, high), p_value, better, worse)
 
 
 @dataclass(frozen=True)
@@ -304,14 +311,18 @@ def _deviation(squares: float, freedom: int) -> float:
 
 
 def best_row(values: Array) -> int | None:
-    """Return the row of [rows, seeds, columns] with the best mean; None if fewer than two have any.
+    """Return the row of [rows, seeds, columns] with the best mean; None if no two can be compared.
 
     Where runs are missing, rows are compared by their effects in an additive fit of rows and pairs
-    of seed and column: a row that lacks the difficult columns or seeds is not better for it.
+    of seed and column: a row that lacks the difficult columns or seeds is not better for it. If
+    rows fall into sets without a common run, only those of the largest set are compared.
     """
     runs = values.reshape(len(values), -1)
     finite = np.isfinite(runs)
     known = finite.any(axis=1)
+    # Rows that no chain of common runs links have no common scale: the largest linked set counts.
+    linked = csgraph.connected_components(finite.astype(np.intp) @ finite.T)[1]
+    known &= linked == np.argmax(np.bincount(linked[known], minlength=1))
     if known.sum() < 2:
         return None
     # Pairs that the same rows have count as one of as much weight: the fit is the same.

@@ -44,12 +44,28 @@ GAPS = ("failed", "corrupt", "stale", "not reached", "missing", "stopped", "not 
 
 
 #: Metrics over clients that are better if lower, or no share: see ``client_metrics``.
-_UNEVEN = ("_sd", "_gini", "_hurt", "participation_gap", "participation_correlation")
+_UNEVEN = ("_sd", "_gini", "_hurt")
+#: How a score depends on taking part: best at 0, so that no value is the better one.
+_UNORDERED = ("participation_gap", "participation_correlation")
+
+
+def unit_of(metric: str) -> str:
+    """Return the unit in which a metric is shown: ``%``, or that of a loss, a cost, a fraction."""
+    if is_loss(metric):
+        return "loss"
+    if metric in COSTS:
+        return metric
+    return "fraction" if metric.endswith((*_UNEVEN, *_UNORDERED)) else "%"
 
 
 def is_amount(metric: str) -> bool:
     """Return whether a metric is a loss, a cost or unevenness: no percentage, better if lower."""
-    return is_loss(metric) or metric in COSTS or metric.endswith(_UNEVEN)
+    return unit_of(metric) != "%"
+
+
+def has_order(metric: str) -> bool:
+    """Return whether the values of a metric are better or worse than one another."""
+    return not metric.endswith(_UNORDERED)
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class TableCell:
         percent: Whether it is a percentage, not an amount.
         difference: Mean minus the paper's number; None unless the two may be compared.
         best: Whether it is the best of its column within the group of rows.
-        left_out: Number of columns that an average lacks, because the sweep leaves them out.
+        left_out: Columns that an average lacks, because the sweep leaves them out.
         decimals: How many it is shown with; None: as many as make four significant digits.
     """
 
@@ -73,7 +89,7 @@ class TableCell:
     paper: float | None = None
     difference: float | None = None
     best: bool = False
-    left_out: int = 0
+    left_out: frozenset[int] = frozenset()
     decimals: int | None = 2
 
     @cached_property
@@ -105,8 +121,9 @@ class TableCell:
         if self.estimate is None:
             return ""
         seeds = f"{self.estimate.count} of {len(self.seeds)} seeds" if self.partial else ""
-        columns = f"{self.left_out} column{'s' * (self.left_out > 1)} left out"
-        return ", ".join(filter(None, (seeds, columns * (self.left_out > 0))))
+        count = len(self.left_out)
+        columns = f"{count} column{'s' * (count > 1)} left out" * (count > 0)
+        return ", ".join(filter(None, (seeds, columns)))
 
     @property
     def gap(self) -> str:
@@ -136,12 +153,15 @@ class Verdict:
         kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse``
             is decided to be worse than the best; ``undecided`` is not; ``reference`` is not
             compared; ``apart`` has numbers, but no seed and column in common with the best;
-            ``none`` has nothing to compare.
+            ``failed`` and ``short`` lack runs that failed or did not reach the target, which are
+            not missing at random; ``none`` has nothing to compare.
         best: Label of the best row; empty if there is none.
         comparison: The numbers of ``worse``, ``undecided``, and all but one of ``tied``.
     """
 
-    kind: Literal["best", "tied", "worse", "undecided", "reference", "apart", "none"]
+    kind: Literal[
+        "best", "tied", "worse", "undecided", "reference", "apart", "failed", "short", "none"
+    ]
     best: str = ""
     comparison: Comparison | None = None
 
@@ -153,6 +173,8 @@ class Verdict:
             "tied": "tied for the best mean",
             "worse": "worse, decided",
             "apart": "no run to compare",
+            "failed": "not compared: failed runs",
+            "short": "not compared: target not always reached",
             "none": "",
         }
         return labels.get(self.kind, self.kind)
@@ -201,6 +223,23 @@ class TableRow:
         """Whether the runs train the whole backbone."""
         runs = [run for cell in self.cells for run in cell.runs if run.status == "finished"]
         return {run.method for run in runs} == {_REFERENCE_METHOD}
+
+    @property
+    def biased(self) -> Literal["failed", "short"] | None:
+        """Why its mean cannot be compared: what it lacks is not missing at random. None if it can.
+
+        See :attr:`Verdict.kind`.
+        """
+        gaps = {run.gap for cell in self.cells for run in cell.runs if run.value is None}
+        if "failed" in gaps:
+            return "failed"
+        return "short" if "not reached" in gaps else None
+
+    @property
+    def measured(self) -> int:
+        """Number of its values, seeds times columns."""
+        cells = [cell for cell in self.cells if cell.runs]  # without their average
+        return sum(value is not None for cell in cells for value in cell.seeds.values())
 
 
 @dataclass(frozen=True)
@@ -403,13 +442,11 @@ def _judge(table: SweepTable) -> SweepTable:
     sign = -1.0 if table.metrics and all(map(is_amount, table.metrics)) else 1.0
     groups = []
     for group, result in zip(table.groups, compared.groups, strict=True):
-        best = "" if result.best is None else group.rows[result.best].label
-        verdicts = [
-            _verdict(row, index == result.best, best, comparison, sign)
-            for index, (row, comparison) in enumerate(zip(group.rows, result.rows, strict=True))
-        ]
+        best = None if result.best is None else group.rows[result.best]
+        rivals = zip(group.rows, result.rows, strict=True)
+        verdicts = [_verdict(row, best, comparison, sign) for row, comparison in rivals]
         if result.best is not None and any(verdict.kind == "tied" for verdict in verdicts):
-            verdicts[result.best] = Verdict("tied", best)
+            verdicts[result.best] = Verdict("tied", group.rows[result.best].label)
         pairs = zip(group.rows, verdicts, strict=True)
         rows = tuple(replace(row, verdict=verdict) for row, verdict in pairs)
         groups.append(replace(group, rows=rows))
@@ -417,19 +454,22 @@ def _judge(table: SweepTable) -> SweepTable:
 
 
 def _verdict(
-    row: TableRow, is_best: bool, best: str, comparison: Comparison | None, sign: float
+    row: TableRow, best_row: TableRow | None, comparison: Comparison | None, sign: float
 ) -> Verdict:
+    best = "" if best_row is None else best_row.label
     if row.is_reference:
         return Verdict("reference")
-    if is_best:
+    if row.biased is not None:
+        return Verdict(row.biased)
+    if row is best_row:
         return Verdict("best", best)
-    if comparison is None:
+    if comparison is None or best_row is None:
         has_numbers = any(cell.estimate is not None for cell in row.cells)
         return Verdict("apart" if best and has_numbers else "none", best)
-    kind: Literal["worse", "tied", "undecided"]
-    if comparison.decided:
-        kind = "worse"
-    else:
+    kind: Literal["worse", "tied", "undecided"] = "worse" if comparison.decided else "undecided"
+    # A difference over some of the runs alone is not that of the means that are displayed.
+    whole = comparison.seeds * comparison.columns == row.measured == best_row.measured
+    if not comparison.decided and whole:
         tied = float(row.cells[0].format(abs(comparison.difference))) == 0
         kind = "tied" if tied else "undecided"
     return Verdict(kind, best, replace(comparison, difference=sign * comparison.difference))
@@ -446,7 +486,8 @@ def _oriented(table: SweepTable) -> list[Array]:
     for group in table.groups:
         values = np.full((len(group.rows), len(seeds), columns), np.nan)
         for r, row in enumerate(group.rows):
-            shown = row.cells[:columns] if table.judged and not row.is_reference else ()
+            compared = table.judged and not row.is_reference and row.biased is None
+            shown = row.cells[:columns] if compared else ()
             for c, cell in enumerate(shown):
                 sign = 1.0 if cell.percent else -1.0
                 for seed, value in cell.seeds.items():
@@ -500,11 +541,10 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     if layout.average:
         names.append((AVERAGE, *[""] * (len(layout.columns) - 1)))
     metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
-    one_unit = len({is_amount(metric) for metric in metrics}) == 1
+    one_unit = len(set(map(unit_of, metrics))) == 1
     one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
-    return SweepTable(
-        sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), one_unit and one_measure
-    )
+    judged = one_unit and one_measure and all(map(has_order, metrics))
+    return SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), judged)
 
 
 def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
@@ -529,16 +569,17 @@ def _mean(cells: Sequence[TableCell]) -> TableCell:
     planned = [cell for cell in cells if cell.planned]
     names = dict.fromkeys(seed for cell in planned for seed in cell.seeds)
     seeds = {seed: _mean_of([cell.seeds.get(seed) for cell in planned]) for seed in names}
-    if len({cell.percent for cell in planned}) > 1:
+    if len({unit_of(run.metric) for cell in planned for run in cell.runs}) > 1:
         seeds = {}  # a mean of different units says nothing
     percent = all(cell.percent for cell in planned)
     decimals = planned[0].decimals if planned else 2
-    return TableCell((), seeds, percent, left_out=len(cells) - len(planned), decimals=decimals)
+    left_out = frozenset(place for place, cell in enumerate(cells) if not cell.planned)
+    return TableCell((), seeds, percent, left_out=left_out, decimals=decimals)
 
 
 def _decimals(metrics: Iterable[str]) -> int | None:
     found = [*metrics]
-    return None if any(name in COSTS for name in found) else 4 if any(map(is_loss, found)) else 2
+    return None if any(name in COSTS for name in found) else 4 if any(map(is_amount, found)) else 2
 
 
 def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:
@@ -561,10 +602,10 @@ def _with_paper(
 def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
     """Mark the best of each column, as displayed; where all numbers are equal, none is.
 
-    A mean that lacks seeds or columns which another has is not compared.
+    Means are compared that have the most columns and seeds, if these are the same ones.
     """
     columns = [
-        _mark_column(column, [row.is_reference for row in rows])
+        _mark_column(column, [row.is_reference or row.biased is not None for row in rows])
         for column in zip(*(row.cells for row in rows), strict=True)
     ]
     cells = zip(*columns, strict=True) if columns else [()] * len(rows)
@@ -572,12 +613,17 @@ def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
 
 
 def _mark_column(cells: Sequence[TableCell], skip: Sequence[bool]) -> list[TableCell]:
-    known = [cell for cell, out in zip(cells, skip, strict=True) if cell.estimate and not out]
+    known = [
+        cell
+        for cell, out in zip(cells, skip, strict=True)
+        if cell.estimate and not out and all(has_order(run.metric) for run in cell.runs)
+    ]
     most = max(map(_size, known), default=(0, 0))
+    known = [cell for cell in known if _size(cell) == most]
     values = {
         id(cell): float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
         for cell in known
-        if cell.estimate is not None and _size(cell) == most
+        if cell.estimate is not None and len(set(map(_content, known))) == 1
     }
     best, least = max(values.values(), default=0.0), min(values.values(), default=0.0)
     return [replace(cell, best=values.get(id(cell)) == best > least) for cell in cells]
@@ -585,4 +631,9 @@ def _mark_column(cells: Sequence[TableCell], skip: Sequence[bool]) -> list[Table
 
 def _size(cell: TableCell) -> tuple[int, int]:
     """Return how much a mean lacks and has: columns left out, as a negative number, and seeds."""
-    return -cell.left_out, cell.estimate.count if cell.estimate is not None else 0
+    return -len(cell.left_out), cell.estimate.count if cell.estimate is not None else 0
+
+
+def _content(cell: TableCell) -> tuple[frozenset[int], frozenset[str]]:
+    """Return what a mean is over: the columns that it lacks, and the seeds that it has."""
+    return cell.left_out, frozenset(s for s, value in cell.seeds.items() if value is not None)

@@ -258,8 +258,11 @@ def run_checks(summary: RunSummary, home: "Store") -> list[Check]:
     if variance is not None and home.exists("diagnostics.npz"):
         with np.load(io.BytesIO(home.read("diagnostics.npz")), allow_pickle=False) as file:
             arrays = dict(file)
-        setting = f"round {summary.diagnostics['round']:g}, one upload"
-        checks += _variance_checks(variance, arrays, setting, summary.config["method"])
+        uploads = int((arrays["clients"][-1] >= 0).sum()) if "clients" in arrays else 0
+        if uploads > 1:  # one alone has no variance, and would be below any bound
+            setting = f"round {summary.diagnostics['round']:g}, one upload of {uploads}"
+            unbiased = variance * uploads / (uploads - 1)  # for equal weights
+            checks += _variance_checks(unbiased, arrays, setting, summary.config["method"])
     norms = [summary.block_squared_norms.get(block, 0.0) for block in summary.heads]
     if norms and min(norms) > 0:
         heads = _final_heads(summary.heads, read_metrics(home))

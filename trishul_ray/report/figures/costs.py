@@ -9,10 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from trishul_ray.report.costs import COSTS, Targets, assumed, costs_by_round
-from trishul_ray.report.figures.curves import BAND, CurveData, Line, Panel, metric_of
+from trishul_ray.report.figures.curves import CurveData, Line, Panel, metric_of, spread_remark
 from trishul_ray.report.figures.selection import Band, Selection
 from trishul_ray.report.figures.style import INK, SMALL, new_panels, set_labels, styles_of
-from trishul_ray.report.outcomes import Row
+from trishul_ray.report.outcomes import CellOutcome, Row
 
 
 def metric_over_cost(selection: Selection) -> CurveData | None:
@@ -21,7 +21,7 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
     A point is a round: the means over seeds of its cost and of its metric.
     """
     cost, series = selection.options["cost"], selection.axes("series")
-    panels, without = [], []
+    panels, without, points = [], [], []
     for panel in selection.groups(selection.axes("panels")):
         lines = []
         for group in selection.groups(series, panel):
@@ -32,6 +32,7 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
                 for number, spent, value in rounds:
                     found.setdefault(number, []).append((spent, value))
             if found:
+                points.append(group.cells)
                 means = [float(np.mean([spent for spent, _ in at])) for at in found.values()]
                 bands = [Band.of_runs([value for _, value in at]) for at in found.values()]
                 nothing = (math.nan,) * len(means)
@@ -42,7 +43,9 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
     if not panels:
         return None
     several = any(b.count > 1 for panel in panels for line in panel.lines for b in line.y)
-    remarks = [BAND] * several + assumed(selection.finished, cost)
+    pooled = selection.pooled(points)
+    remarks = [spread_remark("line and band", pooled)] * several
+    remarks += [*assumed(selection.finished, cost), *pooled]
     if without:
         remarks.append(f"without this cost: {'; '.join(selection.names(without))}")
     names = tuple(group.name for group in selection.groups(series))
@@ -113,8 +116,10 @@ def cost_to_target(selection: Selection) -> TargetData | None:
     reference = options["reference"] or names[0]
     axes = selection.run_axes(series)
     cells: list[Reached] = []
+    points: list[Sequence[CellOutcome]] = []
     for panel in selection.groups(selection.axes("panels")):
         by_name = {group.name: group for group in selection.groups(series, panel)}
+        points += [group.cells for group in by_name.values()]
         first = by_name.get(reference)
         targets = Targets(first.cells if first else (), axes, options["cost"])
         for share in options["shares"]:
@@ -131,6 +136,7 @@ def cost_to_target(selection: Selection) -> TargetData | None:
         f"targets: shares of what {reference} ends with, for each seed",
         "mean over the seeds that reach it; line: ± standard deviation",
         *assumed(selection.finished, options["cost"]),
+        *selection.pooled(points),
     ]
     return TargetData(options["cost"], reference, names, tuple(cells), tuple(remarks))
 

@@ -42,9 +42,6 @@ _X_LABELS = {
     "privacy.epsilon": "ε for each client (∞: no noise)",
 }
 _INFINITE = {"partition.alpha": "IID"}
-#: What a line with a band shows.
-BAND = "line and band: mean ± standard deviation over seeds"
-_BARS = "point and bar: mean ± standard deviation over seeds"
 _ONE_SEED = "with one seed there is no deviation, and the axis starts at 0"
 _PAPER = "hollow: the paper's numbers"
 
@@ -246,9 +243,11 @@ class _Collector:
         seeds = [band.count for line in lines for band in line.y]
         printed = any(math.isfinite(value) for line in lines for value in line.paper)
         lined = self.scale in ("rounds", "amount")
-        notes = [BAND if lined else _BARS] * (max(seeds) > 1)
+        pooled = self.selection.pooled(self.points)
+        spread = spread_remark("line and band" if lined else "point and bar", pooled)
+        notes = [spread] * (max(seeds) > 1)
         notes += [_ONE_SEED] * (min(seeds) == 1) + [_PAPER] * printed
-        notes += [*remarks, *self.selection.pooled(self.points)]
+        notes += [*remarks, *pooled]
         if self.empty:
             missing = self.selection.names(list(self.empty.values()))
             notes.append(f"without these metrics: {'; '.join(missing)}")
@@ -257,6 +256,11 @@ class _Collector:
         return CurveData(
             tuple(self.panels), self.x_label, self.scale, names, tuple(notes), infinite
         )
+
+
+def spread_remark(shown: str, pooled: Sequence[str]) -> str:
+    """Say what is drawn as a mean and its spread; ``pooled`` names other axes than the seed."""
+    return f"{shown}: mean ± standard deviation over {'runs' if pooled else 'seeds'}"
 
 
 def convergence(selection: Selection) -> CurveData | None:
@@ -437,7 +441,11 @@ def late(metric: str, last: int) -> Callable[[CellOutcome], float | None]:
 def late_remark(selection: Selection) -> str:
     """Say which rounds :func:`late` averages over."""
     last = selection.options["last"]
-    span = "the last round" if last == 1 else f"mean of the last {last} rounds, or all if fewer"
+    span = (
+        "the last round"
+        if last == 1
+        else f"mean of the last {last} that were taken, or all if fewer"
+    )
     return f"diagnostics: {span}"
 
 
@@ -445,7 +453,8 @@ def metric_of(cells: Sequence[CellOutcome]) -> tuple[str, bool]:
     """Return the name of the cells' metric for an axis, and whether it is a share."""
     names = dict.fromkeys(cell.metric for cell in cells)
     shown = " or ".join(name.replace("_", " ") for name in names)
-    return f"test {shown}", not any("loss" in name for name in names)
+    rows = "" if shown.startswith("validation ") else "test "
+    return f"{rows}{shown}", not any("loss" in name for name in names)
 
 
 def _metric_name(cells: Sequence[CellOutcome]) -> str | None:

@@ -10,7 +10,13 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 
 from trishul_ray.report.figures import SUBJECTS
-from trishul_ray.report.figures.curves import SIMILARITY, late, late_remark, metric_of
+from trishul_ray.report.figures.curves import (
+    SIMILARITY,
+    late,
+    late_remark,
+    metric_of,
+    spread_remark,
+)
 from trishul_ray.report.figures.selection import Band, Selection, number_of
 from trishul_ray.report.figures.style import (
     INK,
@@ -107,12 +113,13 @@ def accuracy_inconsistency(selection: Selection) -> ScatterData | None:
         return None
     names = tuple(group.name for group in selection.groups(series))
     symbol = {"partition.alpha": "α", "method.lam": "λ"}.get(field, field)
+    averaged = selection.pooled(pooled)
     remarks = [
         f"beside each point: {symbol}",
         "inconsistency index: 1 − principal-angle similarity",
         late_remark(selection),
-        "point and bars: mean ± standard deviation over seeds",
-        *selection.pooled(pooled),
+        spread_remark("point and bars", averaged),
+        *averaged,
     ]
     return ScatterData(tuple(panels), metric, percent, symbol, names, tuple(remarks))
 
