@@ -5,8 +5,8 @@ version, where a name is gone.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +115,30 @@ def has_gpu() -> bool:
 
 
 @contextmanager
-def without_messages() -> Iterator[None]:
-    """Keep Ray from printing messages on standard output: it logs to its session's folder."""
-    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give a module or class of Ray other attributes in the block."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        worker._worker_logs_enabled = before
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
-@contextmanager
-def listening_on_localhost() -> Iterator[None]:
+def without_messages() -> AbstractContextManager[None]:
+    """Keep Ray from printing messages on standard output: it logs to its session's folder."""
+    return _replaced(worker, _worker_logs_enabled=False)
+
+
+def listening_on_localhost() -> AbstractContextManager[None]:
     """Let the servers of a Ray that starts in the block listen on the loopback address only.
 
     Ray's default on macOS and Windows. (It replaces an ``_node_ip_address`` of 127.0.0.1 by the
     address that other machines see.)
     """
-    default, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = default
+    return _replaced(ray_constants, ENABLE_RAY_CLUSTER=False)
 
 
 @contextmanager
@@ -146,28 +149,14 @@ def without_monitors() -> Iterator[None]:
     the autoscaler, that of logs, which stay in files, and the agent's part for a dashboard, which
     Ray leaves out where the dashboard's dependencies are not installed.
     """
-    starts = {name: getattr(Node, name) for name in _MONITORS}
-    find_error = utils.get_dashboard_dependency_error
-    for name in _MONITORS:
-        setattr(Node, name, lambda self, **_: None)
-    utils.get_dashboard_dependency_error = lambda: ImportError("not used")
-    try:
+    missing = _replaced(utils, get_dashboard_dependency_error=lambda: ImportError("not used"))
+    with _replaced(Node, **dict.fromkeys(_MONITORS, lambda self, **_: None)), missing:
         yield
-    finally:
-        for name, start in starts.items():
-            setattr(Node, name, start)
-        utils.get_dashboard_dependency_error = find_error
 
 
-@contextmanager
-def without_sigterm_handler() -> Iterator[None]:
+def without_sigterm_handler() -> AbstractContextManager[None]:
     """Keep Ray, if it starts in the block, from replacing the handler of SIGTERM."""
-    install: Callable[..., None] = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = install
+    return _replaced(utils, set_sigterm_handler=lambda handler: None)
 
 
 def send_token() -> None:
