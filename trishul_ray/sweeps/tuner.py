@@ -26,11 +26,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.nodes import possible_nodes, working_nodes
+from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources, working_nodes
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.ray_internals import launch_failures
-from trishul_ray.federation.on_ray.slices import Slices, plan_slices
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices, with_actors
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
@@ -100,7 +100,7 @@ def group_cells(
             alike = sum(
                 slices[other] == one and _divides_cluster(experiments[other]) for other in slices
             )
-            share = _count_slots(one, nodes) // min(alike, concurrency or alike)
+            share = sum(map(one.count_in, nodes)) // min(alike, concurrency or alike)
             actors = max(1, min(share, experiment.federation.clients_per_round))
             one = _slices(experiment, nodes, actors)
         grouped.setdefault((one, experiment.resources.backend == "inline"), []).append(id)
@@ -108,7 +108,7 @@ def group_cells(
     for (held, inline), ids in grouped.items():
         # An inline run computes in the trial's own process, the first bundle.
         bundles = tuple(held.bundles()) if inline else ({}, *held.bundles())
-        at_once = _count_slots(held, nodes) // held.actors
+        at_once = sum(map(held.count_in, nodes)) // held.actors
         groups.append(Group(_by_inputs(ids, experiments), bundles, concurrency or at_once))
     return groups
 
@@ -121,31 +121,16 @@ def _divides_cluster(experiment: Experiment) -> bool:
 
 def _slices(experiment: Experiment, nodes: Sequence[Mapping[str, float]], actors: int) -> Slices:
     """Return what a cell requests, with ``actors`` actors where it leaves the number open."""
-    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+    total = total_resources(nodes)
     if experiment.resources.backend == "inline" or _divides_cluster(experiment):
-        resources = experiment.resources.model_copy(update={"actors": actors})
-        federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
-        experiment = experiment.model_copy(
-            update={"resources": resources, "federation": federation}
-        )
+        experiment = with_actors(experiment, actors)
     slices = plan_slices(experiment, total)
-    if _count_slots(slices, nodes) < slices.actors:
+    if sum(map(slices.count_in, nodes)) < slices.actors:
         raise InputError(
             f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
             "resources.cpus_per_actor or resources.gpus_per_actor"
         )
     return slices
-
-
-def _count_slots(slices: Slices, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many slices of this size the nodes hold together."""
-    count = 0
-    for node in nodes:
-        fits = int(node.get("CPU", 0.0) / slices.cpus + 1e-9)
-        if slices.gpus:
-            fits = min(fits, int(node.get("GPU", 0.0) / slices.gpus + 1e-9))
-        count += fits
-    return count
 
 
 def _by_inputs(ids: Sequence[str], experiments: Mapping[str, Experiment]) -> tuple[str, ...]:

@@ -33,6 +33,11 @@ class Slices:
         bundle = {"CPU": self.cpus, "GPU": self.gpus}
         return [{k: v for k, v in bundle.items() if v > 0} for _ in range(self.actors)]
 
+    def count_in(self, held: Mapping[str, float]) -> int:
+        """Return how many actors fit into a bundle, or on a node: one cannot span two."""
+        count = int(held.get("CPU", 0.0) / self.cpus + 1e-9)
+        return min(count, int(held.get("GPU", 0.0) / self.gpus + 1e-9)) if self.gpus else count
+
     def __str__(self) -> str:
         gpus = f", {self.gpus:g} GPU" if self.gpus else ""
         return f"{self.actors} x ({self.cpus:g} CPU{gpus})"
@@ -95,18 +100,16 @@ def slices_of_bundles(experiment: "Experiment", bundles: Sequence[Mapping[str, f
     if filled and all(bundle == first for bundle in filled) and first.get("CPU", 0.0) > 0:
         return Slices(len(filled), first["CPU"], first.get("GPU", 0.0))
     largest = max(filled, key=lambda b: (b.get("GPU", 0.0), b.get("CPU", 0.0)), default={})
-    resources = experiment.resources.model_copy(update={"actors": 1})
-    federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
-    single = experiment.model_copy(update={"resources": resources, "federation": federation})
-    one = plan_slices(single, largest)
-    actors = sum(_slices_in(bundle, one) for bundle in filled)
+    one = plan_slices(with_actors(experiment, 1), largest)
+    actors = sum(map(one.count_in, filled))
     return Slices(min(actors, experiment.federation.clients_per_round), one.cpus, one.gpus)
 
 
-def _slices_in(bundle: Mapping[str, float], one: Slices) -> int:
-    # Rounded down: an actor cannot span two bundles.
-    count = int(bundle.get("CPU", 0.0) / one.cpus + 1e-9)
-    return min(count, int(bundle.get("GPU", 0.0) / one.gpus + 1e-9)) if one.gpus else count
+def with_actors(experiment: "Experiment", actors: int) -> "Experiment":
+    """Return an experiment that asks for so many actors, whatever number it names."""
+    resources = experiment.resources.model_copy(update={"actors": actors})
+    federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
+    return experiment.model_copy(update={"resources": resources, "federation": federation})
 
 
 def cap_device_memory(share: float) -> None:
