@@ -12,6 +12,7 @@ from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from trishul_ray.edge.draws import poisson_cohort, uniform_cohort
 from trishul_ray.edge.privacy.accounting import (
     ORDERS,
     Guarantee,
@@ -23,7 +24,6 @@ from trishul_ray.edge.privacy.accounting import (
     smallest_noise,
 )
 from trishul_ray.edge.privacy.config import PrivacyConfig
-from trishul_ray.edge.privacy.draws import poisson_cohort, uniform_cohort
 from trishul_ray.errors import InputError
 
 

@@ -11,9 +11,9 @@ from invented_outcomes import invent_sweep
 from method_runs import BY_MEAN, Recording, server_of
 
 from trishul_ray.edge.changes import norm_of
+from trishul_ray.edge.draws import poisson_cohort
 from trishul_ray.edge.privacy import accounting
 from trishul_ray.edge.privacy.clipping import automatic_norm
-from trishul_ray.edge.privacy.draws import poisson_cohort
 from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.fit import check_fits

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import RunError
-from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import MOST_CLIENTS, TrainJob

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from tiny_run import untimed
 
 from trishul_ray.config import COMPUTE_LEVELS
+from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.methods.limited import leading_rank
 from trishul_ray.methods.trishul import TrishulConfig

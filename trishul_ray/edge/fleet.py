@@ -19,7 +19,7 @@ from trishul_ray.edge.availability import DAY, MOST_DAYS, next_time, source_of
 from trishul_ray.edge.clock import Fate, Plan, Times, jain, plan
 from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_class, utility
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
-from trishul_ray.edge.privacy.draws import participants
+from trishul_ray.edge.draws import participants
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.files import Json
 from trishul_ray.methods.base import exact_share

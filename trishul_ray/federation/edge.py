@@ -12,9 +12,9 @@ import numpy as np
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender, UploadFilter
 from trishul_ray.edge.codecs.base import Units, build_codec
+from trishul_ray.edge.draws import capacities, participants
 from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm, rounding_room
-from trishul_ray.edge.privacy.draws import participants
 from trishul_ray.edge.privacy.mechanism import Mechanism, reported
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
@@ -22,7 +22,6 @@ from trishul_ray.edge.state import EdgeState, PrivacyState
 from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Partial, Reducer, configured_weight, round_units

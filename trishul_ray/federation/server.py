@@ -20,13 +20,12 @@ import torch
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
 from trishul_ray.edge.changes import COUNTS
+from trishul_ray.edge.draws import capacities, participants, poisson_cohort, uniform_cohort
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
-from trishul_ray.edge.privacy.draws import participants, poisson_cohort, uniform_cohort
 from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.diagnostics import (

@@ -17,10 +17,10 @@ from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.config import OptimizerConfig
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
+from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
-from trishul_ray.federation.capacities import capacities
 from trishul_ray.federation.messages import (
     Arrays,
     ArrayState,

@@ -23,8 +23,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from trishul_ray.edge.draws import uniform_cohort
 from trishul_ray.edge.privacy.config import PrivacyConfig, Sampling
-from trishul_ray.edge.privacy.draws import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.lazy import scipy
 
