@@ -61,10 +61,10 @@ def backends(setup: Setup) -> Section:
         assert isinstance(inline, InlineDriver)
         inline.begin()
         ray.begin()
-        bench: Workbench = inline.server.executor.bench  # type: ignore[attr-defined]  # inline's
+        bench: Workbench = inline.executor.bench
         limit = Limit(bench)
         for number in range(1, fed.rounds + 1):
-            cohort = inline.server.cohort(number)
+            cohort = inline.cohort(number)
             took = {"limit": round_limit(limit, bench, cohort, number)}
             both = [("inline", inline), ("ray", ray)]
             # In turn first, so that a machine that slows down or speeds up favours neither.

@@ -537,7 +537,7 @@ def run(place: Place) -> None:
         if not report.finished:
             total = seconds[0] + each * (fed.rounds + 1)
             title += f", from {len(seconds) - 1} rounds"
-        clients = [r.client_seconds for r in driver.server.checkpoint.records[1:]]
+        clients = [r.client_seconds for r in driver.checkpoint.records[1:]]
         trained = fed.clients_per_round * statistics.median(clients)
         shown = [
             ["start", f"{seconds[0]:.1f}"],

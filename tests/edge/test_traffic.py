@@ -288,8 +288,8 @@ def test_a_cut_change_is_of_low_rank_where_scalars_are_fixed(scalars, cut, edge_
 
 def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
     experiment = small("resources.backend=inline", "method=fedit", "downloads.codec=int4")
-    driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    server, inner = driver.server, driver.server.executor
+    server = InlineDriver(experiment, prepare_run(experiment), "a")
+    inner = server.executor
     server.executor = recording = Recording(inner)
     scored, inner_evaluate = [], inner.evaluate
     inner.evaluate = lambda sent, job: scored.append(sent) or inner_evaluate(sent, job)
@@ -303,7 +303,7 @@ def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
         np.testing.assert_array_equal(recording.broadcast.shared, read)
         assert (read != whole.shared).any()
         np.testing.assert_array_equal(scored[-1].shared, whole.shared)
-    driver.close()
+    server.close()
 
 
 def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(edge_run):
@@ -323,16 +323,15 @@ def test_with_all_sections_off_no_method_meets_any_part_of_the_edge(method, smal
     """So every run takes the path that it took before there was one."""
     experiment = small("resources.backend=inline", f"method={method}", "rounds=1")
     assert not {*EDGE_SECTIONS} & experiment.identity().keys()
-    driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    server = driver.server
+    server = InlineDriver(experiment, prepare_run(experiment), "a")
     for edge in (server.edge, server.executor.edge):
         assert not edge.filters and not edge.sends_changes and not edge.moves_beyond_mean
         assert edge.downloads is None and edge.ring is None
     assert server.fleet is None and server.private is None
-    checkpoint = drive_to_end(driver).checkpoint
+    checkpoint = drive_to_end(server).checkpoint
     assert not checkpoint.edge and not any(record.edge for record in checkpoint.records)
     assert b'"edge"' not in checkpoint.to_bytes()
-    driver.close()
+    server.close()
 
 
 def test_off_they_are_neither_in_the_id_nor_in_the_file():

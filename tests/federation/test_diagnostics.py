@@ -119,16 +119,16 @@ def test_matrices_outlive_a_stop(small, inline_result):
 def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
     experiment = small("method=ravan", *INLINE, EVERYONE)
     driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    run = driver.server.executor.run
+    run = driver.executor.run
 
     def diverging(broadcast, jobs, *more):
         if {job.client for job in jobs if isinstance(job, TrainJob)} - cohort:
             raise FailsAgainError("training loss of client 9 is not finite")
         return run(broadcast, jobs, *more)
 
-    driver.server.executor.run = diverging
+    driver.executor.run = diverging
     for number in range(1, experiment.federation.rounds + 2):
-        cohort = {*driver.server.cohort(number)}
+        cohort = {*driver.cohort(number)}
         report = driver.step()
         assert any("client 9" in e for e in report.events) == (
             number == experiment.federation.rounds

@@ -88,7 +88,7 @@ def outcome(experiment, residents=None):
     result = driver.final()
     driver.close()
     records = untimed(result.checkpoint.records)
-    bench = weakref.ref(driver._executor.bench)
+    bench = weakref.ref(driver.executor.bench)
     del driver
     # Not only at the next garbage collection: on a GPU, the next run needs the memory.
     assert bench() is None

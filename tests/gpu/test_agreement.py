@@ -30,9 +30,9 @@ def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
             f"storage.runs={tmp_path / device}",
         )
         driver = InlineDriver(experiment, prepare_run(experiment), "a")
-        start = driver.server.checkpoint.state.shared
+        start = driver.checkpoint.state.shared
         driver.step()
-        states.append(driver.server.checkpoint.state.shared)
+        states.append(driver.checkpoint.state.shared)
     assert np.abs(states[0] - start).max() > 1e-3
     assert np.abs(states[0] - states[1]).max() < 1e-4
 

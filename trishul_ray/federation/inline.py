@@ -34,7 +34,7 @@ from trishul_ray.federation.reduce import (
     partial_sum,
     sum_groups,
 )
-from trishul_ray.federation.server import RoundReport, RunResult, Server
+from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import (
     Residents,
     Workbench,
@@ -135,8 +135,11 @@ class InlineExecutor:
         self.bench.close()
 
 
-class InlineDriver:
+class InlineDriver(Server):
     """Drives a run in this process; the counterpart of ``RayDriver``."""
+
+    executor: InlineExecutor
+    begin, final = Server.progress, Server.result
 
     def __init__(
         self,
@@ -145,21 +148,9 @@ class InlineDriver:
         attempt: str,
         residents: Residents | None = None,
     ) -> None:
-        self._executor = InlineExecutor(experiment, prepared, residents)
-        self.server = Server(experiment, self._executor, open_checkpoints(experiment), attempt)
-
-    def begin(self) -> RoundReport:
-        """Return what the newest checkpoint holds."""
-        return self.server.progress()
-
-    def step(self) -> RoundReport:
-        """Run one round."""
-        return self.server.step()
-
-    def final(self) -> RunResult:
-        """Return the result of a finished run."""
-        return self.server.result()
+        executor = InlineExecutor(experiment, prepared, residents)
+        super().__init__(experiment, executor, open_checkpoints(experiment), attempt)
 
     def close(self) -> None:
         """Release the backbone."""
-        self._executor.close()
+        self.executor.close()
