@@ -1,4 +1,4 @@
-"""Tell whether a file has changed, write a folder as a whole, remove what nobody uses."""
+"""Tell whether a file has changed, write a file or folder as a whole, remove what nobody uses."""
 
 import fcntl
 import hashlib
@@ -62,6 +62,17 @@ def make_cache_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"storage.cache: cannot create {folder}: {error.strerror}") from error
+
+
+@contextmanager
+def complete_file(file: Path) -> Iterator[Path]:
+    """Yield a temporary file beside ``file`` that replaces it on success: no reader sees a part."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.files import Json
+from trishul_ray.files import Json, complete_file
 from trishul_ray.lazy import torch
 from trishul_ray.rng import numpy_rng
 
@@ -131,7 +130,7 @@ def _text_buffers(column: pa.StringArray) -> tuple[memoryview, memoryview]:
 
 
 def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) -> None:
-    """Write ``columns`` to a temporary file beside ``path``, then rename it to ``path``."""
+    """Write ``columns`` to ``path``, which appears when it is complete."""
     columns = {
         name: column.cast(pa.large_string()) if isinstance(column, pa.Array) else column
         for name, column in columns.items()
@@ -141,13 +140,12 @@ def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) ->
     fields = [pa.field(name, values.type, nullable=False) for name, values in stored.items()]
     schema = pa.schema(fields, metadata={_META: json.dumps(meta).encode()})
     batch = pa.record_batch(list(stored.values()), schema=schema)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            writer.write_batch(batch)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        complete_file(path) as new,
+        pa.OSFile(str(new), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
+        writer.write_batch(batch)
 
 
 def _stored(column: Column) -> pa.Array:

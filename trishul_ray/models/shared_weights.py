@@ -25,7 +25,7 @@ import transformers
 from filelock import FileLock
 from torch import Tensor, nn
 
-from trishul_ray.files import make_cache_folder, remove_unused, stamp
+from trishul_ray.files import complete_file, make_cache_folder, remove_unused, stamp
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
@@ -68,7 +68,9 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
             quantize_layers(model, config.quantize, run_dtype(config))
             commit = getattr(plan.architecture, "_commit_hash", None)
             source = weights_source(plan.files, commit, drawn=config.init == "random")
-            _write(file, {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source})
+            content = {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source}
+            with complete_file(file) as new:
+                torch.save(content, new)
             del model
             stored = _map(file)
         if stored is None:
@@ -110,16 +112,6 @@ def weights_key(plan: Plan) -> str:
     if (kind := plan.config.quantize) != "none":
         key += [kind, importlib.metadata.version("bitsandbytes")]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    """Write under a temporary name and rename, so that no process maps a part of a file."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(content, temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _map(file: Path) -> dict[str, Any] | None:

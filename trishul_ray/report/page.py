@@ -7,7 +7,6 @@ elements with the attribute ``data-time``: without them, the pages of two repeti
 import hashlib
 import itertools
 import json
-import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.files import digest
+from trishul_ray.files import complete_file, digest
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
@@ -440,11 +439,9 @@ def _machine(hardware: Hardware) -> str:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place and rename it: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    with complete_file(path) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:
