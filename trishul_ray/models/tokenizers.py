@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.builtin import (
@@ -115,21 +116,11 @@ def _missing_files(name: str, location: Path | str) -> InputError:
     )
 
 
-def _byte_characters() -> list[str]:
-    """Return the visible character that byte-level tokenizers write for each byte, in byte order.
-
-    Printable Latin-1 bytes map to their own characters, the other 68 in order to U+0100 and on
-    (Radford et al. 2019).
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
-
-
 def byte_tokenizer(model_type: str) -> PreTrainedTokenizerBase:
     """Return the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
     sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    pieces = [*SPECIAL_TOKENS, *_byte_characters(), *sentinels]
+    letters = bytes_to_unicode()  # the visible one that byte-level tokenizers write for each byte
+    pieces = [*SPECIAL_TOKENS, *(letters[byte] for byte in range(256)), *sentinels]
     fast = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
