@@ -4,21 +4,18 @@ Rows are a few of the test's own, in the hub's layout; backbones are the built-i
 random weights, so nothing is said about quality.
 """
 
-import io
 import itertools
 import math
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from public_mirror import write_mirror
 
+from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.rng import numpy_rng
 
 #: The paper's pairs of dataset and backbone family, with the metric that counts.
 PAIRS = {
@@ -38,54 +35,28 @@ BESIDE = (
     ("glue/sst2", "bert-tiny", "auto"),
 )
 ROWS = {"train": 12, "test": 4}
-PAIRED = {"glue/mnli": ("premise", "hypothesis"), "glue/qnli": ("question", "sentence")}
-PAIRED |= {"glue/qqp": ("question1", "question2"), "glue/rte": ("sentence1", "sentence2")}
-
-
-def write(hub, where, columns):
-    file = hub / f"{where}-00000-of-00001.parquet"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), file)
-
-
-def images(rows, rng):
-    encoded = []
-    for _ in range(rows):
-        sink = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(sink, "PNG")
-        encoded.append({"bytes": sink.getvalue(), "path": None})
-    return encoded
+#: Where the hub has the test rows of the paper's datasets, and the columns that are read.
+PLACES = {
+    "uoft-cs/cifar100/cifar100/test": {"img", "fine_label"},
+    "ufldl-stanford/svhn/cropped_digits/test": {"image", "label"},
+    "SetFit/20_newsgroups/data/test": {"text", "label"},
+    "mrqa-workshop/mrqa/data/validation": {"subset", "question", "context", "answers"},
+    "nyu-mll/glue/sst2/validation": {"sentence", "label"},
+    "nyu-mll/glue/mnli/validation_matched": {"premise", "hypothesis", "label"},
+    "nyu-mll/glue/mnli/validation_mismatched": {"premise", "hypothesis", "label"},
+    "nyu-mll/glue/qnli/validation": {"question", "sentence", "label"},
+    "nyu-mll/glue/qqp/validation": {"question1", "question2", "label"},
+    "nyu-mll/glue/rte/validation": {"sentence1", "sentence2", "label"},
+}
 
 
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory):
     """A mirror with a few rows of every dataset of the paper."""
-    folder, rng = tmp_path_factory.mktemp("hub"), numpy_rng(0, "combinations")
-    for split, rows in ROWS.items():
-        numbers = list(range(rows))
-        texts = [f"sentence number {n} is about {n % 2}" for n in numbers]
-        labels = [n % 2 for n in numbers]
-        pictures = images(rows, rng)
-        write(folder, f"uoft-cs/cifar100/cifar100/{split}",
-              {"img": pictures, "fine_label": numbers, "coarse_label": labels})  # fmt: skip
-        write(folder, f"ufldl-stanford/svhn/cropped_digits/{split}",
-              {"image": pictures, "label": labels})  # fmt: skip
-        write(folder, f"SetFit/20_newsgroups/data/{split}",
-              {"text": texts, "label": numbers, "label_text": texts})  # fmt: skip
-        validation = "validation" if split == "test" else split
-        subsets = [("SQuAD", "HotpotQA")[n % 2] for n in numbers]
-        asked = {"subset": subsets, "question": texts, "context": texts}
-        write(folder, f"mrqa-workshop/mrqa/data/{validation}",
-              asked | {"answers": [[str(n % 2), "number"] for n in numbers]})  # fmt: skip
-        write(folder, f"nyu-mll/glue/sst2/{validation}",
-              {"sentence": texts, "label": labels, "idx": numbers})  # fmt: skip
-        for name, (first, second) in PAIRED.items():
-            ends = (validation,)
-            if name == "glue/mnli" and split == "test":
-                ends = ("validation_matched", "validation_mismatched")
-            for end in ends:
-                write(folder, f"nyu-mll/{name}/{end}",
-                      {first: texts, second: texts, "label": labels, "idx": numbers})  # fmt: skip
+    folder, names = tmp_path_factory.mktemp("hub"), {name for name, _ in PAIRS} | {*OTHERS}
+    for source in PUBLIC:
+        if source.name in names:
+            write_mirror(folder, source, ROWS)
     return folder
 
 
@@ -134,6 +105,12 @@ def check(final, headline, method="trishul"):
         assert after.uploaded_parameters > 0
         # It trained: the global model answers otherwise than before.
         assert after.scores["loss"] != before.scores["loss"]
+
+
+def test_rows_lie_where_the_hub_has_them(hub):
+    for place, columns in PLACES.items():
+        schema = pq.read_schema(hub / f"{place}-00000-of-00001.parquet")
+        assert {*schema.names} == columns
 
 
 @pytest.mark.parametrize(
