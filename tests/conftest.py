@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import psutil
 import pytest
+from ports import free_port
 from tiny_run import SMALL, untimed
 
 # A loaded machine is no failure; timing belongs into benchmarks.
@@ -259,6 +261,36 @@ def start(cache, tmp_path):
     yield begin
     for command in commands:
         command.sweep()
+
+
+@pytest.fixture
+def ray_head(start):
+    """``ray_head(home, *words, token=...)`` -> the command and the port of a head with two CPUs."""
+    started = []
+
+    def begin(home, *words, token=None, cwd=None, **environment):
+        home.mkdir()
+        if token is not None:
+            (home / ".ray").mkdir()
+            (home / ".ray" / "auth_token").write_text(token)
+        port = free_port()
+        # Ray's sockets need a short path.
+        folder = Path("/tmp") / f"trishul-{os.getpid()}-{port}"
+        command = start(
+            Path(sys.executable).with_name("ray"), "start", "--head", "--block",
+            f"--port={port}", "--num-cpus=2", f"--temp-dir={folder}", "--disable-usage-stats",
+            *words, cwd=cwd or home, options={"stdout": -3, "stderr": -3}, HOME=str(home),
+            **environment,
+        )  # fmt: skip
+        started.append((command, folder))
+        return command, port
+
+    yield begin
+    for command, folder in started:
+        command.process.send_signal(signal.SIGTERM)
+        command.left_behind(10)
+        command.sweep()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

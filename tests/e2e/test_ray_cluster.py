@@ -2,15 +2,11 @@
 
 import json
 import os
-import signal
 import socket
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from ports import free_port
 
 from trishul_ray.experiment.loading import load_experiment
 
@@ -18,47 +14,20 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def cluster(start, tmp_path):
+def cluster(ray_head, tmp_path):
     """``cluster(token)`` -> its address, the environment to join it, and its command."""
-    started = []
 
     def begin(token=None):
-        home = tmp_path / "home"
-        home.mkdir()
-        if token is not None:
-            (home / ".ray").mkdir()
-            (home / ".ray" / "auth_token").write_text(token)
-        port = free_port()
-        elsewhere = tmp_path / "elsewhere"
+        home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
         elsewhere.mkdir()
-        # Ray's sockets need a short path.
-        folder = Path("/tmp") / f"trishul-{os.getpid()}-{port}"
-        words = [f"--port={port}", "--num-cpus=2", f"--temp-dir={folder}", "--block"]
-        flags = ["--head", "--disable-usage-stats", "--include-dashboard=false"]
-        command = start(
-            Path(sys.executable).with_name("ray"),
-            "start",
-            *words,
-            *flags,
-            cwd=elsewhere,
-            options={"stdout": -3, "stderr": -3},
-            HOME=str(home),
-        )
-        started.append((command, folder))
+        command, port = ray_head(home, "--include-dashboard=false", token=token, cwd=elsewhere)
         deadline = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)):
             assert time.monotonic() < deadline and command.process.poll() is None
             time.sleep(0.2)
         return {"RAY_ADDRESS": f"127.0.0.1:{port}", "HOME": str(home)}, command
 
-    yield begin
-    import shutil
-
-    for command, folder in started:
-        command.process.send_signal(signal.SIGTERM)
-        command.left_behind(10)
-        command.sweep()
-        shutil.rmtree(folder, ignore_errors=True)
+    return begin
 
 
 def test_two_runs_share_a_cluster_that_asks_for_a_token(
