@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
+from tiny_run import untimed
 
-from trishul_ray.federation.checkpoint import CheckpointStore
+from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
@@ -30,6 +31,17 @@ def run(inline, tmp_path, name=None):
     while not server.finished:
         server.step()
     return server
+
+
+def resumed(inline, tmp_path, stops=1):
+    """Return the checkpoints of a whole run and of a stopped one, which hold the same bytes."""
+    whole = run(inline, tmp_path).checkpoint
+    for _ in range(stops):  # each time from the last checkpoint
+        server_of(inline, tmp_path, "parts").step()
+    parts = run(inline, tmp_path, "parts").checkpoint
+    assert state_digest(parts.state) == state_digest(whole.state)
+    assert untimed(parts.records) == untimed(whole.records)
+    return whole, parts
 
 
 class Recording:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from method_runs import Recording, initial_state, run, same_run, server_of
+from method_runs import Recording, initial_state, resumed, run, same_run, server_of
 from pydantic import ValidationError
 
 from trishul_ray.adapters.model import Trained
@@ -162,12 +162,7 @@ def test_no_private_heads_change_nothing(executor, tmp_path, small):
 
 def test_stop_and_resume_changes_nothing(executor, tmp_path):
     words = ["method.private_heads=2", "federation.rounds=3", "evaluation.per_client=true"]
-    inline = executor(*words)
-    whole = run(inline, tmp_path, "whole").checkpoint
-    server_of(inline, tmp_path, "parts").step()
-    server_of(inline, tmp_path, "parts").step()
-    parts = run(inline, tmp_path, "parts").checkpoint
-    assert state_digest(parts.state) == state_digest(whole.state)
+    whole, parts = resumed(executor(*words), tmp_path, stops=2)
     assert parts.client_states.keys() == whole.client_states.keys()
     for client, state in whole.client_states.items():
         assert arrays_digest(parts.client_states[client]) == arrays_digest(state)
