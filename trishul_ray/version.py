@@ -9,6 +9,9 @@ __version__ = "0.1.0"
 #: Increase this with every code change that can change a bit of a result. It is part of every
 #: experiment's id, so results of different numerics never share an id.
 NUMERICS = 5
+#: The same for changes that concern only experiments with a section of the edge (codecs, privacy,
+#: the clock, server optimizers), whose ids alone have it.
+EDGE_NUMERICS = 2
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 

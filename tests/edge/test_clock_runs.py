@@ -206,6 +206,32 @@ def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
         assert down == record.edge["asked"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=fedit", "server.sum=ring"],
+        ["method=trishul", "method.lam_rule=edge"],
+    ],
+)
+def test_a_round_has_as_many_clients_as_its_sum_or_its_method_needs(edge_run, words):
+    fewer = ["federation.clients_per_round=2", "federation.rounds=6", "cohort.dropout=0.5"]
+    records = edge_run(*words, ON, *fewer).checkpoint.records[1:]
+    assert sum(record.edge["abandoned"] for record in records) > 0
+    assert {len(record.clients) for record in records} == {2}
+
+
+def test_attempts_that_were_given_up_are_counted_and_send_the_bases_once(edge_run):
+    words = ["method=fedsb", ON, "cohort.dropout=0.6", "federation.quorum=1"]
+    words += ["federation.clients_per_round=2", "federation.rounds=3"]
+    words += ["devices.speed_spread=0", "devices.network_spread=0"]
+    found = edge_run(*words)
+    assert sum(record.edge["abandoned"] for record in found.checkpoint.records[1:]) > 2
+    for record in found.checkpoint.records[1:]:
+        told = record.edge
+        assert told["asked"] == told["came"] + told["late"] + told["lost"]
+        assert "kept" not in record.missing.values()
+
+
 #: Batteries that one round empties.
 EMPTY = ["devices.battery=1", "devices.speed=1e6"]
 

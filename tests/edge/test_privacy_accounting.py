@@ -132,6 +132,32 @@ def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
     )
 
 
+@pytest.mark.parametrize(
+    "z, q, rounds", [(1.0, 1e-3, 1000), (2.0, 1e-3, 1000), (3.0, 1e-3, 5000), (1.0, 1e-4, 1000)]
+)
+def test_epsilon_of_small_rates_is_that_of_composed_densities(z, q, rounds):
+    """The loss of removing a client, by its density on a fine grid, composed by an FFT in float64.
+
+    L = log(1 - q + q exp((2x - 1) / 2z^2)), with x of the mixture of N(0, z^2) and N(1, z^2).
+    """
+    delta, width, size = 1e-6, 2e-5, 2**20
+    x = np.linspace(-14 * z, 14 * z + 1, 4_000_001)
+    density = (1 - q) * norm.pdf(x, 0, z) + q * norm.pdf(x, 1, z)
+    loss = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z**2))
+    place = np.round(loss / width).astype(int) % size
+    mass = np.bincount(place, weights=density * (x[1] - x[0]), minlength=size)
+    composed = np.fft.irfft(np.fft.rfft(mass / mass.sum()) ** rounds, size)
+    losses = width * ((np.arange(size) + size // 2) % size - size // 2)
+
+    def excess(epsilon):
+        above = losses > epsilon
+        return float((composed * -np.expm1(epsilon - losses))[above].sum()) - delta
+
+    expected = brentq(excess, 1e-4, 5.0)
+    found = poisson(z, 1_000_000, int(1_000_000 * q), rounds, delta).epsilon()
+    assert expected * (1 - 1e-3) < found < 1.02 * expected
+
+
 @pytest.mark.parametrize("z, q, rounds", [(0.8, 0.2, 10), (1.5, 0.05, 200), (0.6, 0.5, 3)])
 def test_poisson_epsilon_agrees_with_sampled_privacy_losses(z, q, rounds):
     """δ(ε) = E[(1 - e^(ε - L))+] over losses L of the run, of both neighbours, by sampling."""

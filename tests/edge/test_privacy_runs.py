@@ -64,6 +64,16 @@ def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
     assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
 
 
+@pytest.mark.parametrize("method", ["fedsvd", "rolora"])
+def test_the_first_norm_counts_what_is_sent_in_a_round(method, edge_run):
+    record = edge_run(f"method={method}", "privacy.noise=1", "federation.rounds=1")
+    sent = record.checkpoint.records[1].uploaded_parameters // len(
+        record.checkpoint.records[1].clients
+    )
+    norm = record.checkpoint.records[1].edge["privacy_clip_norm"]
+    assert norm == automatic_norm(0.01, 4, sent)
+
+
 @pytest.mark.parametrize("method", sorted({*BY_MEAN} - {"fedsb"}))  # whose survey is clipped
 def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(method, edge_run):
     """Up to rounding, which local steps of later rounds enlarge: Adam divides by what is small."""

@@ -102,4 +102,4 @@ def test_a_promise_about_the_mean_is_inherited_only_with_what_is_averaged():
 
     assert [each.mean_is_enough for each in (Renamed, Weighted, Promised)] == [True, False, True]
     newcomers = {name: method_class(name).mean_is_enough for name in NEWCOMERS}
-    assert newcomers == {"fedmedian": False}
+    assert newcomers == {"fedmedian": False, "fedsam": True}

@@ -273,3 +273,12 @@ def test_invalid_hyperparameters_are_refused(name):
             for bad in (-1, float("nan"), "many"):
                 with pytest.raises(ValidationError, match=field):
                     config(name=name, **{field: bad})
+
+
+@pytest.mark.parametrize("method", ["fedit", "flexlora", "flora", "frlora", "fedsvd"])
+def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
+    """The factors then have directions that stay zero."""
+    inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")
+    server = run(inline, tmp_path)
+    assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.bench.model.specs)
+    assert np.isfinite(server.checkpoint.state.shared).all()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from method_runs import local_run, resumed, run, server_of
+from method_runs import Recording, local_run, resumed, run, server_of
 from pydantic import ValidationError
 
 from trishul_ray.errors import InputError
@@ -63,6 +63,21 @@ def test_the_server_moves_the_shares_toward_the_target(executor, tmp_path):
     cores = inline.bench.model.layout.core_banks(inline.bench.initial)
     expected = 0.5 * (rank / cores[0].shape[-1] - 0.2)
     assert float((first - before).mean()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_share_does_not_move_by_what_one_client_tells(executor, tmp_path):
+    """In the ring, the sum of one client's numbers is what it sent: its core is withheld, too."""
+    words = ("method.lam_rule=entropy", "federation.compute=skewed-right", "federation.rounds=1")
+    server = server_of(executor(*words, "server.sum=ring"), tmp_path)
+    recording = Recording(server.executor)
+    server.executor = recording
+    before = server.checkpoint.state.extra["log_share"]
+    while not server.finished:
+        server.step()
+    moved = server.checkpoint.state.extra["log_share"] != before
+    count = sum(upload.active[: len(moved)].astype(int) for upload in recording.uploads)
+    assert {1, 2} <= {*count.tolist()}
+    np.testing.assert_array_equal(moved, count >= 2)
 
 
 def test_continuation_falls_to_lambda(executor):

@@ -1,8 +1,9 @@
-"""What the method of newcomers/ promises; test_battery.py runs it, too."""
+"""What the methods of newcomers/ promise; test_battery.py runs them, too."""
 
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from method_runs import Recording, server_of
 
 from trishul_ray.methods.base import State
@@ -60,3 +61,18 @@ def test_a_wide_round_gives_a_median_every_upload(executor, tmp_path):
     np.testing.assert_allclose(
         server.checkpoint.state.shared, np.median(sent, axis=0), rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("stacked", [1, 2])
+def test_a_step_may_ask_for_another_gradient(executor, tmp_path, stacked):
+    """The first step of plain SGD is along the gradient at the second point, by hand."""
+    words = ["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=0.01"]
+    words += ["optimizer.clip_norm=null", "federation.rounds=1", "federation.local_steps=1"]
+    words += [f"federation.stacked={stacked}"]
+    found = {}
+    for method in ("fedit", "fedsam"):
+        recording = Recording(executor(f"method={method}", *words))
+        server_of(recording, tmp_path).step()
+        found[method] = [u.arrays.shared - recording.broadcast.shared for u in recording.uploads]
+    for plain, sharp in zip(found["fedit"], found["fedsam"], strict=True):
+        assert 0 < np.linalg.norm(sharp - plain) < np.linalg.norm(plain)

@@ -31,6 +31,25 @@ def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["uploads.codec=int8"],
+        ["uploads.codec=topk", "uploads.density=0.05"],
+        ["uploads.codec=topk", "uploads.density=0.05", "uploads.error_feedback=true"],
+        ["privacy.noise=0", "privacy.clip=0.01", "privacy.sampling=none"],
+        ["server.sum=ring"],
+    ],
+)
+def test_variates_of_clients_follow_what_is_left_of_their_changes(executor, tmp_path, words):
+    """c is the mean of all c_i, whatever a codec or a clip norm leaves of the changes."""
+    inline = executor("method=scaffold", "federation.rounds=4", *words)
+    kept = run(inline, tmp_path).checkpoint
+    mean = sum(state["control"].astype(np.float64) for state in kept.client_states.values()) / 4
+    scale = np.abs(mean).max()
+    np.testing.assert_allclose(kept.state.extra["control"], mean, rtol=0, atol=1e-5 * scale)
+
+
 def variate(executor, *words):
     """The control variate of one client after round 1, in which there is no correction."""
     inline = executor("method=scaffold", *words)

@@ -137,6 +137,8 @@ class AdaptedModel:
             model.set_submodule(name, layer)
         self._overrides = ParameterOverrides(model, self._direct)
         self._stack: Stack | None = None
+        #: What :meth:`bind` was last called with; None while unbound.
+        self.bound: tuple[Trained, Tensor | None] | None = None
 
     def _check_targets(self) -> None:
         for spec in self.specs:
@@ -209,13 +211,14 @@ class AdaptedModel:
             layer.bind(params, base, constants, self._stack)
         direct = {name: leaves[HEAD_PREFIX + name] for name in self._direct}
         self._overrides.bind(direct, self._stack)
+        self.bound = trained, grad
 
     def unbind(self) -> None:
         """Release the vector: the model computes as pretrained."""
         for layer in self._layers.values():
             layer.bind(None)
         self._overrides.unbind()
-        self._stack = None
+        self._stack = self.bound = None
 
     def check_stackable(self) -> None:
         """Check that several clients can train together.

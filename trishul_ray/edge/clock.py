@@ -21,7 +21,7 @@ _MEGABITS = 8 / 1e6
 
 #: What becomes of a client that is asked: it is kept, comes after the m that are, comes after the
 #: deadline, or is lost on the way.
-Fate = Literal["kept", "surplus", "late", "lost"]
+Fate = Literal["kept", "surplus", "late", "lost", "abandoned"]
 
 
 def _seconds(size: np.ndarray, megabits: np.ndarray) -> np.ndarray:

@@ -104,7 +104,9 @@ class Asked:
             for each in self.plans
             for client, fate in zip(each.clients.tolist(), each.fates, strict=True)
         }
-        return {client: found[client] for client in sorted(found.keys() - set(self.clients))}
+        missing = sorted(found.keys() - set(self.clients))
+        # Who came in time in an attempt that was given up does not count either.
+        return {c: "abandoned" if found[c] == "kept" else found[c] for c in missing}
 
     @property
     def wasted(self) -> int:
@@ -123,6 +125,7 @@ class Fleet:
         rows: int64 [N], training rows of all clients; empty if no strategy reads them.
         capacity: float64 [N], share of the budget that each client trains.
         flops: Of a step; needed with devices.
+        least: Clients that a round needs, whatever ``federation.quorum`` is.
 
     Raises:
         InputError: A file of devices or windows cannot be used.
@@ -138,7 +141,9 @@ class Fleet:
         rows: np.ndarray,
         capacity: np.ndarray,
         flops: StepFlops | None,
+        least: int = 1,
     ) -> None:
+        self.least = least
         self.options, self.cohort, self.federation = devices, cohort, federation
         self.seed, self.rows, self.clients = seed, rows, federation.clients
         self.members = participants(federation, seed)
@@ -193,7 +198,8 @@ class Fleet:
             wanted = self.wanted if chosen is None else len(clients)
             plans.append(self._plan(path, clients, wanted, state, traffic))
             kept = plans[-1].kept
-            if chosen is not None or kept.sum() >= max(quorum * wanted, 1):
+            needed = max(math.ceil(exact_share(wanted, quorum)), self.least)
+            if chosen is not None or kept.sum() >= needed:
                 steps, found = plans[-1].times.steps[kept].tolist(), clients[kept].tolist()
                 fewer = {c: s for c, s in zip(found, steps, strict=True) if s < self.steps}
                 return Asked(found, fewer, state, tuple(plans), spent)
@@ -202,9 +208,10 @@ class Fleet:
             state = self._after(state, plans[-1], joules)
         settings = ", ".join(self.cohort.policies)
         raise FailsAgainError(
-            f"round {number}: in {MOST_ATTEMPTS} attempts fewer than federation.quorum={quorum} of "
-            f"{self.wanted} clients came in time ({settings}; the last attempt's fastest takes "
-            f"{plans[-1].times.total.min():.3g} s): try a longer deadline or a lower quorum"
+            f"round {number}: in {MOST_ATTEMPTS} attempts fewer than {needed} of {self.wanted} "
+            f"clients came in time (federation.quorum={quorum}, {settings}; the last attempt's "
+            f"fastest takes {plans[-1].times.total.min():.3g} s): try a longer deadline or a lower "
+            "quorum"
         )
 
     def close(
@@ -380,7 +387,7 @@ class Fleet:
             "simulated_seconds": state.seconds,
             "joules": joules,
             "asked": len(fates),
-            "came": len(asked.clients) + asked.plans[-1].fates.count("surplus"),
+            "came": fates.count("kept") + fates.count("surplus"),
             "late": fates.count("late"),
             "lost": fates.count("lost"),
             "abandoned": len(asked.plans) - 1,
@@ -389,7 +396,8 @@ class Fleet:
         if self.cohort.late == "partial":
             numbers["partial"] = len(asked.steps)
         if len(state.battery):
-            numbers["battery"] = float(state.battery.mean()) / (self.options.battery or 1.0)
+            battery = float(state.battery[self.members].mean())
+            numbers["battery"] = battery / (self.options.battery or 1.0)
         shares = state.kept / max(int(state.kept.sum()), 1)
         return numbers | {f"kept_decile_{d}": share for d, share in enumerate(shares.tolist(), 1)}
 

@@ -60,12 +60,15 @@ class UploadCodec:
 
     codec: Codec
     fields: UploadsConfig
+    mirrored: frozenset[str] = frozenset()  # see Method.mirrored: these need no error feedback
 
     @classmethod
-    def of(cls, fields: UploadsConfig) -> UploadCodec | None:
+    def of(
+        cls, fields: UploadsConfig, mirrored: frozenset[str] = frozenset()
+    ) -> UploadCodec | None:
         """Return the filter of a section; None without a codec."""
         codec = build_codec(fields)
-        return None if codec is None else cls(codec, fields)
+        return None if codec is None else cls(codec, fields, mirrored)
 
     def __call__(self, change: Change, sender: Sender) -> Change:
         """Return what the server decodes; a change that is not finite stays, to be refused."""
@@ -115,7 +118,7 @@ class UploadCodec:
             unit was left out.
         """
         since = sender.kept.get(f"since/{name}", np.full(len(units.sizes), sender.round))
-        if not self.fields.error_feedback:
+        if not self.fields.error_feedback or name in self.mirrored:
             return None, since
         left = sender.kept.get(f"left/{name}", np.zeros(units.length, dtype=np.float32))
         if self.fields.residual_rounds is not None:

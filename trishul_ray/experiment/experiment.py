@@ -51,7 +51,7 @@ from trishul_ray.files import Json
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.tasks.base import task_kinds
-from trishul_ray.version import NUMERICS
+from trishul_ray.version import EDGE_NUMERICS, NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
@@ -268,6 +268,12 @@ class Experiment(Section):
                     f"privacy: method.reallocate_every={every} sends numbers beside the cores, "
                     "which clipping would take for changes; set it to 0"
                 )
+        every, down = getattr(self.method, "reallocate_every", 0), self.downloads.codec
+        if every and down != NONE:
+            raise ValueError(
+                f"downloads.codec={down!r} sends all core heads in every round, and "
+                f"method.reallocate_every={every} those that move no more once; set only one"
+            )
         kept = {
             f"server.optimizer={self.server.optimizer!r}": self.server.remembers,
             "uploads.error_feedback=true": self.uploads.error_feedback,
@@ -309,6 +315,8 @@ class Experiment(Section):
         an own model is in the place of its path; see :mod:`trishul_ray.experiment.identity`.
         """
         kept = _identity_of(self)
+        if kept.keys() & EDGE_SECTIONS:
+            kept["edge_numerics"] = EDGE_NUMERICS
         if self.data.content_hash is not None:
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:

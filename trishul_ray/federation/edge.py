@@ -50,7 +50,8 @@ class Edge:
         self.experiment = experiment
         fed, server, privacy = experiment.federation, experiment.server, experiment.privacy
         plain = method_class(experiment.method.name).plain_mean
-        codec = UploadCodec.of(experiment.uploads)
+        self._mirrored = method_class(experiment.method.name).mirrored
+        codec = UploadCodec.of(experiment.uploads, self._mirrored)
         self.downloads = build_codec(experiment.downloads)
         self.ring: Ring | None = None
         if server.sum == "ring":
@@ -91,11 +92,17 @@ class Edge:
         if upload.active is not None:
             moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
         change = Change(moved, upload.arrays.extra)
+        sent = read = change.extra
         for each in self.filters:
             change = each(change, sender)
+            if each is not self.ring:  # which writes the same numbers in fixed point
+                read = change.extra
+        altered = self._mirrored if read is not sent else ()
+        corrected = {name: job.state.get(name, 0.0) + read[name] for name in altered}
         arrays = replace(upload.arrays, shared=change.shared, extra=change.extra)
         report = replace(
             report,
+            state={**report.state, **corrected},
             uploaded_bytes=change.uploaded_bytes,
             kept=change.kept,
             edge=change.metrics,
@@ -220,18 +227,19 @@ def mechanism_of(
     if not options.on:
         return None
     lengths = dict(blueprint.expected.lengths)
-    numbers = sum(lengths.values())
+    total = sum(lengths.values())
+    resting = min(_resting(method, blueprint, n) for n in (1, 2))
     del lengths["shared"]
     first_norm = options.clip
     if first_norm == "auto":
-        first_norm = automatic_norm(experiment.optimizer.lr, fed.local_steps, numbers)
+        first_norm = automatic_norm(experiment.optimizer.lr, fed.local_steps, total - resting)
     server = experiment.server
     if server.sum == "ring":
-        room = rounding_room(Ring(server.fraction_bits, 1).step / 2, numbers)
+        room = rounding_room(Ring(server.fraction_bits, 1).step / 2, total)
         if first_norm <= room:
             raise InputError(
                 f"server.fraction_bits={server.fraction_bits}: rounding may lengthen a change of "
-                f"{numbers:,} numbers by {room:.3g}, which leaves nothing of the clip norm "
+                f"{total:,} numbers by {room:.3g}, which leaves nothing of the clip norm "
                 f"{first_norm:.3g}: allowed: more bits, or a larger privacy.clip"
             )
     kept = state.privacy
@@ -247,7 +255,14 @@ def mechanism_of(
         shares=unit_shares(experiment, method, blueprint),
         extra=lengths,
         first_norm=first_norm,
+        resting=resting,
     )
+
+
+def _resting(method: Method, blueprint: Blueprint, number: int) -> int:
+    """Return how many numbers of the shared part clients do not send in a round."""
+    sent = round_units(method, blueprint.layout, number)
+    return 0 if sent is None else int(blueprint.expected.unit_sizes[~sent].sum())
 
 
 def release(

@@ -493,12 +493,19 @@ def _memory_of(work: str, batch_size: str) -> Iterator[None]:
 
 @contextmanager
 def _bound(bench: Workbench, trained: Trained, grad: Tensor | None = None) -> Iterator[None]:
-    """Let the model compute with a trained state inside, and as pretrained again after."""
+    """Let the model compute with a trained state inside, and as before again after.
+
+    A step's hooks may ask for another gradient: ``run.gradient`` is inside the steps' own state.
+    """
+    before = bench.model.bound
     bench.model.bind(trained, grad)
     try:
         yield
     finally:
-        bench.model.unbind()
+        if before is None:
+            bench.model.unbind()
+        else:
+            bench.model.bind(*before)
 
 
 @contextmanager

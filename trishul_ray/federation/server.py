@@ -183,6 +183,10 @@ class Server:
             rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
             capacity=np.array(shares),
             flops=self.blueprint.flops,
+            least=max(
+                self.method.least_clients,
+                1 if self.edge.ring is None or self.private else self.edge.ring.least,
+            ),
         )
 
     def _initial_state(self) -> ArrayState:
@@ -349,15 +353,16 @@ class Server:
         def down(unsent: int) -> int:
             return method.download_parameters(tensors, layout, unsent, before)
 
-        size, first = outcome.broadcast_bytes, method.setup_parameters(tensors, layout, None)
+        size = outcome.broadcast_bytes
         setup = sum(self._setup(tensors, client) for client in asked.missing)
         if record.downloaded_parameters is not None:
             record.downloaded_parameters += asked.wasted * down(0) + setup
         if record.downloaded_bytes is not None and size is not None:
             record.downloaded_bytes += asked.wasted * size + 4 * setup
         record.missing = {str(client): fate for client, fate in asked.missing.items()}
-        known = asked.state.past.asked
-        once = [self._setup(tensors, c) if known[c] else first for c in asked.clients]
+        # What is downloaded once came with an earlier attempt of this round, if there was one.
+        earlier = {c for each in asked.plans[:-1] for c in each.clients.tolist()}
+        once = [0 if c in earlier else self._setup(tensors, c) for c in asked.clients]
         downs = [4 * down(r.unsent) if size is None else size for r in reports]
         ups = [4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes for r in reports]
         self.checkpoint.edge.clock, numbers = self.fleet.close(
@@ -542,6 +547,7 @@ class Server:
             number, count, fed.participants, torch.from_numpy(trained), singles, rounds=fed.rounds
         )
         if self.edge.sends_changes:
+            round_ = replace(round_, change=torch.from_numpy(mean.shared))
             entries = np.repeat(trained, self.blueprint.expected.unit_sizes)
             mean = self.edge.move(now.state, mean, entries, now.edge)
         new = self.method.aggregate(now.state.map(to_tensor), mean.map(to_tensor), round_, layout)

@@ -229,6 +229,8 @@ class Round:
         metrics: Numbers of :meth:`Method.aggregate` for the round's record, by name.
         rounds: Number of rounds of the run.
         spectra: Singular values of :meth:`Method.aggregate`, for figures; see ``Diagnostics``.
+        change: [W], the mean of the changes that clients sent, on which a server optimizer has not
+            acted; None if they send values.
     """
 
     number: int
@@ -239,6 +241,7 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)
     rounds: int = 0
     spectra: dict[str, np.ndarray] = field(default_factory=dict)
+    change: Tensor | None = None
 
 
 class Method:
@@ -286,6 +289,10 @@ class Method:
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.
     plain_mean: ClassVar[frozenset[str]] = frozenset()
+    #: Names in ``extra`` of an upload that are the change of what the client keeps under the same
+    #: name (zero at first), so that the server can add up what all clients keep. If a codec or a
+    #: clip norm alters the change, the client keeps what it had, plus what the server reads.
+    mirrored: ClassVar[frozenset[str]] = frozenset()
     #: Whether :meth:`weight` also applies to the classification head. If not, the classification
     #: head is averaged by ``federation.weighting`` alone.
     weighs_classifier: ClassVar[bool] = True

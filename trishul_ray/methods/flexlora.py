@@ -60,9 +60,11 @@ class FlexLoRA(FedIT):
             rank = a.shape[0]
             # The signs of singular vectors are free: make the largest entry of A's rows positive.
             largest = vt[:rank].abs().argmax(dim=1, keepdim=True)
-            sign = torch.sign(vt[:rank].gather(1, largest))  # [r, 1]
-            a.copy_(sign * vt[:rank])
-            b.copy_(u[:, :rank] * (s[:rank] / self.scale(a)) * sign.mT)
+            sign = torch.sign(vt[:rank].gather(1, largest))  # [k, 1], k = min(r, d_out, d_in)
+            kept = len(sign)
+            a[:kept] = (sign * vt[:rank]).float()
+            b[:, :kept] = (u[:, :rank] * (s[:rank] / self.scale(a)) * sign.mT).float()
+            b[:, kept:] = 0
             remainders[layer] = update - self.scale(a) * (b.double() @ a.double())
         return State(shared, base={} if self.config.truncate else self.fold(state, remainders))
 

@@ -471,14 +471,21 @@ class Trishul(Ravan):
             round_.metrics.update({f"svt_{n}": value for n, value in svt_summary(stats).items()})
             round_.spectra.update(_spectra(stats))
             round_.metrics["svt_threshold"] = float(round_.spectra["threshold"].mean())
+        told = mean.extra
+        if "trained" in told:
+            # Nothing that clients say of a head counts if the sum of its changes does not.
+            used = round_.trained[: len(told["trained"])].to(told["trained"])
+            told = {**told, **{k: told[k] * used for k in ("trained", "moved") if k in told}}
         if rule == "entropy":
-            extra["log_share"] = next_shares(
-                state.extra["log_share"], mean.extra, self.config.level
-            )
+            extra["log_share"] = next_shares(state.extra["log_share"], told, self.config.level)
         if self.spare_heads:
-            trained = mean.extra["trained"].double()
-            spread = mean.extra["moved"].double() / torch.where(trained > 0, trained, 1.0)
-            new, old = (self.named_tensors(layout, x) for x in (shared, state.shared))
+            trained = told["trained"].double()
+            spread = told["moved"].double() / torch.where(trained > 0, trained, 1.0)
+            # By what clients have moved: a server optimizer's step has a length of its own.
+            moved = (shared, state.shared)
+            if round_.change is not None:
+                moved = (round_.change, torch.zeros_like(round_.change))
+            new, old = (self.named_tensors(layout, each) for each in moved)
             energy = slots.squared_changes(new, old, layout)
             every = self.config.reallocate_every
             extra |= slots.next_extra(state.extra, energy, spread, round_, every, layout)

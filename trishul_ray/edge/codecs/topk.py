@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from trishul_ray.edge.codecs.base import Codec, Units, register_codec
+from trishul_ray.methods.base import exact_share
 
 
 @register_codec("topk")
@@ -54,7 +55,7 @@ class TopK(Codec):
 
     def _limit(self, values: np.ndarray) -> tuple[float, int]:
         """Return the magnitude of the last entry that is sent, and how many are."""
-        count = math.ceil(self.fields.density * len(values))
+        count = math.ceil(exact_share(len(values), self.fields.density))
         if count == len(values):
             return 0.0, count
         place = len(values) - count

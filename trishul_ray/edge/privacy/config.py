@@ -10,6 +10,9 @@ from trishul_ray.config import Section, not_in_id
 #: How a round's clients are drawn, which decides what its noise is worth.
 Sampling = Literal["poisson", "fixed", "none"]
 
+#: The smallest noise multiplier that is tried, and that an accountant can compute with.
+SMALLEST_NOISE = 0.01
+
 
 class PrivacyConfig(Section):
     """Differential privacy of each client; off without ``epsilon`` and ``noise``."""
@@ -90,6 +93,11 @@ class PrivacyConfig(Section):
             raise ValueError(
                 f"privacy.epsilon={self.epsilon:g} and privacy.noise={self.noise:g} exclude each "
                 "other; set only one (a largest ε beside noise is privacy.budget)"
+            )
+        if self.noise is not None and 0 < self.noise < SMALLEST_NOISE:
+            raise ValueError(
+                f"privacy.noise={self.noise:g} is too little for an accountant: allowed: 0 (none), "
+                f"or at least {SMALLEST_NOISE:g}"
             )
         if self.budget is not None and not self.noise:
             raise ValueError(

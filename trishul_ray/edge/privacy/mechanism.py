@@ -89,6 +89,7 @@ class Mechanism:
         shares: [U] float64, p_u, the share of clients that train a unit.
         extra: Lengths of what the method adds, by name.
         first_norm: S of the first round.
+        resting: Numbers of the shared part that no client sends in a round, at least.
     """
 
     options: PrivacyConfig
@@ -100,6 +101,7 @@ class Mechanism:
     shares: np.ndarray
     extra: Mapping[str, int]
     first_norm: float
+    resting: int = 0
 
     @cached_property
     def noise(self) -> float:
@@ -113,8 +115,8 @@ class Mechanism:
 
     @property
     def numbers(self) -> int:
-        """P."""
-        return int(self.sizes.sum()) + sum(self.extra.values())
+        """P, the most that a client sends in a round."""
+        return int(self.sizes.sum()) + sum(self.extra.values()) - self.resting
 
     def signal_to_noise(self, numbers: int) -> float:
         """Return the largest ratio of a mean of so many numbers to its noise: ``m~ / (z sqrt P)``.

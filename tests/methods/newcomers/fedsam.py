@@ -1,0 +1,29 @@
+"""FedSAM: LoRA factors, trained by sharpness-aware minimization.
+
+Qu et al.: "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, arXiv
+2206.02618. Each step takes the gradient at ``w + 0.05 g / ||g||``, where g is that at w, of the
+same mini-batch.
+"""
+
+from trishul_ray.lazy import torch
+from trishul_ray.methods.base import LocalRun, register
+from trishul_ray.methods.fedit import FedIT
+
+
+@register("fedsam")
+class FedSAM(FedIT):
+    """Train both factors by the gradient at the worst point nearby."""
+
+    summary = "LoRA; A and B by sharpness-aware minimization"
+    reference = "Qu et al., ICML 2022, arXiv 2206.02618"
+    communication = "r (d_in + d_out) per matrix up and down"
+
+    def before_step(self, run: LocalRun) -> None:
+        """Replace the gradient of this step by that of the point that its direction leads to."""
+        run.scratch = (run.scratch or 0) + 1
+        here = run.vector.clone()
+        with torch.no_grad():
+            run.vector.add_(run.grad, alpha=0.05 / float(run.grad.norm().clamp(min=1e-12)))
+        run.gradient(run.scratch)
+        with torch.no_grad():
+            run.vector.copy_(here)
