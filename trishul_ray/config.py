@@ -370,7 +370,7 @@ class FederationConfig(Section):
 
     clients: int = Field(20, ge=1, le=1_000_000, description="registered clients")
     clients_per_round: int = Field(3, ge=1, description="clients sampled per round (the cohort)")
-    rounds: int = Field(50, ge=1, description="communication rounds")
+    rounds: int = Field(50, ge=1, le=1_000_000, description="communication rounds")
     local_steps: int = Field(50, ge=1, description="mini-batch steps per client and round")
     batch_size: int = Field(32, ge=1, description="examples per step")
     weighting: Literal["uniform", "size"] = Field(
@@ -475,6 +475,10 @@ class EvaluationConfig(Section):
         The model of a round does not depend on which rounds are scored.
         """
         return frozenset({*range(0, rounds, self.every or rounds), rounds})
+
+    def scores(self, round_number: int, rounds: int) -> bool:
+        """Return whether a round is among :meth:`scored_rounds`."""
+        return round_number == rounds or round_number % (self.every or rounds) == 0
 
 
 class ResourcesConfig(Section):

@@ -10,7 +10,6 @@ import platform
 import shutil
 import socket
 import sqlite3
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from rich.console import Console
 from trishul_ray.config import Places
 from trishul_ray.errors import InputError, RunError, first_of
 from trishul_ray.federation.on_ray.slices import usable_cores
-from trishul_ray.files import remove_abandoned
+from trishul_ray.files import nearest_existing, remove_abandoned, why_not_writable
 from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
 from trishul_ray.storage import Store, remove_unused_copies
@@ -324,7 +323,7 @@ def check_folder(name: str, place: str) -> Check:
     folder = Path(place.removeprefix("file://")).expanduser().absolute()
     if fault := why_not_writable(folder):
         return Check(name, "fail", fault, "choose another folder, or fix its permissions")
-    free = shutil.disk_usage(_nearest_existing(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     detail = f"{folder}, {free / GIB:.1f} GiB free"
     if free < 0.2 * GIB:
         return Check(name, "fail", detail, "free space: a run's checkpoints take a few hundred MiB")
@@ -413,20 +412,3 @@ def _get(address: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             raise
-
-
-def _nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(each for each in (folder, *folder.parents) if each.exists())
-
-
-def why_not_writable(folder: Path) -> str:
-    """Return why a folder, which need not exist yet, cannot be written; ``""`` if it can."""
-    nearest = _nearest_existing(folder)
-    try:
-        # Write a file: permission bits do not show read-only mounts and quotas.
-        with tempfile.TemporaryFile(dir=nearest) as probe:
-            probe.write(b"0")
-    except OSError as error:
-        return f"{nearest} cannot be written: {error.strerror}"
-    return ""

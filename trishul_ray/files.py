@@ -64,6 +64,33 @@ def make_cache_folder(folder: Path) -> None:
         raise InputError(f"storage.cache: cannot create {folder}: {error.strerror}") from error
 
 
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def why_not_writable(folder: Path) -> str:
+    """Return why a folder, which need not exist yet, cannot be written; ``""`` if it can."""
+    nearest = nearest_existing(folder)
+    try:
+        # Write a file: permission bits do not show read-only mounts and quotas.
+        with tempfile.TemporaryFile(dir=nearest) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        return f"{nearest} cannot be written: {error.strerror}"
+    return ""
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Check that files can be written into a folder, which need not exist yet.
+
+    Raises:
+        InputError: They cannot; ``option`` names what the user has given.
+    """
+    if fault := why_not_writable(folder):
+        raise InputError(f"{option}: {fault}; choose another folder")
+
+
 @contextmanager
 def complete_file(file: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``file`` that replaces it on success: no reader sees a part."""

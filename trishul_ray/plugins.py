@@ -71,6 +71,8 @@ def load_plugin(path: str | Path) -> Plugin:
     Raises:
         InputError: The file cannot be read, or fails; names the line.
     """
+    if not isinstance(path, str | Path):
+        raise InputError(f"plug-in of type {type(path).__name__}: name a Python file")
     path = Path(path)
     try:
         text = path.expanduser().read_text(encoding="utf-8")

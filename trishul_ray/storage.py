@@ -29,7 +29,7 @@ COPY_LIMIT = 5 * 2**30
 
 #: Failures that a retry cannot change.
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-_REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG)
+_REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
 _REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
 
@@ -88,7 +88,7 @@ class Store:
 
     def place(self, name: str) -> str:
         """Return the address of the file or folder ``name`` inside this one, for messages."""
-        path, mark, options = self.uri.partition("?")
+        path, mark, options = (self.uri, "", "") if self.is_local else self.uri.partition("?")
         return f"{path.rstrip('/')}/{name}{mark}{options}"
 
     def check_bucket(self, runs: str) -> None:

@@ -100,7 +100,9 @@ def main() -> None:
     except typer.Abort:
         code = 130
     except _UsageError as error:
-        _fail(_usage(error), 2)
+        code = 2
+        if message := _usage(error):  # none if the help was printed instead
+            _fail(message, 2)
     except RunError as error:
         _fail(wrapped(str(error)), 1)
     except OSError as error:

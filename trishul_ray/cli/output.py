@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import trishul_ray.cli.lazy as lazy
-from trishul_ray.errors import FailsAgainError, RunError, at_loss, describe_os_error
+from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
 
 out = Console()
@@ -78,6 +78,11 @@ def resumable(progress: "lazy.progress.RunProgress", how: Callable[[bool], str])
         except (RunError, OSError) as error:
             cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
             raise RunError(f"{cause}. {how(isinstance(error, FailsAgainError))}") from error
+        except (InputError, typer.Exit):
+            raise
+        except Exception:  # of a plug-in, or a bug: its traceback follows
+            print_line(f"failed. {how(False)}", err)
+            raise
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed
                 print_line(f"stopped. {how(False)}", err)

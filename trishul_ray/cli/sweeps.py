@@ -20,6 +20,7 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError, RunError
+from trishul_ray.files import check_writable
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -161,9 +162,10 @@ def rates(
     else:
         (sweep,) = lazy.cells.find_sweeps([lazy.cells.RATES], profile, overrides)
     lazy.rates.check_rates(sweep)
+    written = output or Path(f"rates-{sweep.profile}.yaml")
+    check_writable(written.absolute().parent, "--output")
     result = _reproduce([sweep], retries, stall_minutes, concurrency)
     chosen = lazy.rates.choose_rates(result.outcomes[0])
-    written = output or Path(f"rates-{sweep.profile}.yaml")
     lazy.rates.write_rates(chosen, sweep.profile, written)
     print_whole(lazy.rates.rates_table(chosen))
     if result.failures:
@@ -268,6 +270,8 @@ def claims(
     names, overrides = split_arguments(arguments or [])
     if names:
         raise InputError(f"{names[0]!r} is no override: write FIELD=VALUE")
+    if output is not None:
+        check_writable(output.absolute().parent, "--csv")
     needed = dict.fromkeys(claim.sweep for claim in lazy.claims.claims())
     sweeps = load_sweeps([*needed, *overrides], profile, runs)
     outcomes = _read_outcomes(sweeps)
@@ -341,6 +345,7 @@ def run_sweeps(
         RunError: Cells failed.
         typer.Exit: Interrupted.
     """
+    check_writable(report, "--report")  # before hours of runs, not after
     result = _reproduce(sweeps, retries, stall_minutes, concurrency)
     _show(result.outcomes, report)
     if result.mlflow_command:

@@ -11,6 +11,7 @@ Legend of shapes: N images, C channels, H x W pixels.
 """
 
 import logging
+import re
 import struct
 import warnings
 from collections import Counter
@@ -272,7 +273,7 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
     except CorruptFileError:
         raise
     except _UNREADABLE as error:
-        reason = one_line(error)
+        reason = re.sub(r" <_io\.BytesIO object at \w+>", "", one_line(error))
         raise CorruptFileError(f"{where}: not a readable image ({reason})") from error
 
 

@@ -127,9 +127,9 @@ class CustomDataset:
         first, first_table = tables["train"][0]
         for where, table in (named for parts in tables.values() for named in parts):
             check_unique(table.column_names, where)
-        mapping = ColumnMapping.resolve(self.columns, first_table.column_names)
         if not sum(table.num_rows for _, table in tables["train"]):
             raise InputError(f"{first}: there are no rows")
+        mapping = ColumnMapping.resolve(self.columns, first_table.column_names)
         classes = class_names(first_table, mapping.columns.get("label", ""))
         cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
         source += note

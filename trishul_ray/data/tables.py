@@ -142,8 +142,11 @@ def _json_lines(file: Path) -> Iterator[Json]:
                 continue
             try:
                 value = json.loads(line.decode("utf-8"))
+            except json.JSONDecodeError as error:
+                fault = f"{error.msg} at column {error.colno}"
+                raise CorruptFileError(f"{file}, line {number}: not JSON ({fault})") from error
             except ValueError as error:
-                raise CorruptFileError(f"{file}, line {number}: not JSON ({error})") from error
+                raise CorruptFileError(f"{file}, line {number}: not UTF-8 ({error})") from error
             if not isinstance(value, dict):
                 raise CorruptFileError(f"{file}, line {number}: not a JSON object")
             yield value

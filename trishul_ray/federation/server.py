@@ -473,7 +473,8 @@ class Server:
 
     def _evaluation_jobs(self) -> list[EvalJob]:
         number = self.checkpoint.round
-        if number not in self.experiment.scored_rounds:
+        fed = self.experiment.federation
+        if not self.experiment.evaluation.scores(number, fed.rounds):
             return []
         size = self.experiment.evaluation.batch_size
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
+import yaml
 
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
@@ -226,18 +227,23 @@ class RunSummary:
         for name, expected in self.sha256.items():
             if among is not None and name not in among:
                 continue
-            if expected is None:
-                if not home.exists(name):
-                    damaged[name] = "missing"
-                continue
             try:
                 content = home.read(name)
             except FileNotFoundError:
                 damaged[name] = "missing"
             else:
-                if hashlib.sha256(content).hexdigest() != expected:
+                whole = hashlib.sha256(content).hexdigest() == expected
+                if not (_is_configuration(content) if expected is None else whole):
                     damaged[name] = "corrupt"
         return damaged
+
+
+def _is_configuration(content: bytes) -> bool:
+    """Return whether config.yaml, which has no SHA-256, can be read."""
+    try:
+        return isinstance(yaml.safe_load(content), dict)
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return False
 
 
 def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
@@ -274,7 +280,7 @@ def attempt_of(home: Store) -> str:
     """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
     try:
         return str(json.loads(home.read("attempt.json"))["attempt"])
-    except (FileNotFoundError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return ""
 
 

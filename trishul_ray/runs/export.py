@@ -9,16 +9,19 @@ holds the frozen backbone: it is a built-in, is drawn from a seed, or was resize
 import copy
 import difflib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig
 
 from trishul_ray.adapters.export import export_merged, export_peft, merge_trained, save_module
 from trishul_ray.adapters.model import Trained
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
@@ -26,7 +29,7 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import ArrayState, changed_sources
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
-from trishul_ray.files import Json
+from trishul_ray.files import Json, check_writable
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
@@ -83,8 +86,12 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     if not name or not home.exists("config.yaml"):
         name = _complete(run, name, store)
         home = store.child(name)
-    fields = yaml.safe_load(home.read("config.yaml"))
-    fields["storage"]["runs"] = folder or runs
+    try:
+        fields = yaml.safe_load(home.read("config.yaml"))
+        fields["storage"]["runs"] = folder or runs
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+        place = home.place("config.yaml")
+        raise CorruptFileError(f"{place} is damaged: repeat the run, which restores it") from error
     experiment = build_experiment(fields, note=False)
     if experiment.id != name:
         raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
@@ -148,8 +155,19 @@ def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> Export:
         InputError: The run does not exist, or ``directory`` is not empty.
         RunError: The run has no usable checkpoint, or its backbone has changed.
     """
+    check_writable(directory.absolute().parent, str(directory))
     _, experiment = open_run(run, runs)
     return write_model(load_trained(experiment), directory, merged=merged, notes={})
+
+
+@contextmanager
+def _written(directory: Path) -> Iterator[None]:
+    """Raise what safetensors raises on a full disk, which is no OSError, as a StorageError."""
+    try:
+        yield
+    except SafetensorError as error:
+        message = f"cannot write the model in {directory}: {first_line(error)}"
+        raise StorageError(message) from error
 
 
 def write_model(
@@ -170,7 +188,7 @@ def write_model(
     if (quantize := bench.settings.model.quantize) != "none":
         notes["quantized"] = quantize
     name_classes(bench.model.model, bench)
-    with deterministic(bench.settings), quiet_transformers():
+    with deterministic(bench.settings), quiet_transformers(), _written(directory):
         if merged or not fits_adapter(bench):
             why = "" if merged else f", since {bench.settings.method.name} trains every weight"
             if quantize != "none":

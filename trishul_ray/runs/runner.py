@@ -155,7 +155,10 @@ def run_steps(
     home = run_folder(experiment)
     home.check_bucket(experiment.storage.runs)
     with _locked(home, experiment, read_only=not fresh):
-        summary, lacks = (None, "") if fresh else read_finished(experiment, home, progress)
+        try:
+            summary, lacks = (None, "") if fresh else read_finished(experiment, home, progress)
+        except StorageRefusedError as error:
+            raise _refused(experiment, error) from error
         if lacks:
             progress.note(f"{lacks}: the run starts over, and its numbers are the same")
             summary, fresh = None, True
@@ -195,9 +198,7 @@ def run_steps(
                 attempt = _attempt(home, new)
                 home.write("config.yaml", experiment.to_yaml())
             except StorageRefusedError as error:
-                shown = redact(experiment.storage.runs)
-                message = f"storage.runs={shown!r}: {error}; choose another folder"
-                raise InputError(message) from error
+                raise _refused(experiment, error) from error
             if not fresh:
                 extend_shorter(experiment, prepared, home, attempt, progress)
             options = _Options(workers, extras, tags or {})
@@ -209,6 +210,11 @@ def run_steps(
             if not existed and answers and not home.child("checkpoints").names():
                 home.remove_all()
             raise
+
+
+def _refused(experiment: Experiment, error: StorageRefusedError) -> InputError:
+    shown = redact(experiment.storage.runs)
+    return InputError(f"storage.runs={shown!r}: {error}; choose another folder")
 
 
 def learning_rate_line(experiment: Experiment) -> str:

@@ -162,6 +162,8 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         InputError: One line that names file, line, fault and remedy.
     """
     file = read_file(path)
+    if not (file.base or file.axes or file.search):
+        file.fail("a sweep needs `base`, `axes` or `search`")
     name = file.name
     if name is None:  # that of the file must be one, too
         name = SweepFile.of(Pairs(str(path), {"name": Scalar(path.stem, str(path), "")})).name
@@ -217,6 +219,8 @@ def find_sweeps(
     for name in names:
         if name != "all" and name not in files:
             near = hint(name, sorted(files))
+            if name.endswith((".yaml", ".yml")):
+                near = f"for a sweep file of your own: trishul sweep {name}"
             raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
         wanted |= dict.fromkeys(sorted(files.keys() - BEYOND) if name == "all" else [name])
     sweeps = [load_sweep(files[name], overrides) for name in wanted]

@@ -32,12 +32,12 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import tenacity
 from filelock import FileLock, Timeout
 
-from trishul_ray.errors import InputError, RunError, first_line
+from trishul_ray.errors import InputError, RunError, first_line, first_of
 from trishul_ray.lazy import mlflow
 from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.storage import Store
@@ -108,7 +108,7 @@ def tracking_uri(uri: str | None, runs: str) -> str:
                 f"tracking.uri: name an MLflow server, since storage.runs={runs!r} is remote and "
                 "cannot hold a SQLite file (or set tracking.mlflow=false)"
             )
-        return f"sqlite:///{Path(runs.removeprefix('file://')).absolute() / 'mlflow.db'}"
+        return sqlite_uri(Path(runs.removeprefix("file://")).absolute() / "mlflow.db")
     scheme = urlsplit(uri).scheme
     if scheme == "file" or (not scheme and not uri.endswith(".db")):
         raise InputError(
@@ -116,10 +116,15 @@ def tracking_uri(uri: str | None, runs: str) -> str:
             "name sqlite:///<file>.db or http(s)://<server>"
         )
     if not scheme:
-        return f"sqlite:///{Path(uri).absolute()}"
+        return sqlite_uri(Path(uri).absolute())
     if scheme == "sqlite" and sqlite_file(uri) is None:
         raise InputError(f"tracking.uri={uri!r}: name a file, sqlite:///<path>.db")
     return uri
+
+
+def sqlite_uri(file: Path) -> str:
+    """Return the URI of a SQLite file, in which ``?`` and ``%`` would mean something else."""
+    return "sqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -128,7 +133,7 @@ def sqlite_file(uri: str) -> Path | None:
     path = path.partition("?")[0]
     if head.partition("+")[0] != "sqlite" or not path or path == ":memory:":
         return None
-    return Path(path).absolute()
+    return Path(unquote(path)).absolute()
 
 
 def is_server(uri: str) -> bool:
@@ -157,7 +162,7 @@ def open_client(uri: str) -> "MlflowClient":
         if new is not None and file is not None:
             new.unlink(missing_ok=True)  # of a process that was killed
             # Without the client, whose stores live as long as the process.
-            SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
+            SqlAlchemyStore(sqlite_uri(new), "mlruns").engine.dispose()
             new.replace(file)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # migrates the schema
@@ -208,7 +213,18 @@ def _opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
     """
     with store_lock(uri):
         client = open_client(uri)
-        yield client, get_or_create_experiment(client, name, sqlite_file(uri))
+        with _refusals(uri):
+            yield client, get_or_create_experiment(client, name, sqlite_file(uri))
+
+
+@contextlib.contextmanager
+def _refusals(uri: str) -> Iterator[None]:
+    """Raise what a store that has answered refuses as an InputError."""
+    try:
+        yield
+    except mlflow.MlflowException as error:
+        where, cause = redact(uri), redact(first_line(error))[:300]
+        raise InputError(f"tracking.uri={where!r}: the MLflow store refuses: {cause}") from error
 
 
 def get_or_create_experiment(
@@ -279,13 +295,10 @@ def has_finished_in(file: Path, attempt: str) -> bool:
 
 def replace_run(uri: str, experiment_name: str, attempt: str, by: str) -> None:
     """Delete the runs of an attempt, with the tag that another one replaces them."""
-    try:
-        with _opened(uri, experiment_name) as (client, experiment):
-            for run in _runs_of(client, experiment, attempt):
-                client.set_tag(run.info.run_id, REPLACED_TAG, by)
-                client.delete_run(run.info.run_id)
-    except mlflow.MlflowException as error:
-        raise InputError(f"tracking.uri={redact(uri)!r}: {first_line(error)}") from error
+    with _opened(uri, experiment_name) as (client, experiment):
+        for run in _runs_of(client, experiment, attempt):
+            client.set_tag(run.info.run_id, REPLACED_TAG, by)
+            client.delete_run(run.info.run_id)
 
 
 def place_of(uri: str, experiment_name: str) -> list[str]:
@@ -403,6 +416,7 @@ class MlflowRun(Tracker):
         self._rounds_sent = -math.inf
         self._unsent: deque[tuple[str, Callable[[], object]]] = deque()
         self._rejected: list[str] = []
+        self._next_try = -math.inf  # when a store that did not answer is asked again
 
     @classmethod
     def open(
@@ -432,7 +446,8 @@ class MlflowRun(Tracker):
         # The run of a sweep has found the server before: it is gone for a while, not misspelt.
         retrying = _retrying(0.0 if parent_run is None else _patience(uri))
         self = retrying(cls._find_or_create, uri, experiment_name, attempt, run_name, all_tags)
-        retrying(self._log_params, _public(params, _PARAM_VALUE_LIMIT))
+        with _refusals(uri):
+            retrying(self._log_params, _public(params, _PARAM_VALUE_LIMIT))
         return self
 
     @classmethod
@@ -569,15 +584,21 @@ class MlflowRun(Tracker):
         """Send all that is not sent, and this, in order; note ``what`` the store refuses."""
         self._send_rounds()
         self._unsent.append((what, action))
+        if not wait and time.monotonic() < self._next_try:
+            return
         while self._unsent:
             what, action = self._unsent[0]
+            began = time.monotonic()
             try:
                 self._store.wait_for(action) if wait else action()
             except (mlflow.MlflowException, OSError) as error:
                 if is_outage(error):
+                    # A server that hangs takes minutes to give up on: a tenth of the run's time.
+                    self._next_try = time.monotonic() + 10 * (time.monotonic() - began)
                     return
                 code = getattr(error, "error_code", None)
-                if what.startswith("round") and code == "INVALID_PARAMETER_VALUE":
+                gone = "'active' state" in str(error)  # the run was deleted in MLflow
+                if what.startswith("round") and code == "INVALID_PARAMETER_VALUE" and not gone:
                     raise  # a metric's name is invalid: a bug here, not a fault of the store
                 self._rejected.append(f"{what} ({redact(first_line(error))})")
             self._unsent.popleft()
@@ -755,7 +776,7 @@ def ui_command(uri: str, run: str = "") -> str:
         return redact(uri)
     words = ["trishul", "ui", *([run] if run else [])]
     file, here = sqlite_file(uri), Path.cwd()
-    usual = file is not None and uri == f"sqlite:///{file.parent / 'mlflow.db'}"
+    usual = file is not None and uri == sqlite_uri(file.parent / "mlflow.db")
     if file is None or not usual or os.environ.get("MLFLOW_TRACKING_URI"):
         words += ["--uri", redact(uri)]
     elif file.parent != here / "runs" or os.environ.get("TRISHUL_RUNS"):
@@ -778,9 +799,11 @@ def page_of_run(uri: str, run: str) -> str:
         client = open_client(uri)
     experiments = [each.experiment_id for each in client.search_experiments()]
     quoted = run.replace("'", "")
-    found = client.search_runs(experiments, f"tags.`{ID_TAG}` = '{quoted}'", max_results=1)
+    found = client.search_runs(experiments, f"tags.`{ID_TAG}` LIKE '{quoted}%'", max_results=100)
     if not found:
         raise InputError(f"run {run!r} is not in {redact(uri)}")
+    if len(ids := sorted({each.data.tags[ID_TAG] for each in found})) > 1:
+        raise InputError(f"run {run!r}: several begin so: {first_of(ids, 5)}")
     return f"/#/experiments/{found[0].info.experiment_id}/runs/{found[0].info.run_id}"
 
 

@@ -10,6 +10,7 @@ inside a Ray Tune trial, the trial's bundles capture them.
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import InputError, RunError, first_line
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
@@ -47,9 +48,17 @@ def cause_of(error: Exception) -> str:
     """Return the one line of an actor's failure that matters, without the remote traceback."""
     # Raised in an actor, a RayActorError is both.
     if isinstance(error, RayTaskError) or not isinstance(error, RayActorError):
-        inner = error.cause if isinstance(error, RayTaskError) and error.cause else error
-        lines = [line for line in str(inner).strip().splitlines() if line.strip()]
-        return lines[-1].strip() if lines else type(inner).__name__
+        inner = error.cause if isinstance(error, RayTaskError) else None
+        if isinstance(inner, InputError | RunError):
+            return first_line(inner)
+        if inner is not None:  # a fault of a plug-in, or a bug: its type and place help
+            name, line = type(inner).__name__, first_line(inner)
+            frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+            own = [(file, number) for file, number in frames if "site-packages" not in file]
+            place = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+            return (line if line == name else f"{name}: {line}") + place
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else type(error).__name__
     text = str(error)
     if error.actor_init_failed:  # a traceback, whose last line names the error
         return text.strip().splitlines()[-1].strip()
