@@ -162,6 +162,15 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
     assert tiny(fresh=True).summary["state_sha256"] == result.summary["state_sha256"]
 
 
+def test_a_wrong_type_is_one_line():
+    with pytest.raises(trishul_ray.InputError, match=r"axes of type list: give \{field"):
+        trishul_ray.sweep(axes=[1])
+    with pytest.raises(trishul_ray.InputError, match=r"sweep.*: a sweep needs `base`, `axes` or"):
+        trishul_ray.sweep(axes={})
+    with pytest.raises(trishul_ray.InputError, match="plug-in of type int: name a Python file"):
+        trishul_ray.load_plugin(3)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -29,6 +29,8 @@ def without_ray(monkeypatch):
         (["sweep", "a.yaml", "--axis", "seed=0"], "give either a sweep file, or at least one"),
         (["sweep", "a.yaml", "b.yaml"], "one sweep file at a time, not a.yaml, b.yaml"),
         (["sweep", "missing.yaml"], "missing.yaml"),
+        (["table", "mine.yaml"], "for a sweep file of your own: trishul sweep mine.yaml"),
+        (["claims", "--csv", "/dev/null/x.csv"], "--csv: /dev/null cannot be written"),
         (["sweep", "--axis", "method.lamb=0,1"], "method.lam"),
         (["sweep", "--axis", "seed="], "axis 'seed' is empty"),
         (["sweep", "--axis", "budget=8,4000"], "cell 'sweep: budget=4000': adapter.heads x rank"),
@@ -42,6 +44,17 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
     last = error.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_of_nothing_is_refused(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").write_text("title: x\n")
+    code, out, error = called("sweep", "empty.yaml")
+    assert (code, out) == (2, "") and "empty.yaml:1: a sweep needs `base`, `axes` or" in error
+    (tmp_path / "report").write_text("mine")
+    code, out, error = called("sweep", "--axis", "seed=0,1", *TINY)
+    assert (code, out) == (2, "") and "--report: " in error and "cannot be written" in error
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["empty.yaml", "report"]
 
 
 SWEEP = """

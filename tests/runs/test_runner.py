@@ -11,12 +11,14 @@ import pytest
 import yaml
 from PIL import Image
 from rich.console import Console
+from safetensors import SafetensorError
 from tiny_run import TINY
 
-from trishul_ray.errors import CorruptFileError, RunError
+from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.summary import TABLES, RunSummary, read_metrics
+from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count
 
@@ -318,6 +320,37 @@ def test_a_corrupt_result_is_named(tiny):
     home.remove("result.json")
     with pytest.raises(FileNotFoundError):
         RunSummary.read(home)
+
+
+@pytest.mark.parametrize("content", [b"", b"{a", b"[]", b"\xff"])
+def test_a_damaged_configuration_is_named_and_restored(tiny, content):
+    experiment = tiny()
+    home = run_experiment(experiment, quiet()).home
+    whole = home.read("config.yaml")
+    home.write("config.yaml", content)
+    with pytest.raises(CorruptFileError, match=r"config\.yaml is damaged: repeat the run"):
+        open_run(experiment.id, experiment.storage.runs)
+    assert run_experiment(experiment, quiet()).repeated
+    assert home.read("config.yaml") == whole
+
+
+def test_a_file_in_the_place_of_the_folder_is_wrong_input(tiny):
+    experiment = tiny()
+    place = Path(experiment.storage.runs) / experiment.id
+    place.parent.mkdir(parents=True)
+    place.write_text("mine")
+    with pytest.raises(InputError, match=r"storage\.runs=.*choose another folder"):
+        run_experiment(experiment, quiet())
+    assert place.read_text() == "mine"
+
+
+def test_a_full_disk_under_the_model_is_named(tiny, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("trishul_ray.runs.export.export_peft", full)
+    with pytest.raises(StorageError, match=r"cannot write the model in .*No space left"):
+        run_experiment(tiny(), quiet())
 
 
 def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):

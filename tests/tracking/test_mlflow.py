@@ -16,12 +16,15 @@ import urllib.request
 import pytest
 from mlflow.entities import Experiment, Run, RunData, RunInfo
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import PERMISSION_DENIED, TEMPORARILY_UNAVAILABLE
 from mlflow.tracking import MlflowClient
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import is_secret_name, redact
+from trishul_ray.tracking import mlflow as mlflow_module
 from trishul_ray.tracking.mlflow import (
+    ID_TAG,
     Connection,
     MlflowRun,
     SweepRun,
@@ -46,6 +49,15 @@ def test_the_store_of_a_run(tmp_path, monkeypatch):
     assert sqlite_file("http://host") is None
 
 
+@pytest.mark.parametrize("name", ["a b", "λ#1"])
+def test_a_folder_of_any_name_may_hold_a_store(name, tmp_path):
+    uri = tracking_uri(None, str(tmp_path / name))
+    assert sqlite_file(uri) == tmp_path / name / "mlflow.db"
+    open_run(uri).log_round(1, {"accuracy": 0.5})
+    assert (tmp_path / name / "mlflow.db").is_file()
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize(
     ("uri", "runs", "message"),
     [
@@ -54,6 +66,8 @@ def test_the_store_of_a_run(tmp_path, monkeypatch):
         ("file:///tmp/mlruns", "runs", "no longer writes folders of files"),
         ("sqlite://", "runs", "name a file"),
         ("sqlite:///:memory:", "runs", "name a file"),
+        (None, "a?b", "MLflow reads ? in the path"),
+        ("a%20b/my.db", "runs", "MLflow reads % in the path"),
     ],
 )
 def test_a_wrong_store_is_refused_in_one_line(uri, runs, message):
@@ -262,6 +276,43 @@ def test_a_lost_store_does_not_stop_the_run_and_nothing_is_lost(uri, tmp_path):
     run.log_round(3, {"accuracy": 0.3})
     assert run.finish() == []
     assert history(uri, run.run_id, "accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_a_run_deleted_in_mlflow_does_not_stop_the_run(uri):
+    run = open_run(uri)
+    run.log_round(1, {"accuracy": 0.1})
+    MlflowClient(uri, uri).delete_run(run.run_id)
+    run.log_round(2, {"accuracy": 0.2})
+    refused = run.finish()
+    assert refused and all("'active' state" in line for line in refused)
+
+
+def test_what_a_store_refuses_is_named_in_one_line(uri, monkeypatch):
+    def refuse(*_, **__):
+        raise MlflowException("Permission denied.\nMore.", error_code=PERMISSION_DENIED)
+
+    monkeypatch.setattr(MlflowClient, "create_run", refuse)
+    with pytest.raises(InputError, match=r"the MLflow store refuses: Permission denied\.$"):
+        open_run(uri)
+
+
+def test_a_server_that_hangs_is_asked_for_a_tenth_of_the_time(uri, monkeypatch):
+    run, now, tries = open_run(uri), [0.0], []
+
+    def hang(*_, **__):
+        tries.append(now[0])
+        now[0] += 90.0
+        raise MlflowException("no answer", error_code=TEMPORARILY_UNAVAILABLE)
+
+    monkeypatch.setattr(mlflow_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run._store.client, "log_batch", hang)
+    for number in range(100):
+        now[0] += 20.0
+        run.log_round(number, {"accuracy": 0.1})
+    assert 90.0 * len(tries) < 0.15 * now[0] + 90.0
+    monkeypatch.undo()
+    assert run.finish() == []  # nothing is lost once it answers
+    assert len(history(uri, run.run_id, "accuracy")) == 100
 
 
 @pytest.mark.timeout(60)  # and not OUTAGE_SECONDS
@@ -548,3 +599,11 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match="run 'nosuch' is not in sqlite:"):
         page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "nosuch")
     assert page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "") == "/"
+
+
+def test_the_page_of_a_run_is_found_by_the_beginning_of_its_id(uri):
+    for id in ("abc1", "abd2"):
+        open_run(uri, attempt=id, tags={ID_TAG: id})
+    assert page_of_run(uri, "abc") == page_of_run(uri, "abc1") != page_of_run(uri, "abd2")
+    with pytest.raises(InputError, match="run 'ab': several begin so: abc1, abd2"):
+        page_of_run(uri, "ab")

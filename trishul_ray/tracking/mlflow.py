@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import tenacity
 from filelock import FileLock, Timeout
@@ -123,8 +123,13 @@ def tracking_uri(uri: str | None, runs: str) -> str:
 
 
 def sqlite_uri(file: Path) -> str:
-    """Return the URI of a SQLite file, in which ``?`` and ``%`` would mean something else."""
-    return "sqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
+    """Return the URI of a SQLite file; an InputError for a path that would be read as another."""
+    if wrong := {"?", "%"} & {*str(file)}:
+        raise InputError(
+            f"tracking.uri: MLflow reads {' and '.join(sorted(wrong))} in the path {file} as "
+            "something else; choose another folder, or set tracking.mlflow=false"
+        )
+    return f"sqlite:///{file}"
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -133,7 +138,7 @@ def sqlite_file(uri: str) -> Path | None:
     path = path.partition("?")[0]
     if head.partition("+")[0] != "sqlite" or not path or path == ":memory:":
         return None
-    return Path(unquote(path)).absolute()
+    return Path(path).absolute()
 
 
 def is_server(uri: str) -> bool:
