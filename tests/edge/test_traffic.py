@@ -322,7 +322,8 @@ def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(e
 def test_with_all_sections_off_no_method_meets_any_part_of_the_edge(method, small, drive_to_end):
     """So every run takes the path that it took before there was one."""
     experiment = small("resources.backend=inline", f"method={method}", "rounds=1")
-    assert not {*EDGE_SECTIONS} & experiment.identity().keys()
+    assert not {*EDGE_SECTIONS, "edge_numerics"} & experiment.identity().keys()
+    assert "edge_numerics" in small(f"method={method}", "devices.kind=lognormal").identity()
     server = InlineDriver(experiment, prepare_run(experiment), "a")
     for edge in (server.edge, server.executor.edge):
         assert not edge.filters and not edge.sends_changes and not edge.moves_beyond_mean

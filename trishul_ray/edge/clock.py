@@ -20,7 +20,7 @@ import numpy as np
 _MEGABITS = 8 / 1e6
 
 #: What becomes of a client that is asked: it is kept, comes after the m that are, comes after the
-#: deadline, or is lost on the way.
+#: deadline, is lost on the way, or comes in time to an attempt that is given up.
 Fate = Literal["kept", "surplus", "late", "lost", "abandoned"]
 
 
