@@ -277,7 +277,7 @@ def test_a_finished_run_is_checked_from_its_files(runs):
     assert not norm.holds and 0.3 < norm.ratio < 1
 
 
-def test_the_variance_of_one_upload_is_unbiased_and_one_alone_has_none(runs):
+def test_the_variance_of_one_upload_is_unbiased_and_one_alone_has_none(runs, tmp_path):
     folder, trishul, _ = runs
     home = Store.open(str(folder)).child(trishul)
     summary = RunSummary.read(home)
@@ -287,7 +287,7 @@ def test_the_variance_of_one_upload_is_unbiased_and_one_alone_has_none(runs):
     uploads = arrays["clients"].shape[1]
     assert uploads > 1 and found.measured == pytest.approx(biased * uploads / (uploads - 1))
     arrays["clients"][-1, 1:] = -1
-    alone = Store.open("memory").child("alone")
+    alone = Store.open(str(tmp_path)).child("alone")
     np.savez(buffer := io.BytesIO(), **arrays)
     alone.write("diagnostics.npz", buffer.getvalue())
     alone.write("metrics.parquet", home.read("metrics.parquet"))
