@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from mlflow.entities import Experiment, Run, RunData, RunInfo
@@ -304,7 +305,8 @@ def test_a_server_that_hangs_is_asked_for_a_tenth_of_the_time(uri, monkeypatch):
         now[0] += 90.0
         raise MlflowException("no answer", error_code=TEMPORARILY_UNAVAILABLE)
 
-    monkeypatch.setattr(mlflow_module.time, "monotonic", lambda: now[0])
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep, time=time.time)
+    monkeypatch.setattr(mlflow_module, "time", clock)
     monkeypatch.setattr(run._store.client, "log_batch", hang)
     for number in range(100):
         now[0] += 20.0
