@@ -163,9 +163,9 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
 
 
 def test_a_wrong_type_is_one_line():
-    with pytest.raises(trishul_ray.InputError, match=r"axes of type list: give \{field"):
+    with pytest.raises(trishul_ray.InputError, match=r"axes=\[1\]: give \{field: values\}"):
         trishul_ray.sweep(axes=[1])
-    with pytest.raises(trishul_ray.InputError, match=r"sweep.*: a sweep needs `base`, `axes` or"):
+    with pytest.raises(trishul_ray.InputError, match=r"axes=\{\}: give \{field: values\}"):
         trishul_ray.sweep(axes={})
     with pytest.raises(trishul_ray.InputError, match="plug-in of type int: name a Python file"):
         trishul_ray.load_plugin(3)

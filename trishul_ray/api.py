@@ -283,8 +283,8 @@ def _read_sweep(
     if isinstance(file, str | Path):
         return load_sweep(Path(file), overrides)
     if axes is not None:
-        if not isinstance(axes, Mapping):
-            raise InputError(f"axes of type {type(axes).__name__}: give {{field: values}}")
+        if not isinstance(axes, Mapping) or not axes:
+            raise InputError(f"axes={axes!r}: give {{field: values}}, of one field or more")
         content = {"axes": dict(_axis(name, values, known) for name, values in axes.items())}
     else:
         assert file is not None

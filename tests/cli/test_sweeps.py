@@ -48,9 +48,9 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
 
 def test_a_sweep_of_nothing_is_refused(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.yaml").write_text("title: x\n")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
     code, out, error = called("sweep", "empty.yaml")
-    assert (code, out) == (2, "") and "empty.yaml:1: a sweep needs `base`, `axes` or" in error
+    assert (code, out) == (2, "") and "sweep file empty.yaml is empty: it needs" in error
     (tmp_path / "report").write_text("mine")
     code, out, error = called("sweep", "--axis", "seed=0,1", *TINY)
     assert (code, out) == (2, "") and "--report: " in error and "cannot be written" in error

@@ -162,8 +162,6 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
         InputError: One line that names file, line, fault and remedy.
     """
     file = read_file(path)
-    if not (file.base or file.axes or file.search):
-        file.fail("a sweep needs `base`, `axes` or `search`")
     name = file.name
     if name is None:  # that of the file must be one, too
         name = SweepFile.of(Pairs(str(path), {"name": Scalar(path.stem, str(path), "")})).name

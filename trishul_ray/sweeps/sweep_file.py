@@ -600,6 +600,8 @@ def _read(path: Path, children: tuple[Path, ...]) -> tuple[Pairs, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {shown} cannot be read: {error}") from error
     own = _expect(parse(text, shown), Pairs, "a sweep file")
+    if not own:
+        raise InputError(f"sweep file {shown} is empty: it needs `base` or `axes`")
     merged = Pairs(own.place)
     base: Fields = {}
     axes = Pairs(own["axes"].place if "axes" in own else own.place)
