@@ -49,16 +49,17 @@ def cause_of(error: Exception) -> str:
     # Raised in an actor, a RayActorError is both.
     if isinstance(error, RayTaskError) or not isinstance(error, RayActorError):
         inner = error.cause if isinstance(error, RayTaskError) else None
-        if isinstance(inner, InputError | RunError):
-            return first_line(inner)
-        if inner is not None:  # a fault of a plug-in, or a bug: its type and place help
-            name, line = type(inner).__name__, first_line(inner)
-            frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-            own = [(file, number) for file, number in frames if "site-packages" not in file]
-            place = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
-            return (line if line == name else f"{name}: {line}") + place
-        lines = [line for line in str(error).strip().splitlines() if line.strip()]
-        return lines[-1].strip() if lines else type(error).__name__
+        if inner is None:
+            lines = [line for line in str(error).strip().splitlines() if line.strip()]
+            return lines[-1].strip() if lines else type(error).__name__
+        name, line = type(inner).__name__, first_line(inner)
+        if type(inner).__module__.startswith("trishul_ray."):
+            return line
+        # A fault of a plug-in, or a bug: its type and place help.
+        frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+        own = [(file, number) for file, number in frames if "site-packages" not in file]
+        place = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+        return (line if line == name else f"{name}: {line}") + place
     text = str(error)
     if error.actor_init_failed:  # a traceback, whose last line names the error
         return text.strip().splitlines()[-1].strip()
