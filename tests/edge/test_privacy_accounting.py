@@ -141,7 +141,7 @@ def test_epsilon_of_small_rates_is_that_of_composed_densities(z, q, rounds):
     L = log(1 - q + q exp((2x - 1) / 2z^2)), with x of the mixture of N(0, z^2) and N(1, z^2).
     """
     delta, width, size = 1e-6, 2e-5, 2**20
-    x = np.linspace(-14 * z, 14 * z + 1, 4_000_001)
+    x = np.linspace(-14 * z, 14 * z + 1, 1_000_001)
     density = (1 - q) * norm.pdf(x, 0, z) + q * norm.pdf(x, 1, z)
     loss = np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z**2))
     place = np.round(loss / width).astype(int) % size
