@@ -69,6 +69,12 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def typed_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, if it has one."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message with its line breaks as blanks; else the name of its type."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -92,6 +98,4 @@ def own_errors() -> Iterator[None]:
     except OSError as error:
         raise RunError(describe_os_error(error)) from error
     except Exception as error:
-        name = type(error).__name__
-        reason = first_line(error)
-        raise RunError(name if reason == name else f"{name}: {reason}") from error
+        raise RunError(typed_line(error)) from error

@@ -356,7 +356,7 @@ def test_a_cell_may_be_read_by_the_mean_over_clients():
             assert found == (None if expected is None else pytest.approx(expected))
 
 
-def table_of(values, metric="accuracy", columns=(), target=None, **layout):
+def single_table(values, metric="accuracy", **layout):
     """A table of {row: {(column, seed): percent or why there is none}}; no entry is not planned."""
     runs = [
         invent_run(
@@ -382,12 +382,12 @@ def table_of(values, metric="accuracy", columns=(), target=None, **layout):
 def test_means_of_other_seeds_or_columns_are_not_compared():
     first = {("c", "0"): 90.0, ("c", "1"): 80.0, ("c", "2"): "missing"}
     second = {("c", "0"): "missing", ("c", "1"): 81.0, ("c", "2"): 70.0}
-    table = table_of({"A": first, "B": second})
+    table = single_table({"A": first, "B": second})
     assert not any(row.cells[0].best for row in table.rows)
     # Two columns each, of which one is the other's difficult one.
     first = {("c1", seed): 90.0 for seed in "012"} | {("c2", seed): 85.0 for seed in "012"}
     second = {("c1", seed): 90.5 for seed in "012"} | {("c3", seed): 55.6 for seed in "012"}
-    rows = table_of({"A": first, "B": second}, average=True).groups[0].rows
+    rows = single_table({"A": first, "B": second}, average=True).groups[0].rows
     assert [row.cells[-1].lacks for row in rows] == ["1 column left out"] * 2
     assert not any(row.cells[-1].best for row in rows)
     assert [row.cells[0].best for row in rows] == [False, True]
@@ -396,24 +396,24 @@ def test_means_of_other_seeds_or_columns_are_not_compared():
 def test_rows_are_tied_only_by_the_means_that_are_displayed():
     three = {("c", "0"): 90.0, ("c", "1"): 80.0, ("c", "2"): 70.0}
     one = three | {("c", "1"): "missing", ("c", "2"): "missing"}
-    assert "tied" not in {row.verdict.kind for row in table_of({"A": three, "B": one}).rows}
-    assert {row.verdict.kind for row in table_of({"A": three, "B": three}).rows} == {"tied"}
+    assert "tied" not in {row.verdict.kind for row in single_table({"A": three, "B": one}).rows}
+    assert {row.verdict.kind for row in single_table({"A": three, "B": three}).rows} == {"tied"}
 
 
 def test_what_is_best_at_0_has_no_best_row_and_unevenness_has_four_decimals():
     made = {"A": -90.0, "B": 2.0, "C": 1.9}
     made = {row: {("c", seed): v + 0.1 * int(seed) for seed in "012"} for row, v in made.items()}
-    table = table_of(made, metric="participation_correlation")
+    table = single_table(made, metric="participation_correlation")
     assert {row.verdict.kind for row in table.rows} == {"none"}
     assert not any(row.cells[0].best for row in table.rows)
-    shown = [row.cells[0] for row in table_of(made, metric="personal_gini").rows]
+    shown = [row.cells[0] for row in single_table(made, metric="personal_gini").rows]
     assert [cell.best for cell in shown] == [True, False, False]
     assert [cell.format(cell.estimate.mean) for cell in shown[1:]] == ["0.0210", "0.0200"]
 
 
 def test_losses_and_fractions_have_no_common_mean():
     made = {row: {(c, s): 50.0 for c in "xy" for s in "01"} for row in "AB"}
-    table = table_of(made, average=True)
+    table = single_table(made, average=True)
     units = {"x": "loss", "y": "personal_sd"}
     cells = (dataclasses.replace(run, metric=units[run.labels["dataset"]]) for run in table.cells)
     (mixed,) = build(dataclasses.replace(table.sweep, cells=tuple(cells)))
@@ -433,5 +433,5 @@ def test_losses_and_fractions_have_no_common_mean():
 def test_a_row_with_failed_runs_is_not_compared(why, verdicts):
     first = {("c", seed): 70.0 + 0.1 * int(seed) for seed in "01234"}
     second = {("c", seed): 72.0 - 0.1 * int(seed) if seed in "012" else why for seed in "01234"}
-    rows = table_of({"A": first, "B": second}).rows
+    rows = single_table({"A": first, "B": second}).rows
     assert {row.label: row.verdict.kind for row in rows} == verdicts

@@ -81,7 +81,8 @@ def resumable(progress: "lazy.progress.RunProgress", how: Callable[[bool], str])
         except (InputError, typer.Exit):
             raise
         except Exception:  # of a plug-in, or a bug: its traceback follows
-            print_line(f"failed. {how(False)}", err)
+            with suppress(OSError):  # as below
+                print_line(f"failed. {how(False)}", err)
             raise
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed

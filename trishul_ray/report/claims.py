@@ -411,8 +411,8 @@ def _compare(
     # Equal numbers of all seeds show no spread; where the runs are the same, there is none.
     same = found.mean == 0 and all(len(each) == 1 for each in states.values())
     spread = same or (found.deviation or 0.0) > 10.0**-_DECIMALS
-    complete = [terms for column in sums.values() for terms in column.values()]
-    planned = sum(len(terms) == len(signed) for terms in complete)
+    by_run = (terms for column in sums.values() for terms in column.values())
+    planned = sum(len(terms) == len(signed) for terms in by_run)
 
     def ends(interval: Interval | None) -> Interval | None:
         if interval is None or measure not in RATIOS:

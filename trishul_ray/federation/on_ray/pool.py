@@ -22,7 +22,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from trishul_ray.errors import InputError, RunError, first_line
+from trishul_ray.errors import InputError, RunError, first_line, typed_line
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
@@ -52,14 +52,13 @@ def cause_of(error: Exception) -> str:
         if inner is None:
             lines = [line for line in str(error).strip().splitlines() if line.strip()]
             return lines[-1].strip() if lines else type(error).__name__
-        name, line = type(inner).__name__, first_line(inner)
         if type(inner).__module__.startswith("trishul_ray."):
-            return line
+            return first_line(inner)
         # A fault of a plug-in, or a bug: its type and place help.
         frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
         own = [(file, number) for file, number in frames if "site-packages" not in file]
         place = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
-        return (line if line == name else f"{name}: {line}") + place
+        return typed_line(inner) + place
     text = str(error)
     if error.actor_init_failed:  # a traceback, whose last line names the error
         return text.strip().splitlines()[-1].strip()

@@ -158,7 +158,7 @@ def ray_session(
         RunError: The cluster cannot be reached or started.
     """
     if ray.is_initialized():
-        yield free_resources()
+        yield _free_resources()
         return
     address, joins = os.environ.get("RAY_ADDRESS"), joins_cluster()
     # By default Ray hides all GPUs from an actor that holds none.
@@ -180,7 +180,13 @@ def ray_session(
             raise RunError(f"cannot {action}: {first_line(error).rstrip('.')}") from error
         watch = _Watch(joined=joins, fork_server=fork_server)
         stack.callback(watch.close)
-        yield free_resources()
+        yield _free_resources()
+
+
+def _free_resources() -> dict[str, float]:
+    """Return the free resources of the cluster; one that is all in use, which Ray omits, is 0."""
+    free: dict[str, float] = ray.available_resources()
+    return dict.fromkeys(ray.cluster_resources(), 0.0) | free
 
 
 def _restore(variables: dict[str, str | None]) -> None:
@@ -305,12 +311,6 @@ def _written(session: Path) -> float:
     return time.time()
 
 
-def free_resources() -> dict[str, float]:
-    """Return the free resources of the cluster; one that is all in use, which Ray omits, is 0."""
-    free: dict[str, float] = ray.available_resources()
-    return dict.fromkeys(ray.cluster_resources(), 0.0) | free
-
-
 def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:
     """Return the slices of a run: the bundles of its trial, or a share of the whole cluster.
 
@@ -322,7 +322,7 @@ def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices
     group = ray.util.get_current_placement_group()
     if group is not None:
         return slices_of_bundles(experiment, group.bundle_specs)
-    free, total = free_resources(), total_resources(possible_nodes())
+    free, total = ray.available_resources(), total_resources(possible_nodes())
     if held is not None:
         mine = {"CPU": held.actors * held.cpus, "GPU": held.actors * held.gpus}
         free = {k: min(free.get(k, 0.0) + mine[k], total.get(k, 0.0)) for k in mine}
@@ -331,7 +331,7 @@ def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices
 
 def fits_now(slices: Slices) -> bool:
     """Return whether one slice is free now; the bundles of a trial are reserved for it."""
-    free = free_resources()
+    free = ray.available_resources()
     return ray.util.get_current_placement_group() is not None or (
         free.get("CPU", 0.0) >= slices.cpus and free.get("GPU", 0.0) >= slices.gpus
     )
