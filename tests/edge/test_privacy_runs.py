@@ -173,12 +173,12 @@ def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):
 
 
 def test_a_resumed_audit_has_the_same_estimates(edge_run, assert_same, tmp_path):
-    words = ["method=fedit", "privacy.noise=1", "privacy.canaries=5", "privacy.adaptive=true"]
+    words = ["method=fedit", "privacy.noise=1", "privacy.canaries=30", "privacy.adaptive=true"]
     words += ["privacy.bit_noise=3"]
     again = edge_run(*words, stop=2)
     assert_same(again, edge_run(*words, f"storage.runs={tmp_path / 'whole'}"))
     records = again.checkpoint.records[1:]
-    assert len({record.edge["privacy_audited_epsilon"] for record in records}) == len(records)
+    assert len({record.edge["privacy_audited_epsilon_high"] for record in records}) == len(records)
 
 
 def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
@@ -231,10 +231,16 @@ def test_shares_of_heads_are_means_over_the_clients_capacities():
     np.testing.assert_allclose(shares, [2.75 / 4] * 4 + [1.0])
 
 
-def test_an_audit_estimates_epsilon_beside_the_accountants(edge_run):
-    result = edge_run("method=fedit", "privacy.noise=1", "privacy.canaries=30")
+@pytest.mark.parametrize("noise", [0.5, 100])
+def test_an_audit_bounds_epsilon_from_below_beside_the_accountants(noise, edge_run):
+    result = edge_run(
+        "method=fedit", f"privacy.noise={noise}", "privacy.canaries=100", "privacy.clip=1",
+        "federation.clients_per_round=4", "federation.rounds=1",
+    )  # fmt: skip
     edge = result.checkpoint.records[-1].edge
-    assert edge["privacy_audited_epsilon"] > 0 and edge["privacy_epsilon"] > 0
+    low, high = (edge[f"privacy_audited_epsilon_{end}"] for end in ("low", "high"))
+    assert low < edge["privacy_epsilon"] < 1.2 * high + 1e-9
+    assert low < 0.03 if noise == 100 else low > 1
 
 
 def test_other_ways_to_draw_keep_the_cohorts_and_account_for_them(edge_run):
@@ -307,14 +313,18 @@ def test_methods_that_need_more_than_a_mean_are_refused(method, setting):
         ),
         (
             [
-                "privacy.noise=1", "privacy.canaries=5", "privacy.population=100",
+                "privacy.noise=1", "privacy.canaries=50", "privacy.population=100",
                 "privacy.cohort=20",
             ],
-            "privacy.canaries=5",
+            "privacy.canaries=50",
         ),
         (
-            ["privacy.noise=1", "privacy.canaries=5", "privacy.sampling=fixed"],
+            ["privacy.noise=1", "privacy.canaries=50", "privacy.sampling=fixed"],
             "privacy.sampling='fixed'; allowed: poisson",
+        ),
+        (
+            ["privacy.noise=1", "privacy.canaries=5"],
+            "privacy.canaries=5 are too few for an audit; allowed: 0 (none), or 30 to 10000",
         ),
         (["privacy.noise=1", "privacy.budget=0.01"], "privacy.budget=0.01 does not pay one round"),
         (["privacy.epsilon=-1"], "privacy.epsilon=-1"),

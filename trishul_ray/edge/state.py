@@ -18,8 +18,8 @@ class PrivacyState:
             another one.
         squared_norms: The sum of S^2 over the rounds so far.
         arrays: ``start``, the shared part before round 1, float32 [W], where canaries or the scope
-            "core" need it; ``released``, the sum of all noisy mean changes, float64 [W], for the
-            scope "core".
+            "core" need it; ``canaries``, the sum of what they sent, float64 [W]; ``released``, the
+            sum of all noisy mean changes, float64 [W], for the scope "core".
     """
 
     clip_norm: float

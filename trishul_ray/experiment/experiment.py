@@ -51,7 +51,7 @@ from trishul_ray.files import Json
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.tasks.base import task_kinds
-from trishul_ray.version import EDGE_NUMERICS, NUMERICS
+from trishul_ray.version import AUDIT_NUMERICS, EDGE_NUMERICS, NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
@@ -317,6 +317,8 @@ class Experiment(Section):
         kept = _identity_of(self)
         if kept.keys() & EDGE_SECTIONS:
             kept["edge_numerics"] = EDGE_NUMERICS
+        if self.privacy.canaries:
+            kept["audit_numerics"] = AUDIT_NUMERICS
         if self.data.content_hash is not None:
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:

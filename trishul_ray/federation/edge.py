@@ -15,7 +15,7 @@ from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.draws import capacities, participants
 from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm, rounding_room
-from trishul_ray.edge.privacy.mechanism import Mechanism, reported
+from trishul_ray.edge.privacy.mechanism import HIGH, LOW, Mechanism, reported
 from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import server_step
 from trishul_ray.edge.state import EdgeState, PrivacyState
@@ -298,7 +298,9 @@ def release(
         sums = sums.map(reducer.ring.decode)
     shared = sums.shared
     if mechanism.options.canaries:
-        shared = shared + mechanism.canaries(number, norm)
+        canaries = mechanism.canaries(number, norm)
+        kept.arrays["canaries"] = kept.arrays.get("canaries", 0.0) + canaries
+        shared = shared + canaries
     sent = round_units(reducer.method, reducer.layout, number)
     change, extra = mechanism.mean(number, shared, sums.extra, norm, sent)
     change = mechanism.denoised(change, before.shared, norm, kept)
@@ -313,9 +315,11 @@ def release(
     return State(change, extra), moves, found
 
 
-def audited(mechanism: Mechanism | None, now: ArrayState, state: EdgeState) -> dict[str, float]:
+def audited(
+    mechanism: Mechanism | None, number: int, now: ArrayState, state: EdgeState
+) -> dict[str, float]:
     """Return what the record of a round says of an audit; empty if there is none."""
     if mechanism is None or state.privacy is None:
         return {}
-    found = mechanism.audited(now.shared, state.privacy)
-    return {} if found is None else {"privacy_audited_epsilon": found}
+    found = mechanism.audited(number, now.shared, state.privacy)
+    return {} if found is None else dict(zip((LOW, HIGH), found, strict=True))

@@ -561,7 +561,7 @@ class Server:
         }
         now.round = number
         record = self._record(number, broadcast, outcome, total)
-        record.edge |= reported | audited(self.private, now.state, now.edge)
+        record.edge |= reported | audited(self.private, number, now.state, now.edge)
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
             diagnosed = upload_diagnostics(

@@ -9,7 +9,9 @@ ways to draw its clients differ in what they hide:
 * ``fixed``: exactly m of N without replacement. The adversary replaces one client by another, which
   moves the sum by 2 S. Composed by Rényi divergences (RDP) of integer orders.
 * ``none``: nothing is hidden by the draw. A client that takes part k times sees one Gaussian of
-  multiplier z / sqrt k; k is the largest count of the run's own draws.
+  multiplier z / sqrt k; k is the largest count of the run's own draws. Cohorts have exactly m of N
+  clients, so adding or removing one would move others into them: what is compared is a run in
+  which the client sends zeros in its rounds (zero-out adjacency), which moves the sum by S.
 
 The distributions are those of Google's ``dp-accounting``, an extra, imported where it is used.
 """
@@ -106,7 +108,7 @@ class Guarantee:
         return {
             "poisson": "PLD, Poisson sampling, add or remove one client",
             "fixed": "RDP, fixed size without replacement, replace one client",
-            "none": "Gaussian composition, participations counted, add or remove one client",
+            "none": "Gaussian composition, participations counted, replace one client by zeros",
         }[self.sampling]
 
     @property

@@ -12,6 +12,9 @@ Sampling = Literal["poisson", "fixed", "none"]
 
 #: The smallest noise multiplier that is tried, and that an accountant can compute with.
 SMALLEST_NOISE = 0.01
+#: The fewest canaries of an audit: with one round of all of them, each end of its interval lies a
+#: third of the noise's deviation from the middle.
+FEWEST_CANARIES = 30
 
 
 class PrivacyConfig(Section):
@@ -56,7 +59,8 @@ class PrivacyConfig(Section):
         "poisson",
         description="poisson: each client joins independently, federation.clients_per_round on "
         "average; fixed: exactly that many, accounted for replacing one client; none: exactly that "
-        "many, accounted without amplification, by counting participations",
+        "many, accounted without amplification, by counting participations, for a client that is "
+        "replaced by zeros",
     )
     population: int | None = Field(
         None,
@@ -80,8 +84,9 @@ class PrivacyConfig(Section):
         0,
         ge=0,
         le=10_000,
-        description="audit: add so many clients that send random directions, and estimate ε from "
-        "how far the model follows them; the model is of no other use",
+        description=f"audit: add so many clients that send random directions, {FEWEST_CANARIES} or "
+        "more, and bound ε from below by how far the model follows them; the model is of no other "
+        "use",
     )
 
     @model_validator(mode="after")
@@ -124,6 +129,11 @@ class PrivacyConfig(Section):
                     f"privacy.canaries={self.canaries} audit the noise of the simulated cohort, "
                     "which privacy.cohort scales to another one; set only one"
                 )
+        if 0 < self.canaries < FEWEST_CANARIES:
+            raise ValueError(
+                f"privacy.canaries={self.canaries} are too few for an audit; allowed: 0 (none), or "
+                f"{FEWEST_CANARIES} to 10000"
+            )
         if self.canaries and self.sampling != "poisson":
             raise ValueError(
                 f"privacy.canaries={self.canaries} are drawn one by one, unlike clients with "

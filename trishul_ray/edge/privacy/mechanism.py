@@ -16,6 +16,7 @@ the seed can remove it. This is a simulation, not a deployment.
 Legend: W numbers of the shared part, U units of aggregation, P all numbers sent.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,8 @@ OUTSIDE = (
 #: Clip norm of answers to a survey: far below the norm of any gradient, so that directions alone
 #: count, and no data are needed to choose it.
 SURVEY_NORM = 1e-6
+#: What a record has of an audit: the lower and the upper end of its interval.
+LOW, HIGH = "privacy_audited_epsilon_low", "privacy_audited_epsilon_high"
 #: What every summary of a private run says.
 SIMULATION = "simulation: noise is reproducible from the seed"
 
@@ -58,6 +61,10 @@ def reported(promised: Guarantee, simulated: tuple[int, int], last: Mapping[str,
     what = "ε = ∞ (privacy.noise=0)"
     if epsilon is not None:
         what = f"ε = {epsilon:.3g}, δ = {promised.delta:.2g}"
+    audited = None
+    if LOW in last:
+        audited = [last[LOW], last[HIGH]]
+        what += f" (an audit of the final model: {audited[0]:.3g} to {audited[1]:.3g})"
     return {
         "epsilon": epsilon,
         "delta": promised.delta,
@@ -68,7 +75,7 @@ def reported(promised: Guarantee, simulated: tuple[int, int], last: Mapping[str,
         "cohort": promised.cohort,
         "simulated": simulated,
         "clip_norm": last["privacy_clip_norm"],
-        "audited_epsilon": last.get("privacy_audited_epsilon"),
+        "audited_epsilon": audited,
         "outside": OUTSIDE,
         "sentence": f"{what} for each client, accounted for {promised.cohorts}; {SIMULATION}; "
         f"simulation only, outside the guarantee: {', '.join(OUTSIDE)}",
@@ -236,13 +243,28 @@ class Mechanism:
                 total += norm * direction
         return total
 
-    def audited(self, now: np.ndarray, state: PrivacyState) -> float | None:
-        """Return the ε that canaries estimate from the shared part [W]; None with fewer than 2."""
-        if self.options.canaries < 2:
+    def audited(
+        self, number: int, now: np.ndarray, state: PrivacyState
+    ) -> tuple[float, float] | None:
+        """Return the interval of ε that canaries show; None if none has taken part.
+
+        Args:
+            number: The round, from 1.
+            now: The shared part [W] after it.
+            state: What is kept between rounds.
+        """
+        if not self.options.canaries:
             return None
         moved = now.astype(np.float64) - state.arrays["start"]
-        found = audit.cosines(self.seed, self.options.canaries, moved)
-        return audit.estimate(found, len(moved), self.promised.delta)
+        found = audit.shift_interval(moved, state.arrays["canaries"])
+        if found is None:
+            return None
+        norm, rate = math.sqrt(state.squared_norms / number), self.cohort / self.clients
+        low, high = (
+            audit.threshold_epsilon(norm * shift, rate, number, self.promised.delta)
+            for shift in found
+        )
+        return low, high
 
     def lines(self) -> Sequence[str]:
         """Return what a reader must know before the run, a line each."""
@@ -266,6 +288,7 @@ class Mechanism:
         ]
         if self.options.canaries:
             lines.append(
-                f"privacy: an audit with {self.options.canaries} canaries: its model is of no use"
+                f"privacy: an audit with {self.options.canaries} canaries: its model is of no use; "
+                f"each end of its interval for ε is wrong with probability {audit.ERROR:g}"
             )
         return lines
