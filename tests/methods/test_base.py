@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import run, server_of
-from newcomers import NEWCOMERS
+from method_runs import Recording, run, server_of
+from newcomers import NEWCOMERS, unloaded_after
 
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
-from trishul_ray.methods.base import exact_share, method_class, method_names
+from trishul_ray.methods.base import exact_share, method_class, method_names, register
 from trishul_ray.methods.fedit import FedIT
 
 LIMITED = [name for name in method_names() if method_class(name).takes_limits]
@@ -103,3 +103,56 @@ def test_a_promise_about_the_mean_is_inherited_only_with_what_is_averaged():
     assert [each.mean_is_enough for each in (Renamed, Weighted, Promised)] == [True, False, True]
     newcomers = {name: method_class(name).mean_is_enough for name in NEWCOMERS}
     assert newcomers == {"fedmedian": False, "fedsam": True}
+
+
+@pytest.fixture
+def watching():
+    """FedIT that records what its hooks know of the client and the step."""
+    with unloaded_after():
+
+        @register("watching")
+        class Watching(FedIT):
+            """FedIT that looks."""
+
+            summary, reference = "FedIT that looks", "none"
+
+            def start(self, run, initial):
+                super().start(run, initial)
+                assert (run.client is not None) == run.training
+                assert (run.step, run.loss) == (0, None)
+                if run.training:
+                    run.set_state([float(run.gradient(1))])
+
+            def after_step(self, run, step, steps):
+                assert run.step == step
+                run.state_of(list).append(float(run.loss))
+
+            def upload(self, run, steps):
+                before, *losses = run.state_of(list)
+                run.metrics |= {"client": run.client, "loss": sum(losses) / steps}
+                run.metrics["first"] = losses[0] - before
+                return super().upload(run, steps)
+
+        yield Watching
+
+
+@pytest.mark.parametrize("stacked", [1, 2])
+def test_hooks_know_the_client_the_step_and_its_loss(executor, tmp_path, watching, stacked):
+    inline = executor("method=watching", f"federation.stacked={stacked}")
+    recording = Recording(inline)
+    server = server_of(recording, tmp_path)
+    server.step()
+    (record,) = server.checkpoint.records[1:]
+    assert record.diagnostics["client"] == np.mean([u.client for u in recording.uploads])
+    assert record.diagnostics["loss"] == pytest.approx(record.train_loss, rel=1e-6)
+    assert record.diagnostics["first"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_state_that_nobody_left_is_named(executor, tmp_path):
+    inline = executor("method=fedit")
+    broadcast = server_of(inline, tmp_path).broadcast()
+    started = new_run(inline.bench, broadcast, 1, 0)
+    with pytest.raises(LookupError, match="no dict was left"):
+        started.state_of(dict)
+    with pytest.raises(LookupError, match="no mini-batches"):
+        started.gradient(1)

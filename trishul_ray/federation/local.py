@@ -222,12 +222,13 @@ class LocalSteps:
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step on a prepared batch and return its loss, a scalar on the device."""
         loss = self._backward(batch)
-        self.update(step)
+        self.update(step, loss)
         return loss
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, loss: Tensor) -> None:
         """End a step whose gradient is in ``run.grad``: correct it, step, and what follows."""
         run, method, settings = self.run, self.bench.method, self.bench.settings
+        run.step, run.loss = step, loss
         method.before_step(run)
         if self._mask is not None:
             run.grad.mul_(self._mask)
@@ -247,9 +248,9 @@ class LocalSteps:
         loss.backward()
         return loss.detach()
 
-    def _gradient(self, step: int) -> None:
+    def _gradient(self, step: int) -> Tensor:
         with self.bound():
-            self._backward(self.batch(step))
+            return self._backward(self.batch(step))
 
 
 class SharedSteps:
@@ -293,9 +294,10 @@ class SharedSteps:
         # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
         losses = torch.stack([task.loss(*own) for own in zip(logits, parts, strict=True)])
         losses.sum().backward()
-        for steps in self.each:
-            steps.update(step)
-        return losses.detach()
+        losses = losses.detach()
+        for steps, loss in zip(self.each, losses, strict=True):
+            steps.update(step, loss)
+        return losses
 
 
 def count_flops(bench: Workbench) -> StepFlops:
@@ -450,7 +452,7 @@ def evaluate_chunk(bench: Workbench, broadcast: ArrayState, job: EvalJob) -> Eva
     with _memory_of(work, "evaluation.batch_size"), torch.inference_mode():
         trained = Trained(bench.initial)
         if job.round > 0:
-            trained = global_model(bench, broadcast, job.round, job.state)
+            trained = global_model(bench, broadcast, job.round, job.state, job.client)
         with _bound(bench, trained):
             stored = split.batch(rows[job.start : job.stop])
             if not bench.settings.evaluation.per_client:

@@ -411,6 +411,7 @@ def new_run(
         grad=torch.empty(0) if client is None else torch.zeros_like(vector),
         broadcast=broadcast.map(lambda array: to_tensor(array).to(bench.device)),
         client_state={},
+        client=client,
         optimizer=settings.optimizer,
         rates=rates,
         round=round_number,
@@ -425,10 +426,15 @@ def new_run(
 
 
 def global_model(
-    bench: ModelBench, broadcast: ArrayState, round_number: int, state: Arrays | None = None
+    bench: ModelBench,
+    broadcast: ArrayState,
+    round_number: int,
+    state: Arrays | None = None,
+    client: int | None = None,
 ) -> Trained:
     """Return the global model that a broadcast describes; with a client's state, that client's."""
     run = new_run(bench, broadcast, round_number, None)
+    run.client = client
     run.client_state = {k: to_tensor(v).to(bench.device) for k, v in (state or {}).items()}
     bench.method.start(run, bench.initial)
     return Trained(run.vector, run.broadcast.base, run.broadcast.constants)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 else:
     A = TypeVar("A")
 _New = TypeVar("_New")
+_S = TypeVar("_S")
 
 #: Shared fields that every kind of adapter reads.
 ADAPTED = frozenset({"budget", "targets", "rank", "path"})
@@ -135,6 +136,10 @@ class SurveyPlan:
     decides_adapters: bool = False
 
 
+def _no_gradient(step: int) -> Tensor:
+    raise LookupError("run.gradient() has no mini-batches while a model is evaluated")
+
+
 @dataclass
 class LocalRun:
     """One client's round in progress, as the method's hooks see it.
@@ -148,9 +153,13 @@ class LocalRun:
         client_state: What this client kept from its last participation; empty before its first, and
             while the global model is evaluated. See :attr:`Method.personal`.
         optimizer: The experiment's optimizer section.
+        client: The client's number, from 0; None while the global model is evaluated.
         generator: Random stream of this client and round.
         common: Random stream that is the same for all clients of the round.
         steps: Local steps of the round.
+        step: Number of the current local step, from 1; 0 before the first.
+        loss: The loss of the current step's mini-batch, a scalar on the device, at the vector
+            before the step; None before the first. Reading its value waits for a GPU.
         rates: η of each local step (``optimizer.schedule``), step k's at ``rates[k - 1]``; if
             empty, all are ``optimizer.lr``.
         round: Number of the round, from 1; in evaluation that of the last aggregated one.
@@ -159,12 +168,11 @@ class LocalRun:
             need not be computed otherwise.
         capacity: Share of the full budget that this client can compute, in (0, 1].
         gradient: Fills ``grad`` with the gradient, at the current vector, of the mini-batch of the
-            given local step (from 1).
+            given local step (from 1), and returns its loss, a scalar on the device.
         active: [U] bool on the host, the units this client trains; None means all. At first those
             of :meth:`Method.round_wire`.
         entries: [P] bool, what this client trains of those units; None means all. Set by
             :meth:`Method.start`; the platform leaves the rest as it is.
-        scratch: What :meth:`Method.start` leaves for the later hooks: the method's own class.
         unsent: Numbers of the shared part that a real deployment would not send for this client,
             up or (see :meth:`Method.download_parameters`) down.
         metrics: Numbers to report with the upload, by name; the record has their mean.
@@ -179,19 +187,42 @@ class LocalRun:
     optimizer: OptimizerConfig
     generator: torch.Generator
     common: torch.Generator
+    client: int | None = None
     steps: int = 0
+    step: int = 0
+    loss: Tensor | None = None
     rates: tuple[float, ...] = ()
     round: int = 0
     training: bool = True
     diagnosed: bool = True
     capacity: float = 1.0
-    gradient: Callable[[int], None] = lambda step: None
+    gradient: Callable[[int], Tensor] = _no_gradient
     active: Tensor | None = None
     entries: Tensor | None = None
-    scratch: Any = None
     unsent: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     spectra: dict[str, np.ndarray] = field(default_factory=dict)
+    _states: dict[type, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def set_state(self, state: object) -> None:
+        """Leave an object for the later hooks, which find it by its class.
+
+        Each method defines a class of its own, so that one method can extend another that leaves
+        something, too. The state ends with the round; what a client keeps is returned by
+        :meth:`Method.upload`.
+        """
+        self._states[type(state)] = state
+
+    def state_of(self, kind: type[_S]) -> _S:
+        """Return the object of this class that an earlier hook has left.
+
+        Raises:
+            LookupError: None was left.
+        """
+        if kind not in self._states:
+            raise LookupError(f"no {kind.__name__} was left: call run.set_state() in start()")
+        state: _S = self._states[kind]
+        return state
 
     def summed_rate(self, step: int, since: int) -> float:
         """Return the sum of η over the ``since`` local steps that end with ``step`` (from 1)."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
@@ -28,6 +29,13 @@ from trishul_ray.methods.limited import over_holders
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rank-one parts that a client trains, [r] bool."""
+
+    trained: Tensor
 
 
 @register("fedplora")
@@ -48,7 +56,8 @@ class FedPLoRA(FedIT):
         rank = self.parts(run.layout)
         count = max(1, math.floor(exact_share(rank, run.capacity)))
         run.metrics["rank"] = float(count)
-        parts = run.scratch = torch.ones(rank, dtype=torch.bool)
+        parts = torch.ones(rank, dtype=torch.bool)
+        run.set_state(Parts(parts))
         if count < rank:
             parts[torch.randperm(rank, generator=run.generator)[count:]] = False
             every = torch.ones_like(run.vector)
@@ -60,7 +69,7 @@ class FedPLoRA(FedIT):
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the factors and which parts were trained."""
-        trained = {"trained": run.scratch.float()}
+        trained = {"trained": run.state_of(Parts).trained.float()}
         return State(self.pack(run.layout, run.vector), trained), {}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:

@@ -7,6 +7,7 @@ FedAvg does, and mu = 0 is FedAvg. No mu is published for this setting.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -25,6 +26,13 @@ class FedProxConfig(AnyAdapterConfig):
     mu: float = Field(0.01, ge=0, description="μ: weight of the proximal term; 0 is FedAvg")
 
 
+@dataclass(frozen=True)
+class Anchor:
+    """The vector [P] that the proximal term pulls to."""
+
+    vector: Tensor
+
+
 @register("fedprox")
 class FedProx(FedAvg):
     """Add the gradient of the proximal term to every local step."""
@@ -36,9 +44,9 @@ class FedProx(FedAvg):
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Keep a copy of the broadcast."""
         super().start(run, initial)
-        run.scratch = run.vector.clone()
+        run.set_state(Anchor(run.vector.clone()))
 
     def before_step(self, run: LocalRun) -> None:
         """Add ``mu (w - w_t)``."""
         if self.config.mu:
-            run.grad.add_(run.vector - run.scratch, alpha=self.config.mu)
+            run.grad.add_(run.vector - run.state_of(Anchor).vector, alpha=self.config.mu)

@@ -86,7 +86,7 @@ class HetLoRA(FedIT):
         kept = run.client_state.get("rank")
         rank = self.limit_rank(run, None if kept is None else int(kept))
         tail = torch.stack(self._tails(run, run.vector, rank)).sum()
-        run.scratch = RankInUse(rank, tail)
+        run.set_state(RankInUse(rank, tail))
 
     def _pruned(self, rank: int) -> int:
         """Return where the tail of ``rank`` begins: ``floor(gamma rank)``, at least min_rank."""
@@ -105,14 +105,14 @@ class HetLoRA(FedIT):
             return
         with torch.enable_grad():
             leaf = run.vector.detach().clone().requires_grad_()
-            total = torch.stack(self._tails(run, leaf, run.scratch.rank)).sum()
+            total = torch.stack(self._tails(run, leaf, run.state_of(RankInUse).rank)).sum()
             (slope,) = torch.autograd.grad(total, leaf)
         # The norm of an all-zero tail has no gradient; take the subgradient 0.
         run.grad.add_(slope.nan_to_num(0.0), alpha=self.config.penalty)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the padded factors; lower the rank for good if the tail has shrunk."""
-        start: RankInUse = run.scratch
+        start = run.state_of(RankInUse)
         rank = start.rank
         kept: Tensors = {}
         if self.config.prune:

@@ -85,21 +85,23 @@ class Scaffold(FedIT):
             return
         control = run.client_state.get("control", torch.zeros_like(run.vector))
         correction = run.broadcast.extra["control"] - control
-        run.scratch = Drift(run.vector.clone(), control, correction, torch.zeros_like(run.vector))
+        drift = Drift(run.vector.clone(), control, correction, torch.zeros_like(run.vector))
+        run.set_state(drift)
         if self.config.option == "I":
             for step in range(1, run.steps + 1):
                 run.gradient(step)
-                run.scratch.gradients.add_(run.grad)
+                drift.gradients.add_(run.grad)
 
     def before_step(self, run: LocalRun) -> None:
         """Sum the raw gradients, then correct: ``g <- g - c_i + c``."""
+        drift = run.state_of(Drift)
         if self.config.option != "I":
-            run.scratch.gradients.add_(run.grad)
-        run.grad += run.scratch.correction
+            drift.gradients.add_(run.grad)
+        run.grad += drift.correction
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send the trainables and the change of this client's variate; keep the variate."""
-        drift: Drift = run.scratch
+        drift = run.state_of(Drift)
         if self.config.option == "II":
             moved = (drift.start.double() - run.vector) / run.summed_rate(steps, steps)
             control = (moved - drift.correction).float()

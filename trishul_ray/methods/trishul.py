@@ -324,7 +324,8 @@ class Trishul(Ravan):
         banks = run.layout.core_banks(run.vector)
         on_change = self.config.prox_on == "change"
         origins = [bank.clone() for bank in banks] if on_change else []
-        prox = run.scratch = Prox([None] * len(banks), origins)
+        prox = Prox([None] * len(banks), origins)
+        run.set_state(prox)
         if run.active is not None:
             # Core heads are the first units of the wire, in the order of the banks. Their numbers
             # are kept on the device: the steps must not ask the host.
@@ -357,8 +358,8 @@ class Trishul(Ravan):
         # The last prox covers the steps since the one before, so that the total is λη per step.
         since = step % every or every
         if rule == "entropy":
-            return [1.0 - (1.0 - share) ** since for share in run.scratch.shares]
-        ranks = len(run.scratch.heads)
+            return [1.0 - (1.0 - share) ** since for share in run.state_of(Prox).shares]
+        ranks = len(run.state_of(Prox).heads)
         if rule == "relative":
             return [1.0 - (1.0 - self.config.level) ** since] * ranks
         lam = self.config.lam
@@ -373,7 +374,7 @@ class Trishul(Ravan):
         client of limited ranks, the part that it trains. With ``keep``, what it was before is kept
         for the statistics of :meth:`upload`.
         """
-        prox: Prox = run.scratch
+        prox = run.state_of(Prox)
         for number, bank in enumerate(run.layout.core_banks(run.vector)):
             if not len(bank):  # all are private
                 continue
@@ -409,7 +410,8 @@ class Trishul(Ravan):
             return sent, kept
         # Without a threshold, λ is 0 and nothing was shrunk.
         relative, hard = self._relative, self.config.lam_rule == "unknown"
-        stats = [svt_stats(b, t, relative=relative, hard=hard) for b, t in run.scratch.before]
+        before = run.state_of(Prox).before
+        stats = [svt_stats(b, t, relative=relative, hard=hard) for b, t in before]
         run.metrics |= {f"svt_{name}": value for name, value in svt_summary(stats).items()}
         if stats:
             run.spectra = _spectra(stats)

@@ -20,10 +20,9 @@ class FedSAM(FedIT):
 
     def before_step(self, run: LocalRun) -> None:
         """Replace the gradient of this step by that of the point that its direction leads to."""
-        run.scratch = (run.scratch or 0) + 1
         here = run.vector.clone()
         with torch.no_grad():
             run.vector.add_(run.grad, alpha=0.05 / float(run.grad.norm().clamp(min=1e-12)))
-        run.gradient(run.scratch)
+        run.gradient(run.step)
         with torch.no_grad():
             run.vector.copy_(here)
