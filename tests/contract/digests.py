@@ -1,0 +1,268 @@
+"""Small runs over all methods and optional sections, and whether two commits compute the same.
+
+The last bits of a result differ between processors. So the results of one commit are written on
+the machine that then compares those of another one::
+
+    python -m tests.contract.digests --write before.json        # at the commit before
+    python -m tests.contract.digests --compare before.json      # at the commit after
+
+What no processor changes, ids and the names of what is recorded, is stored beside this file, and
+test_digests.py asserts it. ``--store`` writes it anew after a change that is meant to change it.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
+
+#: Ids and recorded names, by configuration.
+STORED = Path(__file__).with_name("stored.json")
+
+#: What all of them have.
+BASE = (
+    "model.init=random",
+    "federation.clients=4",
+    "federation.clients_per_round=3",
+    "federation.rounds=3",
+    "federation.local_steps=3",
+    "federation.batch_size=8",
+    "evaluation.limit=32",
+    "evaluation.every=0",
+    "optimizer.lr=0.01",
+    "tracking.mlflow=false",
+)
+
+LIMITED = "federation.compute=uniform"
+OWN = "evaluation.per_client=true"
+#: Heads that certainly move.
+MOVING = "method.reallocate_every=1 method.allocation=uniform federation.rounds=5"
+RANKS = f"method.limits=ranks {LIMITED}"
+
+#: Overrides by name. A name stays when its spelling changes.
+CONFIGURATIONS = {
+    # Each method of the core.
+    "fedavg": "method=fedavg",
+    "fedavg of cores": "method=fedavg method.adapter=multihead",
+    "fedprox": "method=fedprox method.mu=0.1",
+    "fedit": "method=fedit optimizer.schedule=cosine optimizer.clip_norm=0.5",
+    "fedex": "method=fedex",
+    "ffalora": "method=ffalora optimizer.name=sgd optimizer.momentum=0.9",
+    "fedsb": "method=fedsb",
+    "flora": "method=flora",
+    "flexlora": f"method=flexlora {LIMITED}",
+    "hetlora": f"method=hetlora method.prune=true {LIMITED}",
+    "scaffold": "method=scaffold",
+    "fullft": "method=fullft",
+    "local": f"method=local {OWN}",
+    "ravan": "method=ravan",
+    "ravan, half of the heads": "method=ravan method.head_fraction=0.5 method.selection=gradient",
+    "trishul": "method=trishul",
+    "trishul, strong prox": "method=trishul method.lam=5 method.prox_every=2",
+    "trishul, no prox": "method=trishul method.lam=0 method.scalars=fixed",
+    "trishul, prox of the change": "method.prox_on=change method.lam=5 method.allocation=uniform",
+    "trishul, by gradients": "method.allocation=gradient adapter.overflow=cap budget=2",
+    "trishul, by curvature": "method.allocation=curvature",
+    "trishul, limited": f"method.selection=weight method.block_scores=all {LIMITED}",
+    # Each method of later papers.
+    "fedplora": f"method=fedplora {LIMITED}",
+    "fedrot": "method=fedrot",
+    "fedrpca": "method=fedrpca",
+    "fedsa": f"method=fedsa {OWN}",
+    "fedsvd": "method=fedsvd",
+    "frlora": "method=frlora",
+    "rolora": "method=rolora",
+    # What TRISHUL and RAVAN can do beyond their papers.
+    "relative": "method.lam_rule=relative method.lam_level=0.1 method.prox_every=2",
+    "entropy": f"method.lam_rule=entropy {LIMITED}",
+    "continuation": "method.lam_rule=continuation",
+    "unknown": "method.lam_rule=unknown method.prox_on=change",
+    "edge": "method.lam_rule=edge method.head_fraction=0.5",
+    "sure": "method.lam_rule=sure method.prox_on=change",
+    "moving": f"{MOVING} {LIMITED}",
+    "private": f"method.private_heads=2 {OWN}",
+    "all private": f"method.private_heads=4 {OWN}",
+    "ranks by block": "method.allocation=ranks",
+    "ranks by head": "method.head_ranks=geometric",
+    "ranks of clients": f"{RANKS} method.lam=1",
+    "ravan, private": f"method=ravan method.private_heads=1 {OWN}",
+    "ravan, ranks of clients": f"method=ravan {RANKS}",
+    # Two of these at once.
+    "moving, entropy": f"{MOVING} method.lam_rule=entropy",
+    "moving, edge": f"{MOVING} method.lam_rule=edge",
+    "private, entropy": f"method.private_heads=1 method.lam_rule=entropy {OWN}",
+    "private, sure": "method.private_heads=1 method.lam_rule=sure",
+    "private, moving": f"{MOVING} method.private_heads=1",
+    "private, ranks by block": "method.private_heads=1 method.allocation=ranks",
+    "ranks by head and of clients": f"method.head_ranks=geometric {RANKS}",
+    "ranks of clients, relative": f"{RANKS} method.lam_rule=relative method.prox_on=change",
+    "ranks of clients, entropy": f"{RANKS} method.lam_rule=entropy",
+    "ranks of clients, moving": f"{RANKS} {MOVING}",
+    # Each section that is off by default.
+    "codecs": "uploads.codec=int4 uploads.error_feedback=true downloads.codec=int8",
+    "topk": "method=scaffold uploads.codec=topk downloads.codec=topk",
+    "skeleton": "uploads.codec=skeleton method.lam=5 server.optimizer=yogi",
+    "ring": "server.sum=ring server.optimizer=sgd",
+    "ring, entropy": f"server.sum=ring method.lam_rule=entropy {LIMITED}",
+    "adagrad": "method=fedit server.optimizer=adagrad",
+    "moving, adam": f"{MOVING} server.optimizer=adam uploads.codec=int8",
+    "clock": "devices.kind=lognormal cohort.extra=1.3",
+    "clock, partial": "devices.kind=lognormal cohort.deadline=600 cohort.late=partial "
+    "cohort.select=oort cohort.dropout=0.1 devices.availability=diurnal",
+    "privacy": "privacy.noise=0.3 privacy.adaptive=true privacy.bit_noise=1 uploads.codec=int8",
+    "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
+    "privacy, private": f"method.private_heads=2 privacy.noise=1 privacy.sampling=fixed {OWN}",
+    # How a client computes.
+    "stacked": "federation.stacked=2",
+    "stacked, private": f"federation.stacked=3 method.private_heads=2 {OWN}",
+    "stacked, ranks": f"federation.stacked=2 method=ravan {RANKS}",
+    "quantized": "model.quantize=nf4 adapter.path=factored",
+    "held out": f"federation.held_out=0.25 {OWN} method=fedsa",
+    "diagnosed": "evaluation.diagnostics_cohort=all method=ravan federation.weighting=size",
+}
+
+
+def usable(name):
+    """Return whether this installation can run a configuration."""
+    return name != "quantized" or importlib.util.find_spec("bitsandbytes") is not None
+
+
+def experiment_of(name, *more):
+    """Return the experiment of a configuration."""
+    return load_experiment(None, [*BASE, *CONFIGURATIONS[name].split(), *more])
+
+
+def run_inline(experiment):
+    """Return the last checkpoint of a run in this process."""
+    driver = InlineDriver(experiment, prepare_run(experiment), "digests")
+    try:
+        while not driver.finished:
+            driver.step()
+        return driver.checkpoint
+    finally:
+        driver.close()
+
+
+def plain(value):
+    """Return what JSON can store of a checkpoint: of an array its type, shape and hash."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items() if not str(k).endswith("seconds")}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, np.ndarray):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return f"{value.dtype} {value.shape} {digest}"
+    return value
+
+
+def outcome(checkpoint):
+    """Return all that a run leaves, but seconds and the name of the attempt."""
+    left = plain(checkpoint)
+    for name in ("attempt", "sources", "info"):
+        del left[name]
+    return json.loads(json.dumps(left))
+
+
+def recorded(found):
+    """Return what the last record and the arrays beside the state name."""
+    record = {k: v for k, v in found["records"][-1].items() if v not in (None, {}, [])}
+    named = {k: record.pop(k, {}) for k in ("diagnostics", "scores", "edge")}
+    named |= {k: found[k] for k in ("spectra", "matrices")} | {"extra": found["state"]["extra"]}
+    return sorted([*record, *(f"{kind}.{name}" for kind, names in named.items() for name in names)])
+
+
+def store(found):
+    """Write ids and recorded names; names that most have are written once."""
+    known = {name: (each["id"], set(recorded(each["outcome"]))) for name, each in found.items()}
+    if STORED.exists():
+        known = stored() | known
+    known = {name: known[name] for name in CONFIGURATIONS}
+    counts = Counter(name for _, names in known.values() for name in names)
+    common = {name for name, count in counts.items() if 2 * count > len(known)}
+    lines = [f'"common": {json.dumps(sorted(common))}']
+    for name, (id, names) in known.items():
+        each = {"id": id, "more": sorted(names - common), "less": sorted(common - names)}
+        lines.append(f"{json.dumps(name)}: {json.dumps(each)}")
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def stored():
+    """Return the id and the recorded names of each configuration, as they are stored."""
+    known = json.loads(STORED.read_text())
+    common = set(known.pop("common"))
+    return {n: (e["id"], common - {*e["less"]} | {*e["more"]}) for n, e in known.items()}
+
+
+def differences(one, other, path=""):
+    """Yield where two outcomes differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() | other.keys()):
+            inner = f"{path}.{key}" if path else key
+            yield from differences(one.get(key), other.get(key), inner)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, f"{path}[{index}]")
+    elif one != other:
+        yield path
+
+
+def compare(before, after):
+    """Print one line for each configuration; return whether all are equal."""
+    equal = True
+    for name in after:
+        if name not in before:
+            print(f"new     {name}")
+            continue
+        found = list(differences(before[name]["outcome"], after[name]["outcome"]))
+        found = [path for path in found if path != "experiment_id"]
+        same = before[name]["id"] == after[name]["id"]
+        note = "same id" if same else f"id {before[name]['id']} -> {after[name]['id']}"
+        if found:
+            note += f"; {len(found)} values, first {', '.join(found[:3])}"
+        print(f"{'differs' if found else 'equal  '} {name}: {note}")
+        equal &= not found
+    if missing := [name for name in before if name not in after and usable(name)]:
+        print(f"not run: {', '.join(missing)}")
+    return equal
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the outcomes")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with these outcomes")
+    parser.add_argument("--store", action="store_true", help=f"write {STORED.name}")
+    parser.add_argument("names", nargs="*", help="configurations; all by default")
+    given = parser.parse_args()
+    chosen = given.names or list(CONFIGURATIONS)
+    if unknown := [name for name in chosen if name not in CONFIGURATIONS]:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(CONFIGURATIONS)}")
+    found = {}
+    with tempfile.TemporaryDirectory() as home:
+        cache = os.environ.get("TRISHUL_CACHE", f"{home}/cache")
+        for name in filter(usable, chosen):
+            places = [f"storage.cache={cache}", f"storage.runs={home}/{len(found)}"]
+            experiment = experiment_of(name, *places, "resources.backend=inline")
+            found[name] = {"id": experiment.id, "outcome": outcome(run_inline(experiment))}
+    if given.write:
+        given.write.write_text(json.dumps(found, indent=1))
+    if given.store:
+        store(found)
+    if given.compare and not compare(json.loads(given.compare.read_text()), found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What no processor changes of the small runs of digests.py; their bytes on actors."""
+
+import os
+import signal
+
+import pytest
+from contract.digests import (
+    CONFIGURATIONS,
+    experiment_of,
+    outcome,
+    recorded,
+    run_inline,
+    stored,
+    usable,
+)
+
+from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.methods.base import method_names
+
+KNOWN = stored()
+#: Five shapes of a run: plain; state at clients; every upload is kept; a survey; the edge.
+SHAPES = ["trishul", "scaffold", "fedrpca", "fedsb", "privacy"]
+
+
+@pytest.fixture
+def made(cache, tmp_path):
+    """``made(name, *overrides)`` -> the experiment of a configuration, in this test's folder."""
+
+    def make(name, *more):
+        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+        return experiment_of(name, *places, *more)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def experiments():
+    return {name: experiment_of(name) for name in CONFIGURATIONS}
+
+
+def test_every_method_and_every_section_that_is_off_by_default_is_among_them(experiments):
+    experiments = list(experiments.values())
+    assert {each.method.name for each in experiments} >= set(method_names())
+    sections = {key for each in experiments for key in each.to_dict()}
+    assert {"uploads", "downloads", "privacy", "devices", "cohort", "server"} <= sections
+
+
+def test_ids_are_those_that_are_stored(experiments):
+    """A change of an id starts finished runs over: see digests.py for one that is meant."""
+    assert {name: each.id for name, each in experiments.items()} == {
+        name: id for name, (id, _) in KNOWN.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in SHAPES[:3] else pytest.param(name, marks=pytest.mark.slow)
+        for name in filter(usable, CONFIGURATIONS)
+    ],
+)
+def test_a_run_records_the_stored_names_and_the_same_numbers_again(name, made, tmp_path):
+    experiment = made(name, "resources.backend=inline")
+    found = outcome(run_inline(experiment))
+    assert recorded(found) == sorted(KNOWN[name][1])
+    elsewhere = made(name, "resources.backend=inline", f"storage.runs={tmp_path / 'again'}")
+    assert outcome(run_inline(elsewhere)) == found
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_actors_one_of_which_is_killed_give_the_inline_bytes(name, made, local_ray, tmp_path):
+    inline = outcome(run_inline(made(name, "resources.backend=inline")))
+    words = [f"storage.runs={tmp_path / 'actors'}", "resources.cpus_per_actor=0.5"]
+    experiment = made(name, *words, "resources.actors=2")
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        driver.begin()
+        driver.step()
+        os.kill(driver.processes()[1], signal.SIGKILL)
+        while not driver.step().finished:
+            pass
+        result = driver.final()
+    assert outcome(result.checkpoint) == inline
