@@ -20,7 +20,7 @@ from trishul_ray import doctor
 from trishul_ray.data.own import store_rows
 from trishul_ray.doctor import Check
 from trishul_ray.federation.on_ray.session import QUIET_SECONDS, mark_session
-from trishul_ray.files import KEPT_SECONDS, scratch_folder
+from trishul_ray.files import KEPT_SECONDS, complete_file, scratch_folder
 
 
 @pytest.fixture(autouse=True)
@@ -206,34 +206,40 @@ def test_leftovers_are_removed_and_named(called, monkeypatch, tmp_path):
     monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed = """
-        import os, signal
-        from trishul_ray.files import scratch_folder
-        with scratch_folder("test"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(killed)],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        check=False,
-    )
-    (abandoned,) = tmp_path.glob("trishul-test-*")
-    os.utime(abandoned / ".owner", (0, 0))
+    monkeypatch.chdir(tmp_path)
+    weights, run = tmp_path / "cache/weights", tmp_path / "runs/0123"
     failed, session = tmp_path / "cache/data/table-0123456789ab", tmp_path / "ray/session_1"
-    failed.mkdir(parents=True)
-    session.mkdir(parents=True)
+    for folder in (weights, run, failed, session):
+        folder.mkdir(parents=True)
     (failed / "lock").touch()
     mark_session(session)
     for path in (failed / "lock", session):
         os.utime(path, (time.time() - 2 * QUIET_SECONDS,) * 2)
-    with scratch_folder("test") as used:
-        os.utime(f"{used}/.owner", (0, 0))
+    killed = """
+        import os, signal
+        from pathlib import Path
+        from trishul_ray.files import complete_file, complete_folder, scratch_folder
+        with (
+            scratch_folder("test"),
+            complete_folder(Path("cache/weights/key")),
+            complete_file(Path("runs/0123/result.json")),
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    with scratch_folder("used") as used, complete_file(run / "used") as unfinished:
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(killed)],
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+            check=False,
+        )
+        (abandoned,) = tmp_path.glob(".trishul-test.*.tmp")
+        (folder,), (file,) = weights.glob(".key.*"), run.glob(".result.json.*")
         code, out, _ = called("doctor", "--clean")
-        assert Path(used).is_dir()
+        assert Path(used).is_dir() and unfinished.is_file()
     assert code == 0
-    removed = [failed, session, abandoned]
-    assert out.splitlines() == [*(f"removed {folder}" for folder in removed), "3 removed"]
-    assert not any(folder.exists() for folder in [*removed, Path(used)])
+    removed = [failed, folder, Path("runs/0123", file.name), session, abandoned]
+    assert out.splitlines() == [*(f"removed {path}" for path in removed), "5 removed"]
+    assert not any(path.exists() for path in [*removed, Path(used)])
 
 
 def test_rows_and_weights_are_removed_a_month_after_their_last_use(called, monkeypatch, tmp_path):
@@ -244,9 +250,9 @@ def test_rows_and_weights_are_removed_a_month_after_their_last_use(called, monke
     passed = [{"text": "a", "label": 0}]
     old, used = store_rows(passed, cache, {}), store_rows(passed * 2, cache, {})
     (cache / "weights").mkdir()
-    weights = [cache / "weights" / f"{name}.pt" for name in ("old", "used")]
+    weights = [cache / "weights" / name for name in ("old", "used")]
     for place in (old, used, *weights):
-        place.touch()
+        place.mkdir(exist_ok=True)
         if place != weights[1]:
             os.utime(place, (time.time() - 2 * KEPT_SECONDS,) * 2)
     assert store_rows(passed * 2, cache, {}) == used  # which is a use
@@ -256,7 +262,7 @@ def test_rows_and_weights_are_removed_a_month_after_their_last_use(called, monke
         f"removed {weights[0]}",
         "2 removed",
     ]
-    assert used.is_dir() and weights[1].is_file()
+    assert used.is_dir() and weights[1].is_dir()
     # Without the command, they go when others come.
     os.utime(used, (time.time() - 2 * KEPT_SECONDS,) * 2)
     assert list(used.parent.iterdir()) == [used]

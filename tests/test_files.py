@@ -1,12 +1,23 @@
-"""Folders that appear when they are complete."""
+"""Files and folders that appear when they are complete, and what is left of killed writers."""
 
 import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from trishul_ray.files import complete_folder
+from trishul_ray.files import (
+    KEPT_SECONDS,
+    complete_file,
+    complete_folder,
+    fault_in,
+    seal,
+    write_file,
+)
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path):
@@ -35,3 +46,55 @@ def test_who_may_read_the_folder_may_read_its_tensors(tmp_path, umask, mode):
         os.umask(before)
     for file in (tmp_path / "model").rglob("*.safetensors"):
         assert file.stat().st_mode & 0o777 == mode
+
+
+def test_what_a_killed_writer_leaves_is_removed_by_the_next_one(tmp_path):
+    code = """
+        import os, signal
+        from pathlib import Path
+        from trishul_ray.files import complete_file, complete_folder
+        with complete_folder(Path("model")) as folder, complete_file(Path("result")) as file:
+            (folder / "weights").write_bytes(b"half")
+            file.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=False)
+    assert len(left := list(tmp_path.iterdir())) == 2 and all(p.suffix == ".tmp" for p in left)
+    elsewhere = tmp_path / ".result.000000-00000000.tmp"  # of another machine
+    old = tmp_path / ".model.pt.1234.tmp"  # of an earlier version
+    foreign = tmp_path / ".mine.tmp"
+    for path in (elsewhere, old, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (path.stat().st_mtime - 2 * KEPT_SECONDS,) * 2)
+    with complete_file(tmp_path / "a") as file:
+        file.write_bytes(b"a")
+        write_file(tmp_path / "b", b"b")
+        assert file.exists()
+    assert {*tmp_path.iterdir()} == {tmp_path / "a", tmp_path / "b", elsewhere, foreign}
+
+
+def test_a_file_system_that_knows_no_permissions_gets_its_files(tmp_path, monkeypatch):
+    def refuse(path, mode):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with complete_folder(tmp_path / "model") as folder:
+        save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
+    assert (tmp_path / "model/model.safetensors").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_sealed_folder_has_the_files_that_were_sealed(tmp_path):
+    (tmp_path / "backbone").mkdir()
+    for name in ("a", "backbone/b"):
+        (tmp_path / name).write_bytes(b"1234")
+    assert fault_in(tmp_path) == "it has no checksums"
+    seal(tmp_path)
+    assert fault_in(tmp_path) == ""
+    (tmp_path / "new").touch()
+    assert fault_in(tmp_path) == "new is not as it was written"
+    (tmp_path / "new").unlink()
+    (tmp_path / "backbone/b").write_bytes(b"1235")
+    assert fault_in(tmp_path) == "backbone/b is not as it was written"
+    (tmp_path / "backbone/b").unlink()
+    assert fault_in(tmp_path) == "backbone/b is missing"

@@ -8,7 +8,6 @@ Every error is an :class:`~trishul_ray.errors.InputError` or a
 one experiment or sweep at a time.
 """
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,6 +26,7 @@ from trishul_ray.data.own import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, at_loss, own_errors
 from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
 from trishul_ray.experiment.yaml_files import RawFields
+from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.passed import pass_model
 from trishul_ray.report.summary import RunSummary
@@ -289,7 +289,7 @@ def _read_sweep(
     else:
         assert file is not None
         content = dict(file)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("sweep") as folder:
         path = Path(folder) / "sweep.yaml"
         path.write_text(_as_yaml("sweep", content), encoding="utf-8")
         try:

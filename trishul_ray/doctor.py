@@ -28,7 +28,12 @@ from rich.console import Console
 from trishul_ray.config import Places
 from trishul_ray.errors import InputError, RunError, first_of
 from trishul_ray.federation.on_ray.slices import usable_cores
-from trishul_ray.files import nearest_existing, remove_abandoned, why_not_writable
+from trishul_ray.files import (
+    nearest_existing,
+    remove_abandoned,
+    remove_unfinished,
+    why_not_writable,
+)
 from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
 from trishul_ray.storage import Store, remove_unused_copies
@@ -118,12 +123,13 @@ def render(checks: Sequence[Check], console: Console) -> None:
         console.print("All checks passed.")
 
 
-def clean(cache: Path) -> list[Path]:
+def clean(cache: Path, runs: str = "runs") -> list[Path]:
     """Remove failed and outdated preparations of own data, and folders of runs that are over.
 
     Nothing is removed that a process uses or that was used within the last hour. Rows passed from
     Python and prepared weights, which later runs may need, are kept for a month after their use.
-    Return what was removed.
+    What killed processes were writing into the cache or the folder ``runs`` is removed, too. Return
+    what was removed.
     """
     # They import torch, which the checks may find broken.
     from trishul_ray.data.own import remove_unused_rows
@@ -135,6 +141,9 @@ def clean(cache: Path) -> list[Path]:
     removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)
     removed += [*remove_unused_rows(cache), *remove_unused_weights(cache)]
     removed += remove_unused_copies(cache)
+    removed += remove_unfinished(cache, below=True)
+    if "://" not in runs:
+        removed += remove_unfinished(Path(runs), below=True)
     return removed + remove_old_sessions(temporary_folder()) + remove_abandoned()
 
 

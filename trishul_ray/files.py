@@ -1,17 +1,30 @@
-"""Tell whether a file has changed, write a file or folder as a whole, remove what nobody uses."""
+"""Write files durably, tell whether they have changed, remove what nobody uses.
 
+All that must survive a killed process or a power cut is written by :func:`complete_file` or
+:func:`complete_folder`: beside its place, synced, renamed. Folders of the cache, on which numbers
+rest, are sealed with checksums and checked before use.
+"""
+
+import errno
 import fcntl
 import hashlib
+import logging
 import os
+import platform
+import re
 import secrets
+import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import xxhash
+from filelock import FileLock
 
 from trishul_ray.errors import InputError
 
@@ -25,15 +38,29 @@ KEPT_SECONDS = 30 * 24 * 3600.0
 #: the clocks of file systems advance in steps.
 SETTLING_SECONDS = 2.0
 
-#: A file in a scratch folder that is locked while its process lives.
-_OWNER = ".owner"
+#: A file in a folder of the cache with the checksums of the others.
+SEAL = ".xxh128"
+
+#: What this process has mended and not yet told its driver, a line each.
+_remarks: list[str] = []
+
+#: This machine, in the names of unfinished files: the locks of others may not be seen here.
+_HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
+
+#: Names of unfinished files and folders, also of earlier versions.
+_UNFINISHED = re.compile(
+    r"\..+\.([0-9a-f]{6}-[0-9a-f]{8}\.tmp|([0-9]+|[0-9a-f]{8})\.tmp|partial-[0-9]+-[0-9a-f]{8})"
+)
+
+#: Answers of file systems that cannot sync a folder, or a file that this user cannot read.
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
+
+_logger = logging.getLogger(__name__)
 
 
 def digest(file: Path) -> str:
     """Return the hex SHA-256 of a file's content, computed once per process unless it changes."""
-    path = file.resolve()
-    settled = abs(time.time() - path.stat().st_ctime) > SETTLING_SECONDS
-    return _remembered_digest(path, stamp(path)) if settled else _digest(path)
+    return _remembered(_digest, file)
 
 
 def stamp(file: Path) -> tuple[int, ...]:
@@ -46,14 +73,30 @@ def stamp(file: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-@lru_cache(maxsize=100_000)
-def _remembered_digest(path: Path, stamp: tuple[int, ...]) -> str:
-    return _digest(path)
+def checksum(file: Path) -> str:
+    """Return the hex XXH3 of a file's content, 128 bits, remembered as in :func:`digest`."""
+    return _remembered(_checksum, file)
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def _remembered(compute: Callable[[Path], str], file: Path) -> str:
+    path = file.resolve()
+    settled = abs(time.time() - path.stat().st_ctime) > SETTLING_SECONDS
+    return _computed(compute, path, stamp(path)) if settled else compute(path)
+
+
+@lru_cache(maxsize=100_000)
+def _computed(compute: Callable[[Path], str], path: Path, stamp: tuple[int, ...]) -> str:
+    return compute(path)
 
 
 def make_cache_folder(folder: Path) -> None:
@@ -91,66 +134,235 @@ def check_writable(folder: Path, option: str) -> None:
         raise InputError(f"{option}: {fault}; choose another folder")
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, durably: each is on the disk before anything is in it."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def write_file(file: Path, data: bytes) -> None:
+    """Write a file durably and as a whole; see :func:`complete_file`. Its folder is created."""
+    make_folder(file.parent)
+    with complete_file(file) as new:
+        new.write_bytes(data)
+
+
 @contextmanager
 def complete_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary file beside ``file`` that replaces it on success: no reader sees a part."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
+    """Yield a temporary file beside ``file`` that replaces it on success, durably.
+
+    No reader sees a part, and a power cut leaves the old file or the new one: the content is on the
+    disk before the name, and the name before this returns. What is left of a writer that is killed
+    is removed by the next one in the same folder.
+    """
+    with _unfinished(file, lambda path: path.touch(exist_ok=False)) as temporary:
         yield temporary
+        _sync(temporary)
         os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+        _sync(file.parent)
 
 
 @contextmanager
-def complete_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` on success and is removed on an error.
+def complete_folder(folder: Path, *, sealed: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` on success, durably, as in complete_file.
 
     ``folder`` must be new or empty; its parents are created. Its files get the folder's read
-    permissions, since safetensors writes files that only their owner can read.
+    permissions, since safetensors writes files that only their owner can read. With ``sealed``,
+    :func:`seal` notes their checksums.
 
     Raises:
         OSError: Something else is in the place of ``folder``, or the disk is full.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    temporary.mkdir()  # unlike mkdtemp, with the permissions that the umask leaves
-    try:
+    make_folder(folder.parent)
+    # mkdir, unlike mkdtemp, gives the permissions that the umask leaves.
+    with _unfinished(folder, Path.mkdir) as temporary:
         yield temporary
         readable = temporary.stat().st_mode & 0o444
-        for file in temporary.rglob("*"):
-            file.chmod(file.stat().st_mode | readable)
+        if sealed:
+            seal(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            if (mode := path.stat().st_mode) & readable != readable:
+                with suppress(OSError):  # some file systems know no permissions
+                    path.chmod(mode | readable)
+            _sync(path)
         os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _sync(folder.parent)
 
 
 @contextmanager
-def scratch_folder(purpose: str) -> Iterator[str]:
+def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield what becomes ``target``, made beside it under a hidden name; remove it at the end.
+
+    A lock tells :func:`remove_unfinished` that its writer lives, and is lost with the process.
+    """
+    remove_unfinished(target.parent)
+    while True:
+        path = target.with_name(f".{target.name}.{_HOST}-{secrets.token_hex(4)}.tmp")
+        make(path)
+        try:
+            owner = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # not locked yet, and so removed by another process
+            continue
+        try:
+            with suppress(OSError):  # some file systems know no locks
+                fcntl.flock(owner, fcntl.LOCK_SH)  # until this process and its forks have ended
+            if not path.exists():
+                continue
+            try:
+                yield path
+            finally:
+                with suppress(OSError):
+                    _remove(path)
+            return
+        finally:
+            os.close(owner)
+
+
+def remove_unfinished(folder: Path, *, below: bool = False) -> list[Path]:
+    """Remove what killed processes were writing directly in a folder, and return it.
+
+    What is of another machine, or cannot be locked, goes after :data:`KEPT_SECONDS`. With
+    ``below``, all folders in it are searched, too.
+    """
+    removed = []
+    for place, _, _ in os.walk(folder) if below else [(folder, [], [])]:
+        with suppress(OSError):
+            for name in os.listdir(place):
+                path = Path(place, name)
+                if not _UNFINISHED.fullmatch(name):
+                    continue
+                if _is_abandoned(path):
+                    with suppress(OSError):  # another process may be faster
+                        _remove(path)
+                        removed.append(path)
+                else:
+                    removed += remove_unused([path])
+    return removed
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether an unfinished file or folder is of a process of this machine that has ended.
+
+    False if that cannot be known.
+    """
+    if f".{_HOST}-" not in path.name:
+        return False
+    with suppress(OSError):
+        lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def seal(folder: Path, pattern: str = "[!.]*") -> None:
+    """Note the checksums of a cache folder's files that match, for :func:`fault_in`.
+
+    They find damage, not malice: XXH3 is as fast as memory. ``xxhsum --check .xxh128`` reads the
+    file, too.
+    """
+    found = {path.relative_to(folder).as_posix(): path for path in _files(folder, pattern)}
+    lines = [f"{checksum(path)}  {name}\n" for name, path in sorted(found.items())]
+    write_file(folder / SEAL, "".join(lines).encode())
+
+
+def fault_in(folder: Path, pattern: str = "[!.]*") -> str:
+    """Return what is wrong with a sealed folder: empty if it has the files that were sealed.
+
+    Every file is read, once per process unless it changes.
+    """
+    try:
+        lines = (folder / SEAL).read_text().splitlines()
+        noted = {name: value for value, _, name in (line.partition("  ") for line in lines)}
+        for path in _files(folder, pattern):
+            name = path.relative_to(folder).as_posix()
+            if noted.pop(name, None) != checksum(path):
+                return f"{name} is not as it was written"
+    except FileNotFoundError:
+        return "it has no checksums"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read: {error}"
+    return f"{next(iter(noted))} is missing" if noted else ""
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.rglob(pattern) if path.is_file()]
+
+
+def discard_damaged(folder: Path) -> None:
+    """Remove a sealed folder of the cache that is damaged, and say so: it is made again.
+
+    Whoever makes it holds the lock ``<folder>.lock``.
+
+    Raises:
+        InputError: It cannot be removed; the message has the command that does it.
+    """
+    if not folder.is_dir() or not fault_in(folder):
+        return
+    try:
+        with FileLock(f"{folder}.lock"):
+            if folder.is_dir() and (fault := fault_in(folder)):  # nobody was faster
+                shutil.rmtree(folder)
+                remark(f"{folder} is damaged ({fault}): it is made again")
+    except OSError as error:
+        raise InputError(
+            f"storage.cache: {folder} is damaged, and cannot be removed ({error.strerror}): "
+            f"rm -r {shlex.quote(str(folder))}"
+        ) from error
+
+
+def remark(line: str) -> None:
+    """Tell the user what was mended: in a log line, and from a worker by :func:`take_remarks`."""
+    _logger.warning(line)
+    _remarks.append(line)
+
+
+def take_remarks() -> tuple[str, ...]:
+    """Return the remarks of this process since the last call; a worker's log is not shown."""
+    taken = tuple(_remarks)
+    _remarks.clear()
+    return taken
+
+
+@contextmanager
+def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
     """Yield a temporary folder of this process, which is removed at the end.
 
-    If the process is killed, :func:`remove_abandoned` removes it.
+    It is in the system's folder for temporary files, or another ``place``. If the process is
+    killed, the next one removes it.
     """
-    prefix = f"trishul-{purpose}-"
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder,
-        open(f"{folder}/{_OWNER}", "wb") as owner,
-    ):
-        fcntl.flock(owner, fcntl.LOCK_SH)  # until this process and its forks have ended
-        yield folder
+    target = Path(place or tempfile.gettempdir(), f"trishul-{purpose}")
+    with _unfinished(target, lambda path: path.mkdir(0o700)) as folder:
+        yield str(folder)
 
 
 def remove_abandoned() -> list[Path]:
     """Remove the scratch folders of processes that were killed, and return them."""
-    removed = []
-    for owner in Path(tempfile.gettempdir()).glob(f"trishul-*/{_OWNER}"):
-        # Not to be opened, or another process is faster, or its own still lives.
-        with suppress(OSError), owner.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(file.fileno()).st_mtime > SETTLING_SECONDS:
-                shutil.rmtree(owner.parent)
-                removed.append(owner.parent)
-    return removed
+    return remove_unfinished(Path(tempfile.gettempdir()))
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:

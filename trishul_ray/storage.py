@@ -19,7 +19,7 @@ import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.files import complete_folder, remove_unused
+from trishul_ray.files import complete_folder, remove_unfinished, remove_unused, write_file
 from trishul_ray.redaction import redact
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Store:
             )
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a temporary file and rename it (object stores copy, which is atomic, too).
+        """Write a file as a whole: durably on this machine, and by a copy in an object store.
 
         Raises:
             StorageError: The storage refuses, or fails for longer than :attr:`retry_seconds`;
@@ -116,9 +116,12 @@ class Store:
         self._retry("write", name, lambda: self._write(name, data))
 
     def _write(self, name: str, data: bytes) -> None:
+        if self.is_local:
+            write_file(Path(self.root, name), data)
+            return
         self.filesystem.create_dir(self.root, recursive=True)
         target = f"{self.root}/{name}"
-        if not self.is_local and len(data) > COPY_LIMIT:
+        if len(data) > COPY_LIMIT:
             self._stream(target, data)
             return
         # Never directly to the target: a stream that fails or is interrupted is closed on the way
@@ -184,6 +187,20 @@ class Store:
             self._retry(
                 "delete", name, lambda: self.filesystem.delete_file(path), may_be_missing=True
             )
+
+    def remove_unfinished(self) -> None:
+        """Delete what killed writers have left anywhere in this folder.
+
+        In an object store, nobody else may write into it meanwhile.
+        """
+        if self.is_local:
+            remove_unfinished(Path(self.root), below=True)
+            return
+        inside = fs.FileSelector(self.root, allow_not_found=True, recursive=True)
+        infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
+        for info in infos:
+            if info.base_name.startswith(".") and info.base_name.endswith(".tmp"):
+                self.remove(info.path.removeprefix(f"{self.root}/"))
 
     def remove_all(self) -> None:
         """Delete this folder and its content, if it exists."""

@@ -20,7 +20,8 @@ def doctor(
             "--clean",
             help="Instead, remove failed and outdated preparations of own data and Ray's folders "
             "of finished runs, unless used within the last hour; and rows passed from Python, "
-            "weights prepared for mapping and copies of results in buckets, after a month.",
+            "weights prepared for mapping and copies of results in buckets, after a month; and "
+            "what killed processes were writing into the cache or --runs.",
         ),
     ] = False,
     runs: Annotated[
@@ -29,7 +30,7 @@ def doctor(
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
     if clean:
-        removed = lazy.doctor.clean(lazy.config.Places.at().cache)
+        removed = lazy.doctor.clean(lazy.config.Places.at().cache, runs)
         for folder in removed:
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")

@@ -20,7 +20,7 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import check_writable
+from trishul_ray.files import check_writable, write_file
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -283,7 +283,7 @@ def claims(
         place = f" {shlex.quote(f'storage.runs={runs}')}" if runs is not None else ""
         print_field("missing", as_typed(command + place))
     if output is not None:
-        output.write_text(lazy.claims.claims_csv(findings), encoding="utf-8")
+        write_file(output, lazy.claims.claims_csv(findings).encode())
         print_field("written", output)
 
 

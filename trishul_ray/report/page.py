@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.files import complete_file, digest
+from trishul_ray.files import digest, write_file
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
@@ -439,9 +439,7 @@ def _machine(hardware: Hardware) -> str:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with complete_file(path) as new:
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+    write_file(path, content.encode() if isinstance(content, str) else content)
 
 
 def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:

@@ -1,6 +1,5 @@
 """What earlier runs mean for a call: a finished run is read and mended, a shorter one extended."""
 
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.workbench import depends_on_rounds
-from trishul_ray.files import Json
+from trishul_ray.files import Json, scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.summary import (
@@ -87,7 +86,7 @@ def restore_files(
         checkpoint = open_checkpoints(experiment).newest()
         if checkpoint is None or not checkpoint.is_last(experiment.federation.rounds):
             raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
-        with tempfile.TemporaryDirectory() as scratch:
+        with scratch_folder("results") as scratch:
             folder = Path(scratch)
             write_tables(experiment, checkpoint, folder)
             if adds or not damaged.keys() <= set(TABLES):

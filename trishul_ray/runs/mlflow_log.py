@@ -7,7 +7,6 @@ once, from its files, with the tag ``trishul.reused``.
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from trishul_ray.data.prepare import Coverage
 from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
+from trishul_ray.files import scratch_folder
 from trishul_ray.report.summary import RunSummary, flatten, read_metrics
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
@@ -227,7 +227,7 @@ def log_reused(
         for record in records:
             tracker.log_round(int(record["round"]), grouped_metrics(record))
         log_totals(tracker, summary)
-        with tempfile.TemporaryDirectory() as scratch:
+        with scratch_folder("results") as scratch:
             for name in (*summary.files, "result.json"):
                 if home.exists(name):
                     file = Path(scratch, name)

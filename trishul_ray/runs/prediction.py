@@ -5,7 +5,6 @@ Rows take the way of the test rows of the run: the same columns, image size, pro
 Shapes: N rows, K classes.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from trishul_ray.data.images import NamedImage, resize_images
 from trishul_ray.data.own import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
+from trishul_ray.files import scratch_folder
 from trishul_ray.runs.export import TrainedRun
 from trishul_ray.tasks.base import Classification
 
@@ -162,7 +162,7 @@ def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.nda
         columns = {**columns, "answers": pa.array(['["-"]'] * count, pa.large_string())}
     else:
         columns = {**columns, "label": labels}
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder("predict") as scratch:
         file = Path(scratch) / "rows.arrow"
         write_split(file, columns, info)
         split = Split(file)

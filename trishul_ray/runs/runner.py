@@ -7,7 +7,6 @@ loop of both is :func:`_train`.
 
 import errno
 import json
-import tempfile
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
+from trishul_ray.files import scratch_folder
 from trishul_ray.lazy import import_ahead
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
@@ -274,7 +274,7 @@ def _run(
             late = LATE if options.extras else ()
             earlier, result = yield from _train(driver, tracker, progress, duration, late)
         progress.phase("writing results")
-        with tempfile.TemporaryDirectory() as scratch:
+        with scratch_folder("results") as scratch:
             folder = Path(scratch)
             state = result.checkpoint
             write_tables(experiment, state, folder)

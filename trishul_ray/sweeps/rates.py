@@ -17,6 +17,7 @@ from trishul_ray.data.dataset import score_name
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.learning_rates import TunedRate, TunedRates
+from trishul_ray.files import write_file
 from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, is_loss
 from trishul_ray.sweeps.cells import RATE, Sweep
 
@@ -106,7 +107,7 @@ def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
     for each, rate in zip(plain["rates"], rates.rates, strict=True):
         each["grid"] = dict(rate.grid)  # JSON's names are text
     try:
-        file.write_text(head + yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+        write_file(file, (head + yaml.safe_dump(plain, sort_keys=False)).encode())
     except OSError as error:
         raise InputError(f"--output {file}: cannot be written: {error.strerror}") from error
 
