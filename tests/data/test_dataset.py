@@ -46,7 +46,6 @@ def test_what_is_written_is_read_back(split):
         assert split.column(name).dtype == expected[name].dtype
     np.testing.assert_array_equal(split.labels, expected["label"])
     assert split.fingerprint == fingerprint(expected)
-    split.verify()
 
 
 def test_columns_are_read_only_views_of_the_file(split):
@@ -79,7 +78,7 @@ def test_a_batch_rejects_indices_out_of_range(split, index):
 
 def test_a_batch_is_a_copy(split):
     split.batch(np.array([0]))["pixels"].fill_(9)
-    split.verify()
+    assert fingerprint(split.read()) == split.fingerprint
 
 
 def test_pickles_hold_paths_alone(tmp_path):
@@ -124,8 +123,3 @@ def test_corrupt_files_are_reported(tmp_path, split):
     cut.write_bytes(content[: len(content) // 2])
     with pytest.raises(CorruptFileError, match=r"cut\.arrow is unreadable"):
         len(Split(cut))
-    at = content.index(columns()["pixels"].tobytes()) + 11
-    flipped = tmp_path / "flipped.arrow"
-    flipped.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    with pytest.raises(CorruptFileError, match=r"flipped\.arrow: its bytes have changed"):
-        Split(flipped).verify()

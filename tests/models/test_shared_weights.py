@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import DAMAGE
 from safetensors.torch import load_file, save_file
 
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.files import KEPT_SECONDS
+from trishul_ray.files import KEPT_SECONDS, SEAL, take_remarks
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
@@ -65,7 +66,7 @@ def test_shared_weights_are_those_of_a_plain_load(name, kind, classes, precision
     assert len(shared) - len(list(second.parameters())) == (
         len(list(want.named_parameters(remove_duplicate=False))) - len(list(want.parameters()))
     )
-    assert len(list((tmp_path / "weights").glob("*.pt"))) == 1
+    assert len(list((tmp_path / "weights").glob("*/weights.pt"))) == 1
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_a_head_that_is_drawn_is_no_part_of_the_file(bert, tmp_path):
     for model, seed in zip(models, (0, 1, 0), strict=True):
         assert_same_bits(model, plain(bert, kind, 3, tmp_path, seed=seed))
     assert not torch.equal(models[0].classifier.weight, models[1].classifier.weight)
-    (file,) = (tmp_path / "weights").glob("*.pt")
+    (file,) = (tmp_path / "weights").glob("*/weights.pt")
     stored = torch.load(file)
     assert {"classifier.weight", "classifier.bias"} <= {*stored["drawn"]}
     assert not {*stored["drawn"]} & stored["tensors"].keys()
@@ -126,16 +127,22 @@ def test_a_write_stays_in_the_process(bert, tmp_path):
     assert_same_bits(again, plain(bert, "sequence-classification", 3, tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["cut", "other", "empty"])
-def test_a_damaged_file_is_made_again(bert, damage, tmp_path):
+@pytest.mark.parametrize("name", ["weights.pt", SEAL])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_made_again(bert, name, damage, tmp_path):
     kind = "sequence-classification"
     resident(bert, kind, 3, tmp_path)
-    (file,) = (tmp_path / "weights").glob("*.pt")
-    if damage == "other":
-        torch.save({"weight": torch.zeros(3)}, file)
-    else:
-        file.write_bytes(file.read_bytes()[: -1000 if damage == "cut" else 0])
+    take_remarks()
+    (folder,) = (tmp_path / "weights").glob("*/")
+    file = folder / name
+    data = file.read_bytes()
+    file.write_bytes(DAMAGE[damage](data))
     assert_same_bits(resident(bert, kind, 3, tmp_path).model, plain(bert, kind, 3, tmp_path))
+    (line,) = take_remarks()
+    assert line.startswith(f"{folder} is damaged (") and line.endswith("): it is made again")
+    assert file.read_bytes() == data
+    resident(bert, kind, 3, tmp_path)
+    assert take_remarks() == ()
 
 
 def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
@@ -145,16 +152,16 @@ def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(CorruptFileError, match=r"word_embeddings\.weight of checkpoint"):
         resident(bert, "sequence-classification", 3, tmp_path)
-    assert not list((tmp_path / "weights").glob("*.pt"))
+    assert not list((tmp_path / "weights").glob("*/weights.pt"))
 
 
 def test_what_nobody_opened_for_a_month_is_removed(bert, tmp_path):
     folder = tmp_path / "weights"
     folder.mkdir()
-    old, young = folder / "old.pt", folder / "young.pt"
-    for file, age in ((old, KEPT_SECONDS + 60), (young, KEPT_SECONDS - 60)):
-        file.write_bytes(b"")
-        os.utime(file, (time.time() - age,) * 2)
+    old, young = folder / "old", folder / "young"
+    for entry, age in ((old, KEPT_SECONDS + 60), (young, KEPT_SECONDS - 60)):
+        entry.mkdir()
+        os.utime(entry, (time.time() - age,) * 2)
     resident(bert, "sequence-classification", 3, tmp_path)
     assert young.exists() and not old.exists()
 
@@ -177,7 +184,7 @@ print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/w
 def test_two_processes_map_the_same_file(tmp_path):
     config = ModelConfig(name="bert-tiny", init="random")
     model = resident(config, "sequence-classification", 3, tmp_path).model
-    (file,) = (tmp_path / "weights").glob("*.pt")
+    (file,) = (tmp_path / "weights").glob("*/weights.pt")
     written = file.stat().st_ino
     other = subprocess.run(
         [sys.executable, "-c", HOLD, str(tmp_path)],

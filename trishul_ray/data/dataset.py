@@ -257,11 +257,6 @@ class Split:
         numbers = {k: v for k, v in self._columns.items() if not isinstance(v, pa.Array)}
         return {name: torch.from_numpy(view[rows]) for name, view in numbers.items()}
 
-    def verify(self) -> None:
-        """Raise a CorruptFileError if the rows differ from the recorded fingerprint."""
-        if fingerprint(self.read()) != self.fingerprint:
-            raise CorruptFileError(f"prepared data {self.path}: its bytes have changed")
-
 
 @dataclass(frozen=True)
 class PreparedDataset:

@@ -58,7 +58,7 @@ from trishul_ray.data.images import (
 )
 from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.files import complete_folder, digest, remove_unused
+from trishul_ray.files import complete_folder, digest, discard_damaged, remove_unused
 from trishul_ray.lazy import datasets, pq
 
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
@@ -580,12 +580,13 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     image = columns.get("image", "image")
     tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
     folder = cache / ROWS / _hash_of_tables(tables)
+    discard_damaged(folder)
     if folder.is_dir():
         os.utime(folder)
         return folder
     remove_unused_rows(cache)
     try:
-        with complete_folder(folder) as temporary:
+        with complete_folder(folder, sealed=True) as temporary:
             for split, table in tables.items():
                 pq.write_table(table, temporary / f"{split}.parquet")
     except OSError:

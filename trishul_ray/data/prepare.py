@@ -1,8 +1,8 @@
 """Look up a dataset by name and prepare it in a cache folder, as raw rows or encoded for a task.
 
 Prepared files are in ``<cache>/data/<name>-<key>/``; the key is a hash of everything that decides
-the rows: the format version and the source's files. Files are written to a temporary name and then
-renamed. The first process to lock the folder prepares the files; the others wait and read them.
+the rows: the format version and the source's files. The first process to lock the folder prepares
+the files and notes their checksums, by which they are checked before use; the others wait.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTable
 from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
-from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
-from trishul_ray.files import Json, make_cache_folder, stamp
+from trishul_ray.errors import InputError, did_you_mean
+from trishul_ray.files import SEAL, Json, fault_in, make_cache_folder, remark, seal
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig
@@ -166,30 +166,22 @@ def _read_or_write(
             if name.removesuffix("-encoded").removesuffix("-validation") in CUSTOM:
                 remove_leftovers(cache)
             info, columns = contents()
+            (folder / SEAL).unlink(missing_ok=True)
             for split in splits:
                 write_split(folder / f"{split}.arrow", columns[split], info)
-            prepared = PreparedDataset(folder, splits)  # without the splits opened above
+            seal(folder, _ARROW)
     return prepared
 
 
-#: Prepared files that this process has verified, as they were then.
-_verified: set[tuple[Path, tuple[int, ...]]] = set()
-
-
 def _is_intact(prepared: PreparedDataset) -> bool:
-    splits = [prepared.split(name) for name in prepared.split_names]
-    if not all(split.path.is_file() for split in splits):
+    folder = prepared.folder
+    if not (folder / SEAL).is_file():
         return False
-    try:
-        for split in splits:
-            # Hashing all rows again for every run of a sweep would take seconds.
-            state = (split.path, stamp(split.path))
-            if state not in _verified:
-                split.verify()
-                _verified.add(state)
-    except CorruptFileError:
-        return False
-    return True
+    fault = fault_in(folder, _ARROW)
+    if not fault and prepared.is_whole:
+        return True
+    remark(f"{folder} is damaged ({fault or 'a split is missing'}): it is prepared again")
+    return False
 
 
 def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> PreparedDataset:
@@ -280,6 +272,9 @@ KEPT, UNUSED_SECONDS = 3, 7 * 24 * 3600.0
 
 #: Name of a file in every prepared folder, touched at each use.
 LOCK = "lock"
+
+#: The files of a prepared folder that are sealed.
+_ARROW = "*.arrow"
 
 _OWN_FOLDER = re.compile(rf"({'|'.join(CUSTOM)})(-encoded|-validation)?-[0-9a-f]{{12}}")
 

@@ -175,6 +175,7 @@ class Blueprint:
     (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
     ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` are
     there if clients have devices, and ``shard_sizes`` [C] if a cohort is chosen by them.
+    ``remarks`` are what the worker has mended, a line each.
     """
 
     info: DatasetInfo
@@ -194,6 +195,7 @@ class Blueprint:
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
     flops: StepFlops | None = None
     shard_sizes: np.ndarray | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:

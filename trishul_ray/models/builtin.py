@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trishul_ray.files import discard_damaged
 from trishul_ray.lazy import transformers
 
 if TYPE_CHECKING:
@@ -95,8 +96,10 @@ class Builtin:
         return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
 
     def folder(self, cache: Path) -> Path:
-        """Return the folder of the pretrained weights in a cache."""
-        return cache / "models" / f"{self.name}-{self.hash}"
+        """Return the folder of the pretrained weights in a cache; a damaged one is removed."""
+        folder = cache / "models" / f"{self.name}-{self.hash}"
+        discard_damaged(folder)
+        return folder
 
     def trained_on(self, dataset: str) -> "Builtin":
         """Return the same model with the training split of another dataset in its recipe."""

@@ -9,7 +9,6 @@ row.
 """
 
 import json
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +31,7 @@ from trishul_ray.config import Places
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import complete_folder, make_cache_folder
+from trishul_ray.files import complete_folder, make_cache_folder, scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import (
     BOS,
@@ -278,7 +277,7 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
     The statistics of the split it was trained on normalize images. The folder appears when it
     is complete.
     """
-    with complete_folder(folder) as temporary:
+    with complete_folder(folder, sealed=True) as temporary:
         with quiet_transformers():
             model.save_pretrained(temporary)  # type: ignore[operator]  # a transformers model
             if text_objective(builtin) is not None:
@@ -405,7 +404,7 @@ def _train_on_ray(
             on_epoch(*done)
 
     forwarder = threading.Thread(target=forward, daemon=True)
-    with tempfile.TemporaryDirectory(prefix="train-", dir=places.cache) as storage:
+    with scratch_folder("train", places.cache) as storage:
         trainer = TorchTrainer(
             train,  # type: ignore[arg-type]  # may return a value since Ray Train 2
             scaling_config=ScalingConfig(num_workers=1, use_gpu=False),

@@ -1,11 +1,11 @@
 """Share the weights of a frozen backbone between all processes of a machine.
 
 The prepared weights (read and checked, positions resized, cast to the run's precision, quantized
-where ``model.quantize`` says so) are written once to ``<cache>/weights/<key>.pt``. Every process
-builds the modules on the meta device and points them at the memory-mapped file. The pages exist
-once in the page cache, and the system can reclaim them. The mapping is private: a write copies the
-page and never reaches the file. A head that a run draws from its seed is not in the file; each
-process holds its own.
+where ``model.quantize`` says so) are written once to ``<cache>/weights/<key>/weights.pt``. Every
+process builds the modules on the meta device and points them at the memory-mapped file. The pages
+exist once in the page cache, and the system can reclaim them. The mapping is private: a write
+copies the page and never reaches the file. Before a process maps it, its checksum is compared. A
+head that a run draws from its seed is not in the file; each process holds its own.
 
 ``torch.save`` lets tensors begin at multiples of 64 bytes, as PyTorch allocates them. At another
 alignment a matrix product may round differently.
@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,13 @@ import transformers
 from filelock import FileLock
 from torch import Tensor, nn
 
-from trishul_ray.files import complete_file, make_cache_folder, remove_unused, stamp
+from trishul_ray.files import (
+    complete_folder,
+    discard_damaged,
+    make_cache_folder,
+    remove_unused,
+    stamp,
+)
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
@@ -33,8 +38,8 @@ from trishul_ray.models.weights import Plan, build_weights, draw_head
 #: Part of every file's key. Raise it when the content of the files changes.
 FORMAT_VERSION = 3
 
-#: Folder of the prepared weights in the cache, and the ending of their names.
-FOLDER, SUFFIX = "weights", ".pt"
+#: Folder of the prepared weights in the cache, and the name of the file in each of its folders.
+FOLDER, WEIGHTS = "weights", "weights.pt"
 
 
 class Resident(NamedTuple):
@@ -57,11 +62,12 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
     """Load a backbone with shared weights; see :meth:`Backbone.load_resident`."""
     config, seed = plan.config, plan.seed
     key = weights_key(plan)
-    file = cache / FOLDER / f"{key}{SUFFIX}"
-    make_cache_folder(file.parent)
+    folder = cache / FOLDER / key
+    make_cache_folder(folder.parent)
+    discard_damaged(folder)
     # A second process waits at the lock for the file instead of making it again.
-    with FileLock(file.with_suffix(".lock")):
-        if (stored := _map(file)) is None:
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
             remove_unused_weights(cache)
             model, drawn = build_weights(plan)
             cast(model, run_dtype(config))
@@ -69,13 +75,11 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
             commit = getattr(plan.architecture, "_commit_hash", None)
             source = weights_source(plan.files, commit, drawn=config.init == "random")
             content = {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source}
-            with complete_file(file) as new:
-                torch.save(content, new)
+            with complete_folder(folder, sealed=True) as new:
+                torch.save(content, new / WEIGHTS)
             del model
-            stored = _map(file)
-        if stored is None:
-            raise RuntimeError(f"{file} was written and cannot be read")
-        os.utime(file)
+        stored: dict[str, Any] = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
+        os.utime(folder)
     with torch.device("meta"):
         model = plan.module()
         quantize_layers(model, config.quantize, run_dtype(config))
@@ -114,15 +118,6 @@ def weights_key(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def _map(file: Path) -> dict[str, Any] | None:
-    """Return the content of a file, with tensors in its mapping; None if there is none, or part."""
-    try:
-        content: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
-        return None
-    return content if content.keys() == {"tensors", "drawn", "source"} else None
-
-
 def _tensors(model: nn.Module, drawn: Sequence[str] = ()) -> dict[str, Tensor]:
     """Return every parameter and buffer, also non-persistent ones, once, under its first name."""
     named = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -156,6 +151,6 @@ def remove_unused_weights(cache: Path) -> list[Path]:
     """Remove weights that no process has opened for a month; open mappings stay valid.
 
     Returns:
-        The files that were removed.
+        What was removed.
     """
-    return remove_unused((cache / FOLDER).glob(f"*{SUFFIX}"))
+    return remove_unused((cache / FOLDER).glob("[!.]*"))

@@ -9,6 +9,7 @@ before it imports anything heavy, so that all of them start at the same time.
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,6 +17,7 @@ import ray
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
+from trishul_ray.files import take_remarks
 
 if TYPE_CHECKING:
     from trishul_ray.federation.inline import InlineExecutor
@@ -84,7 +86,8 @@ class ClientActor:
 
     def describe(self, run: Assignment, survey: "Arrays") -> "tuple[Process, Blueprint]":
         """Return the blueprint of the workbench."""
-        return self.process, self._work_for(run).describe(survey)
+        blueprint = self._work_for(run).describe(survey)
+        return self.process, replace(blueprint, remarks=take_remarks())
 
     @ray.method(num_returns=2, max_task_retries=0)
     def train(

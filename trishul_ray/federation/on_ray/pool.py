@@ -131,6 +131,7 @@ class ActorPool:
             raise InputError(
                 f"the nodes of the cluster have different {other}: they must be the same on all"
             )
+        self._events += blueprint.remarks
         self._note_restart(actor, process)
         self.actors.append(actor)
         return True
