@@ -5,10 +5,12 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 
 import math
 import os
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -159,7 +161,9 @@ class DataConfig(Section):
         if not isinstance(columns, Mapping):
             return columns
         pairs = [(str(k).partition(":")[::2] if v is None else (k, v)) for k, v in columns.items()]
-        return {k: v or None for k, v in pairs}
+        # In the Unicode form in which the data's columns are read.
+        nfc = partial(unicodedata.normalize, "NFC")
+        return {k: nfc(v) or None if isinstance(v, str) else v for k, v in pairs}
 
     @property
     def content_hash(self) -> str | None:

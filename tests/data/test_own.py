@@ -15,7 +15,8 @@ import yaml
 from huggingface_hub import close_session
 from PIL import Image
 
-from trishul_ray.config import DataConfig
+from trishul_ray.config import DataConfig, ModelConfig, Places, TaskConfig
+from trishul_ray.data.columns import question_labels
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.own import CustomHubDataset, store_rows
 from trishul_ray.data.prepare import find_source, measure_coverage, prepare
@@ -24,7 +25,10 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import partition_rows
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.tasks.build import build_task
+from trishul_ray.tasks.sequence_classification import SequenceClassification
 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0)}
 
@@ -392,7 +396,6 @@ LACKING = r" is missing in 1 of 2 rows \(row 1\); rows count from 0; correct"
             rf"x.jsonl: label \(column 'label'\){LACKING}",
         ),
         ("x.parquet", TEXT | {"text": [1, 2]}, {}, r"'text' is int64, not text"),
-        ("x.parquet", TEXT | {"label": [0, -1]}, {}, r"row 1: label is -1"),
         ("x.jsonl", TEXT | {"text": ["a", 2]}, {}, r"different types \('a' in row 0, 2 in row 1\)"),
         ("x.csv", TEXT | {"label": [3, 3]}, {}, r"all rows are of class '3'"),
         (
@@ -732,3 +735,230 @@ def test_a_mapping_of_columns_without_blanks_is_understood():
     assert DataConfig(columns=columns).columns == {"text": "body", "label": "topic"}
     with pytest.raises(ValueError, match=r"columns\.text"):
         DataConfig(columns={"text": None})
+
+
+def label_table(rows, names=None, kind=None):
+    """A table of texts and labels; ``names`` are those of the hub's ClassLabel."""
+    table = pa.table({"text": [f"t{n}" for n in range(len(rows))], "label": pa.array(rows, kind)})
+    if names is None:
+        return table
+    feature = {"names": names, "_type": "ClassLabel"}
+    meta = {"info": {"features": {"label": feature}}}
+    return table.replace_schema_metadata({"huggingface": json.dumps(meta)})
+
+
+def write_tables(folder, tables):
+    folder.mkdir(parents=True)
+    for name, table in tables.items():
+        pq.write_table(table, folder / f"{name}.parquet")
+    return folder
+
+
+def by_name(data, split):
+    return [data.info.classes[label] for label in data.split(split).labels]
+
+
+@pytest.mark.parametrize("door", ["table", "hub", "rows"])
+def test_the_labels_of_each_table_are_read_by_its_own_class_names(tmp_path, door):
+    """Splits and shards may number their classes in any order, and know more or fewer of them."""
+    tables = {
+        "train-0": label_table([0, 1, 0], ["good", "bad"]),
+        "train-1": label_table([0, 1, 2], ["bad", "fair", "good"]),
+        "test-0": label_table([0, 1, 2, 3], ["fair", "bad", "good", "worse"]),
+    }
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    if door == "rows":
+        train = pa.table(
+            {name: tables["train-1"].column(name) for name in ("text", "label")}
+        ).replace_schema_metadata(tables["train-1"].schema.metadata)
+        folder = store_rows({"train": train, "test": tables["test-0"]}, tmp_path / "c", {})
+        expected = ["bad", "fair", "good"]
+    else:
+        folder = write_tables(hub / "me/films", tables)
+        expected = ["good", "bad", "good", "bad", "fair", "good"]
+    data = prepare_own(door, "me/films" if door == "hub" else folder, tmp_path, hub)
+    assert by_name(data, "train") == expected
+    assert by_name(data, "test") == ["fair", "bad", "good", "worse"]
+    assert f", labels read by name: {3 - (door == 'rows')} different lists" in data.info.source
+    assert "without training rows: class 'worse' (1 of 4 test rows)" in data.info.source
+
+
+def test_numbers_without_class_names_are_read_by_the_only_list_or_refused(tmp_path):
+    plain, named = label_table([0, 1, 1]), label_table([1, 0], ["good", "bad"])
+    words = label_table(["bad", "good", "0"])
+    for number, (train, test) in enumerate([(plain, named), (named, plain), (words, named)]):
+        folder = write_tables(tmp_path / str(number), {"train": train, "test": test})
+        data = prepare_own("table", folder, tmp_path)
+        for split, table in (("train", train), ("test", test)):
+            spelled = {0: "good", 1: "bad", "0": "good"}
+            wanted = [spelled.get(v, v) for v in table.column("label").to_pylist()]
+            assert by_name(data, split) == wanted
+        assert ", labels of 1 of 2 tables read by the class names of " in data.info.source
+    other = label_table([1, 0], ["bad", "good"])
+    folder = write_tables(tmp_path / "x", {"train-0": named, "train-1": other, "test": plain})
+    refused(
+        r"test.parquet: column 'label' holds numbers without class names, and the class names of "
+        r"other tables differ: .*train-0.parquet \(good, bad\) and .*train-1.parquet \(bad, good\)",
+        "table", folder, tmp_path,
+    )  # fmt: skip
+    folder = write_tables(tmp_path / "y", {"train": named, "test": label_table([0, 2], ["a", "b"])})
+    refused(r"test.parquet, row 1: label is 2, outside 0..1", "table", folder, tmp_path)
+
+
+def test_minus_one_marks_a_row_without_label_where_the_hub_says_so(tmp_path):
+    table = label_table([0, -1, 1, 0, 1, -1], ["good", "bad"])
+    folder = write_tables(tmp_path / "some", {"train": table})
+    refused(r"label .* is missing in 2 of 6 rows \(rows 1, 5\)", "table", folder, tmp_path)
+    data = prepare_own("table", folder, tmp_path, skip_broken=True)
+    assert sorted(by_name(data, "train") + by_name(data, "test")) == ["bad", "bad", "good", "good"]
+    none = label_table([-1, -1])
+    folder = write_tables(tmp_path / "none", {"train": table.slice(2, 3), "test": none})
+    refused(r"test.parquet: all labels of the test split are -1", "table", folder, tmp_path)
+    validation = label_table([1, 0], ["good", "bad"])
+    rows = {"train": table.slice(2, 3), "validation": validation, "test": none}
+    data = prepare_own("rows", store_rows(rows, tmp_path / "c", {}), tmp_path)
+    assert by_name(data, "test") == ["bad", "good"]
+
+
+BIG = 2**63
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "classes"),
+    [
+        ([BIG, BIG + 1] * 3, pa.uint64(), [str(BIG), str(BIG + 1)]),
+        ([-1, 1] * 3, pa.int64(), ["-1", "1"]),
+        ([-10, 2, -9] * 2, pa.int8(), ["-10", "-9", "2"]),
+    ],
+)
+def test_any_integer_is_a_name(tmp_path, labels, kind, classes):
+    table = label_table(labels, kind=kind)
+    for name in ("client", "group"):
+        table = table.append_column(name, table.column("label"))
+    for door in ("table", "rows"):
+        path = tmp_path / "x.parquet"
+        pq.write_table(table, path)
+        path = path if door == "table" else store_rows(table, tmp_path / "c", {})
+        info = prepare_own(door, path, tmp_path).info
+        assert [list(names) for names in (info.classes, info.clients, info.groups)] == [classes] * 3
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "classes"),
+    [
+        ((["a", "b"], None), ([1, 2], pa.uint64()), None),
+        (([1, 2], None), ([BIG, 1], pa.uint64()), ["1", "2", str(BIG)]),
+        (([1, 2], None), ([1.5, 1.0], pa.float64()), ["1", "1.5", "2"]),
+        (([1.0, 2.0], None), ([1, 2], pa.int32()), ["1", "2"]),
+    ],
+)
+def test_numbers_have_one_spelling_in_all_tables(tmp_path, train, test, classes):
+    tables = {"train": label_table(train[0] * 3), "test": label_table(test[0] * 3, kind=test[1])}
+    folder = write_tables(tmp_path / "data", tables)
+    if classes is None:
+        refused(r"column 'label' has different types in the splits", "table", folder, tmp_path)
+    else:
+        assert list(prepare_own("table", folder, tmp_path).info.classes) == classes
+
+
+def test_names_in_two_unicode_forms_are_one_name(tmp_path):
+    composed, decomposed = "Caf\u00e9", "Cafe\u0301"
+    rows = [
+        {"b\u00e4r": f"t{n}", "label": n % 2 and name, "client": name, "group": name}
+        for n, name in enumerate([composed, decomposed, decomposed, composed] * 2)
+    ]
+    rows = [row | {"label": row["label"] or "bar"} for row in rows]
+    file = write_rows(tmp_path / "x.csv", rows)
+    for column in ("b\u00e4r", "ba\u0308r"):
+        data = prepare_own("table", file, tmp_path, columns={"text": column})
+        assert data.info.classes == ("Caf\u00e9", "bar")
+        assert data.info.clients == data.info.groups == ("Caf\u00e9",)
+        for name, count in (("label", 2), ("client", 4), ("group", 4)):
+            note = f", {count} values of column '{name}' changed to the Unicode form NFC"
+            assert note in data.info.source
+
+
+def test_class_folders_in_two_unicode_forms_are_one_class(tmp_path):
+    for split, name in (("train", "Caf\u00e9"), ("test", "Cafe\u0301")):
+        for number in range(3):
+            paint(tmp_path / "photos" / split / name / f"{number}.png", COLORS["red"])
+            paint(tmp_path / "photos" / split / "bar" / f"{number}.png", COLORS["green"])
+    data = prepare_own("images", tmp_path / "photos", tmp_path)
+    assert data.info.classes == ("Caf\u00e9", "bar")
+    assert sorted(data.train.labels) == sorted(data.test.labels)
+    assert ", the names of 1 class folder changed to the Unicode form NFC" in data.info.source
+    assert "folders below" not in data.info.source
+
+
+def test_classes_without_training_rows_are_named(tmp_path):
+    folder = tmp_path / "data"
+    write_rows(folder / "train.csv", [{"text": "t", "label": x} for x in ["good", "bad"] * 3])
+    write_rows(folder / "test.csv", [{"text": "t", "label": x} for x in ["good", "meh", "meh"]])
+    data = prepare_own("table", folder, tmp_path)
+    assert data.info.source.endswith(", without training rows: class 'meh' (2 of 3 test rows)")
+    for split, names in {"train": "abc", "test": "acdd"}.items():
+        for number, name in enumerate(names):
+            paint(tmp_path / "photos" / split / name / f"{number}.png", COLORS["red"])
+    data = prepare_own("images", tmp_path / "photos", tmp_path)
+    assert ", without training rows: class 'd' (2 of 4 test rows)" in data.info.source
+
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "doubt"),
+    [
+        (RNG.random(300) * 5, r"300 of them in one row alone, all numbers, such as .* regression"),
+        (np.round(RNG.random(900) * 5, 1), r"all numbers, such as \d\.\d: .* regression"),
+        (RNG.permutation(10**6)[:300], r"300 different labels in 300 rows, .* regression"),
+        (["The answer to this is long. " * 3 + str(n) for n in range(50)], "are texts to write"),
+        ([f"id{n}" for n in range(50)], "a class needs several rows to be learned"),
+        # These are classes.
+        ([f"id{n}" for n in range(15)], ""),
+        (np.arange(600) % 10 / 2, ""),  # half stars
+        ([f"person {n % 6000}" for n in range(12_000)], ""),
+        ([f"person {n}" for n in range(409)] + [f"p {n % 168}" for n in range(916)], ""),  # LFW
+        ([f"{n % 30}.{n % 7}.1" for n in range(600)], ""),
+        (np.arange(100).repeat(3), ""),
+    ],
+)
+def test_labels_that_are_no_classes_are_doubted(labels, doubt):
+    classes, numbers = np.unique(np.array(labels).astype(str), return_inverse=True)
+    note, found = question_labels(classes.tolist(), numbers)
+    assert bool(found) == bool(doubt) and re.search(doubt, found)
+    assert not found or f"{len(classes)} different labels in {len(labels)} rows" in note
+
+
+@pytest.mark.parametrize("model", ["bert-tiny", "t5-tiny", "llama-tiny"])
+def test_a_table_of_scores_is_refused_unless_the_task_reads_numbers(tmp_path, model, monkeypatch):
+    rows = [{"text": f"t{n}", "label": n / 7} for n in range(60)]
+    data = prepare_own("table", write_rows(tmp_path / "x.csv", rows), tmp_path)
+    backbone = Backbone.of(ModelConfig(name=model, init="random"), Places(tmp_path, None))
+    task = TaskConfig(template="{text} is")
+    with pytest.raises(InputError, match=r"^table:.*x\.csv: 60 different labels in 60 rows, 60 of"):
+        build_task(task, data.info, backbone)
+    if model == "bert-tiny":
+        monkeypatch.setattr(SequenceClassification, "any_labels", True)
+        assert build_task(task, data.info, backbone).num_classes == 60
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"text": ["a"], "label": [[1, 2]]},
+            r"list<.*one value a row; .*\(multi-label\) or one fo",
+        ),
+        ({"messages": [[{"role": "user", "content": "a"}]]}, r"messages hold a chat, for which"),
+        ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, r"chosen hold preferences, for wh"),
+        ({"instruction": ["a"], "output": ["b"]}, r"output hold texts to write, for which there"),
+        ({"tokens": [["a"]], "ner_tags": [[1]]}, r"ner_tags hold a label for each token, for wh"),
+        ({"image": ["a"], "objects": [{"bbox": [1]}]}, r"objects hold objects in images, for whic"),
+        ({"text": ["a"], "body": ["b"]}, r"columns are text, body; set those of image and label"),
+    ],
+)
+def test_a_task_that_is_not_there_is_named(tmp_path, columns, message):
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    refused(message, "table", tmp_path / "x.parquet", tmp_path)

@@ -14,8 +14,9 @@ from trishul_ray.data import datasets
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
+from trishul_ray.data.own import encode_image
 from trishul_ray.data.prepare import prepare
-from trishul_ray.data.public import PublicDataset, TextRows
+from trishul_ray.data.public import ImageRows, PublicDataset, TextRows
 from trishul_ray.errors import CorruptFileError, InputError
 
 
@@ -293,3 +294,27 @@ def test_real_questions(cache):
             for text, context in zip(answers, contexts, strict=True)
         ]
         assert np.mean(extractive) > 0.99
+
+
+@pytest.mark.parametrize("moved", ["train", "test"])
+def test_a_table_that_numbers_its_classes_otherwise_is_refused(tmp_path, moved):
+    """Its labels would be read by the names of the definition, or of another split."""
+    texts = TextRows(("text",), ("no", "yes"))
+    images = ImageRows(label="label", classes=2, size=(2, 2))
+    pixel = {"bytes": encode_image(np.zeros((2, 2, 3), np.uint8)), "path": None}
+    for kind, rows, values in (("t", texts, {"text": ["a"]}), ("i", images, {"img": [pixel]})):
+        for split in ("train", "test"):
+            names = ["yes", "no"] if split == moved else ["no", "yes"]
+            features = {"label": {"names": names, "_type": "ClassLabel"}}
+            meta = json.dumps({"info": {"features": features}})
+            table = pa.table({**values, "label": [0]})
+            (tmp_path / kind).mkdir(exist_ok=True)
+            pq.write_table(
+                table.replace_schema_metadata({"huggingface": meta}),
+                tmp_path / kind / f"{split}.parquet",
+            )
+        repo = HubRepo(kind, file_patterns=("{split}.parquet",))
+        source = PublicDataset("mine", "", repo, rows, {"train": 1, "test": 1})
+        where = moved if kind == "t" else "test"
+        with pytest.raises(CorruptFileError, match=rf"{where}.parquet: its labels are numbered by"):
+            source.read(tmp_path, lambda *_: None)

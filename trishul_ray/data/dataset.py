@@ -69,6 +69,7 @@ class DatasetInfo:
         mean: mean per channel of pixels / 255 over the first split.
         std: standard deviation per channel, likewise.
         skipped: names of broken images that were left out.
+        doubt: why the labels cannot be classes, such as scores; empty if they may be.
     """
 
     name: str
@@ -82,6 +83,7 @@ class DatasetInfo:
     std: tuple[float, ...] = ()
     clients: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    doubt: str = ""
 
     @property
     def num_classes(self) -> int:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,9 +172,13 @@ def _hub_errors_as_input_errors() -> Iterator[None]:
 
 
 def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
-    """Return the class names in a table's Hugging Face metadata, or None if it has none."""
+    """Return the class names in a table's Hugging Face metadata, or None if it has none.
+
+    They, and the names of columns among which ``column`` is sought, are in the Unicode form NFC.
+    """
     try:
         features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return tuple(str(name) for name in features[column]["names"])
-    except (KeyError, TypeError, ValueError):
+        composed = {unicodedata.normalize("NFC", key): value for key, value in features.items()}
+        return tuple(unicodedata.normalize("NFC", str(n)) for n in composed[column]["names"])
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -28,12 +28,15 @@ from trishul_ray.data.columns import (
     get_column,
     holds_images,
     is_text,
+    nfc,
     number_values,
+    question_labels,
     read_answers,
-    read_labels,
+    read_named_labels,
     read_raw,
     read_texts,
     to_array,
+    with_nfc_names,
 )
 from trishul_ray.data.dataset import (
     Columns,
@@ -57,7 +60,7 @@ from trishul_ray.data.images import (
     turn_upright,
 )
 from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, first_of
 from trishul_ray.files import complete_folder, digest, discard_damaged, remove_unused
 from trishul_ray.lazy import datasets, pq
 
@@ -72,6 +75,9 @@ IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".ti
 
 #: Folders of test rows beside ``train``; the first that exists is read.
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
+
+#: Classes to name in a note.
+_MAX_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class CustomDataset:
 
     def _key(self, source: str) -> str:
         # The number rises when the same rows get another description.
-        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n3"
+        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n4"
         return f"{key}\nimages {PREPARATION_VERSION}, skip_broken={self.skip_broken}"
 
     def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
@@ -130,9 +136,16 @@ class CustomDataset:
         if not sum(table.num_rows for _, table in tables["train"]):
             raise InputError(f"{first}: there are no rows")
         mapping = ColumnMapping.resolve(self.columns, first_table.column_names)
-        classes = class_names(first_table, mapping.columns.get("label", ""))
+        if "test" in tables and not _has_labels(tables["test"], self.columns):
+            raise InputError(
+                f"{tables['test'][0][0]}: all labels of the test split are -1, which marks rows "
+                "without labels; remove it (data.test_share of the training rows is then set "
+                "aside), or put rows with labels in its place"
+            )
         cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
         source += note
+        classes = _ClassNames.of(cleaned, mapping.columns.get("label", ""))
+        source += "" if classes is None else classes.note
         splits: dict[str, Columns] = {}
         for split, parts in cleaned.items():
             read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
@@ -148,7 +161,7 @@ class CustomDataset:
         for column, field in (("label", "classes"), ("group", "groups"), ("client", "clients")):
             raw = {split: values[column] for split, values in splits.items() if column in values}
             if raw and column == "label" and classes is not None:
-                fields[field] = classes  # the labels are numbers already
+                fields[field] = classes.names  # the labels are numbers already
             elif raw:
                 numbered, fields[field] = number_values(raw, what=mapping.columns[column])
                 for split, values in numbered.items():
@@ -183,12 +196,18 @@ class CustomDataset:
         without rows is an InputError, as are rows of a single class.
         """
         source += differing_in_case(fields.get("classes", ()))
+        if kind != "qa":
+            labels = np.concatenate([columns["label"] for columns in splits.values()])
+            note, fields["doubt"] = question_labels(fields["classes"], labels)
+            source += note
         if "test" not in splits:
             splits = split_off_test(splits["train"], self.test_share, where)
         train, clients = splits["train"], fields.get("clients", ())
         if len(lost := np.setdiff1d(np.arange(len(clients)), train.get("client", ()))):
             named = ", ".join(repr(clients[n]) for n in lost[:MAX_NAMED])
             source += f", without training rows: client{'s' * (len(lost) > 1)} {named}"
+        if kind != "qa":
+            source += _untrained(fields["classes"], train["label"], splits["test"]["label"])
         for split, columns in splits.items():
             if not length(columns):
                 raise InputError(f"{source}: the {split} split has no rows")
@@ -204,6 +223,19 @@ class CustomDataset:
         if kind == "text":
             fields["fields"] = tuple(f for f in ("text", "text_pair") if f in train)
         return DatasetInfo(self.name, kind, source, **fields), splits
+
+
+def _untrained(classes: Sequence[str], train: Any, test: Any) -> str:
+    """Return a note on the classes without training rows, with how many test rows they have."""
+    counts = np.bincount(test, minlength=len(classes))
+    lost = np.setdiff1d(np.arange(len(classes)), train)
+    if not len(lost):
+        return ""
+    named = first_of([repr(classes[k]) for k in lost], _MAX_CLASSES)
+    return (
+        f", without training rows: class{'es' * (len(lost) > 1)} {named} "
+        f"({counts[lost].sum()} of {len(test)} test rows)"
+    )
 
 
 class LocalImages(CustomDataset):
@@ -238,6 +270,9 @@ class LocalImages(CustomDataset):
             CorruptFileError: images cannot be read; the message names the files.
         """
         files = self._find_files()
+        names = {(split, name) for split in files for _, name in files[split]}
+        composed = sum(name != nfc(name) for _, name in names)
+        files = {split: [(file, nfc(name)) for file, name in files[split]] for split in files}
         found = [pair for labelled in files.values() for pair in labelled]
         classes = tuple(sorted({label for _, label in found}))
         images: dict[str, list[NamedImage]] = {}
@@ -247,8 +282,11 @@ class LocalImages(CustomDataset):
             labels = [classes.index(of) for _, of in labelled]
             splits[split] = {"label": np.array(labels, dtype=np.int64)}
         note, skipped = self._add_pixels(splits, images, progress)
-        below = sum(file.parent.name != label for file, label in found)
+        below = sum(nfc(file.parent.name) != label for file, label in found)
         nested = f", {below} of {len(found)} images in folders below their class's" if below else ""
+        if composed:
+            folders = f"{composed} class folder{'s' * (composed > 1)}"
+            note += f", the names of {folders} changed to the Unicode form NFC"
         fields = {"classes": classes, "skipped": skipped}
         source = f"images:{self.path}{nested}{note}"
         return self._finish("image", source, splits, fields, str(self.path))
@@ -456,7 +494,7 @@ class CustomHubDataset(CustomDataset):
             source = f"mirror:{repo.repo}"
         used = {"train": tables["train"]}
         for split in ("test", "validation"):
-            if "test" not in used and split in tables and self._has_labels(tables[split]):
+            if "test" not in used and split in tables and _has_labels(tables[split], self.columns):
                 used["test"] = tables[split]
         return self._of_tables(source, used, progress)
 
@@ -491,21 +529,25 @@ class CustomHubDataset(CustomDataset):
             if "train" not in names:
                 raise InputError("it has no train split")
             wanted = [split for split in names if split in ("train", "test", "validation")]
-            return {s: [(repo.call_split(s), repo.download(s))] for s in wanted}
+            return {s: [(repo.call_split(s), with_nfc_names(repo.download(s)))] for s in wanted}
         except InputError as error:
             example = f"{repo.repo}/{repo.file_patterns[0].format(split='train')}"
             way_out = f"set TRISHUL_HUB to a folder with {example}, or run once"
             what = f"data.path={self.path!r}"
             raise repo.not_found(what, hub, error, f"{way_out} with internet access") from error
 
-    def _has_labels(self, tables: NamedTables) -> bool:
-        """Return False if all labels of a split are -1, which marks unlabelled rows on the hub."""
-        table = tables[0][1]
-        label = ColumnMapping.resolve(self.columns, table.column_names).columns.get("label")
-        if label is None or not pa.types.is_integer(table.schema.field(label).type):
-            return True
-        values: Any = table.column(label).to_numpy()
-        return bool(len(values)) and not bool((values == -1).all())
+
+def _has_labels(tables: NamedTables, columns: Mapping[str, str]) -> bool:
+    """Return False if all labels of a split are -1, which marks unlabelled rows on the hub.
+
+    ``columns`` are ``data.columns``.
+    """
+    label = columns.get("label", "label")
+    values = [table.column(label) for _, table in tables if label in table.column_names]
+    if not values or not all(pa.types.is_integer(column.type) for column in values):
+        return True
+    numbers: np.ndarray = np.concatenate([column.to_numpy() for column in values])
+    return bool(len(numbers)) and not bool((numbers == -1).all())
 
 
 def _hash_of(parts: Any) -> str:
@@ -518,12 +560,64 @@ CUSTOM: dict[str, type[LocalImages] | type[LocalTable] | type[CustomHubDataset]]
 }
 
 
+@dataclass(frozen=True)
+class _ClassNames:
+    """The class names of all tables, and by which names each table numbers its labels.
+
+    Attributes:
+        names: all names, in the order in which they are found first.
+        own: names by table.
+        note: what was done where tables number their classes differently, for ``info.source``.
+    """
+
+    names: tuple[str, ...]
+    own: Mapping[str, tuple[str, ...]]
+    note: str
+
+    @classmethod
+    def of(cls, splits: Mapping[str, CleanTables], column: str) -> "_ClassNames | None":
+        """Return the class names that tables have for a column; None if no table has any.
+
+        Raises:
+            InputError: a table has numbers without names, and others have different names.
+        """
+        tables = [named for split in splits.values() for named in split.tables]
+        found = {w: names for w, t in tables if (names := class_names(t, column)) is not None}
+        if not found:
+            return None
+        lists = list(dict.fromkeys(found.values()))
+        nameless = [(where, table) for where, table in tables if where not in found]
+        if len(lists) > 1:
+            for where, table in nameless:
+                if column in table.column_names and not is_text(table.column(column).type):
+                    said = " and ".join(
+                        f"{w} ({first_of(found[w], _MAX_CLASSES)})"
+                        for w in (next(w for w in found if found[w] == one) for one in lists[:2])
+                    )
+                    raise InputError(
+                        f"{where}: column {column!r} holds numbers without class names, and the "
+                        f"class names of other tables differ: {said}; write its labels as words"
+                    )
+        notes = ""
+        if len(lists) > 1:
+            notes = f", labels read by name: {len(lists)} different lists of class names"
+        elif nameless:
+            source = next(iter(found))
+            notes = f", labels of {len(nameless)} of {len(tables)} tables read by the class names "
+            notes += f"of {source}"
+        return cls(
+            tuple(dict.fromkeys(name for names in lists for name in names)),
+            {where: found.get(where, lists[0]) for where, _ in tables},
+            notes,
+        )
+
+
 def _read_columns(
-    mapping: ColumnMapping, table: pa.Table, where: str, classes: tuple[str, ...] | None
+    mapping: ColumnMapping, table: pa.Table, where: str, classes: _ClassNames | None
 ) -> Columns:
     """Read all columns but the images.
 
-    Groups and clients are raw; so are labels, unless their class names are known.
+    Groups and clients are raw; so are labels, unless class names are known.
     """
     names = mapping.columns
     texts = {"text": ("text", "text_pair"), "qa": ("question", "context")}.get(mapping.kind, ())
@@ -531,7 +625,8 @@ def _read_columns(
     if mapping.kind == "qa":
         columns["answers"] = read_answers(table, names["answers"], where)
     elif classes is not None:
-        columns["label"] = read_labels(table, names["label"], len(classes), where)
+        own = classes.own[where]
+        columns["label"] = read_named_labels(table, names["label"], own, classes.names, where)
     else:
         columns["label"] = read_raw(table, names["label"], where)
     for name in ("group", "client"):
@@ -578,7 +673,9 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     whatever they were passed as.
     """
     image = columns.get("image", "image")
-    tables = {split: _with_image_bytes(table, image) for split, table in to_splits(rows).items()}
+    tables = {
+        split: _with_image_bytes(table, image) for split, table in to_splits(rows, columns).items()
+    }
     folder = cache / ROWS / _hash_of_tables(tables)
     discard_damaged(folder)
     if folder.is_dir():
@@ -616,16 +713,23 @@ def _hash_of_tables(tables: Mapping[str, pa.Table]) -> str:
     return digest.hexdigest()
 
 
-def to_splits(rows: Any) -> dict[str, pa.Table]:
+def to_splits(rows: Any, columns: Mapping[str, str] | None = None) -> dict[str, pa.Table]:
     """Return the tables of ``train`` and, if there is one, ``test``, or raise an InputError.
 
-    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each.
+    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each. A test
+    split whose labels (``columns`` are ``data.columns``) are all -1 gives way to ``validation``.
     """
     if not (isinstance(rows, Mapping) and rows and set(rows) <= set(_SPLITS)):
         return {"train": to_table(rows)}
     if "train" not in rows:
         raise InputError(f"the rows have the splits {', '.join(rows)}; a train split is needed")
-    return {split: to_table(rows[name]) for name, split in _SPLITS.items() if name in rows}
+    splits: dict[str, pa.Table] = {}
+    for name, split in _SPLITS.items():
+        if name in rows:
+            table = to_table(rows[name])
+            if split not in splits or _has_labels([(PASSED, table)], columns or {}):
+                splits[split] = table
+    return splits
 
 
 def to_table(rows: Any) -> pa.Table:
@@ -635,6 +739,10 @@ def to_table(rows: Any) -> pa.Table:
     dictionary of columns. Images are encoded bytes, paths, arrays uint8 [H, W] or [H, W, 3], or
     Pillow images.
     """
+    return with_nfc_names(_to_table(rows))
+
+
+def _to_table(rows: Any) -> pa.Table:
     if isinstance(rows, pa.Table):
         return rows
     if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):

@@ -32,7 +32,7 @@ from trishul_ray.data.dataset import (
 from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.tables import file_signature, read_table
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import CorruptFileError, InputError, first_of
 
 #: Class names, or None if the source has none.
 ClassNames = tuple[str, ...] | None
@@ -63,7 +63,11 @@ class RowFormat(ABC):
         """
 
     def class_names(self, table: pa.Table) -> ClassNames:
-        """Return the class names that the table's metadata holds, if they are complete."""
+        """Return the class names in the table's metadata, by which it numbers its labels."""
+        return None
+
+    def expected_names(self) -> ClassNames:
+        """Return the class names by which labels are read, where the format has them."""
         return None
 
     @abstractmethod
@@ -139,6 +143,14 @@ class TextRows(RowFormat):
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
         columns["label"] = read_labels(table, self.label, len(self.classes), where, self.classes)
         return columns
+
+    def class_names(self, table: pa.Table) -> ClassNames:
+        """Return the class names of the hub's metadata."""
+        return class_names(table, self.label)
+
+    def expected_names(self) -> ClassNames:
+        """Return :attr:`classes`."""
+        return self.classes
 
     def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return class names and fields."""
@@ -262,16 +274,21 @@ class PublicDataset:
         """
         files = self.repo.mirror_files(hub, tuple(self.sizes))
         splits: dict[str, Columns] = {}
-        names = None
+        names, named = self.rows.expected_names(), f"dataset {self.name}"
         for split in self.sizes:
             if files is None:
                 tables = [(self.repo.call_split(split), self._download(split, hub))]
             else:
                 tables = [(str(file), read_table(file, self.rows.columns)) for file in files[split]]
+            for where, table in tables:
+                found = self.rows.class_names(table)
+                if found is not None and names is not None:
+                    _check_order(found, where, names, named)
+                elif found is not None:
+                    names, named = found, where
             splits[split] = self._decode(tables, partial(progress, f"{self.name} {split}"))
             if not length(splits[split]):
                 raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
-            names = self.rows.class_names(tables[0][1]) or names
         if files is None:
             self._check_sizes(splits)
             source = self.repo.key
@@ -330,3 +347,16 @@ class PublicDataset:
                 )
             what = f"dataset {self.name} ({repo.repo})"
             raise repo.not_found(what, hub, error, way_out) from error
+
+
+def _check_order(found: Sequence[str], where: str, names: Sequence[str], named: str) -> None:
+    """Raise a CorruptFileError if two lists of class names have a name at different places.
+
+    Labels are numbers, so those of one table would be read by the names of the other. Lists that
+    spell the classes otherwise cannot be compared.
+    """
+    if any(name in names and names.index(name) != k for k, name in enumerate(found)):
+        raise CorruptFileError(
+            f"{where}: its labels are numbered by the class names {first_of(found, 10)}, but those "
+            f"of {named} by {first_of(names, 10)}: the copy is of another version"
+        )

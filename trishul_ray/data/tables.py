@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.data.columns import to_array
+from trishul_ray.data.columns import nfc, to_array, with_nfc_names
 from trishul_ray.errors import CorruptFileError, first_line
 from trishul_ray.files import Json, digest
 from trishul_ray.lazy import pq
@@ -30,7 +30,7 @@ _PARQUET = b"PAR1"
 
 
 def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of a file with one of :data:`SUFFIXES`.
+    """Return the rows of a file with one of :data:`SUFFIXES`, its columns' names in NFC.
 
     ``columns`` that the file does not have are left out. If it has none of them, all are read, so
     that an error message can list them.
@@ -40,23 +40,27 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """
 
     def select(names: Sequence[str]) -> list[str]:
-        return [name for name in names if name in (columns or ())] or list(names)
+        return [name for name in names if nfc(name) in (columns or ())] or list(names)
 
     with _errors_named(file) as kind:
         if kind == "parquet":
             with pq.ParquetFile(file) as opened:
-                return opened.read(columns and select(opened.schema_arrow.names))
+                return with_nfc_names(opened.read(columns and select(opened.schema_arrow.names)))
         if kind == "CSV":
             table = _read_csv(file)
-            return table.select(select(table.column_names)) if columns else table
+            return with_nfc_names(table.select(select(table.column_names)) if columns else table)
         rows = list(_json_lines(file))
     names = select(list(dict.fromkeys(name for row in rows for name in row)))
     arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
-    return pa.table(arrays, names=names)
+    return with_nfc_names(pa.table(arrays, names=names))
 
 
 def column_names(file: Path) -> list[str]:
-    """Return the names of a table's columns; of JSON lines, those of the first row."""
+    """Return the names of a table's columns, in NFC; of JSON lines, those of the first row."""
+    return [nfc(name) for name in _stored_names(file)]
+
+
+def _stored_names(file: Path) -> list[str]:
     with _errors_named(file) as kind:
         if kind == "parquet":
             return list(pq.read_schema(file).names)
@@ -66,7 +70,7 @@ def column_names(file: Path) -> list[str]:
 
 
 def _read_csv(file: Path) -> pa.Table:
-    names = column_names(file)
+    names = _stored_names(file)
     # Read all columns as text: a text may look like a number.
     convert = pa.csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False

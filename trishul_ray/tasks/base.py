@@ -44,6 +44,8 @@ class Task(ABC):
     fields_read: ClassVar[frozenset[str]] = frozenset(
         {"max_length", "target_length", "template", "verbalizers"}
     )
+    #: Whether the labels may be any values, such as scores, instead of classes with several rows.
+    any_labels: ClassVar[bool] = False
     #: For the tests of all tasks: overrides that name a small dataset whose rows the task accepts,
     #: such as ``("dataset=table", "data.path=tests/ratings.csv")``; empty for one of the package's.
     sample: ClassVar[tuple[str, ...]] = ()

@@ -35,10 +35,13 @@ def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") ->
     """Build the task for a dataset and a backbone, of which it reads no weights.
 
     Raises:
-        InputError: The backbone's family does not support the dataset or the kind of task, or the
-            settings do not fit the dataset. The message says what is supported.
+        InputError: The backbone's family does not support the dataset or the kind of task, the
+            labels are no classes, or the settings do not fit the dataset. The message says what is
+            supported.
     """
     task = _choose_task(config.kind, info, backbone)
+    if info.doubt and not task.any_labels:
+        raise InputError(f"{info.source.partition(', ')[0]}: {info.doubt}")
     if "max_length" in task.fields_read:
         _check_length(config.max_length, backbone)
     return task.build(config, info, backbone)
