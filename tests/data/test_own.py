@@ -18,7 +18,8 @@ from PIL import Image
 from trishul_ray.config import DataConfig, ModelConfig, Places, TaskConfig
 from trishul_ray.data.columns import question_labels
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.own import CustomHubDataset, store_rows
+from trishul_ray.data.images import resize_images
+from trishul_ray.data.own import CustomHubDataset, encode_image, store_rows
 from trishul_ray.data.prepare import find_source, measure_coverage, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
@@ -27,6 +28,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.runs.prediction import input_columns
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.sequence_classification import SequenceClassification
 
@@ -962,3 +964,74 @@ def test_a_table_of_scores_is_refused_unless_the_task_reads_numbers(tmp_path, mo
 def test_a_task_that_is_not_there_is_named(tmp_path, columns, message):
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     refused(message, "table", tmp_path / "x.parquet", tmp_path)
+
+
+def gray_values(bits=8):
+    """Twelve gray images of 8x8, the first one all black."""
+    values = np.random.default_rng(0).integers(0, 256, (12, 8, 8))
+    values[0] = 0
+    return (values * 257 if bits == 16 else values).astype(np.uint16 if bits == 16 else np.uint8)
+
+
+def save_classes(root, arrays, suffix):
+    for number, array in enumerate(arrays):
+        file = root / "abc"[number % 3] / f"{number}.{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(file)
+    return root
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_images_of_16_bits_are_those_of_8(tmp_path, suffix):
+    found = [
+        prepare_own("images", save_classes(tmp_path / f"{b}", gray_values(b), suffix), tmp_path)
+        for b in (8, 16)
+    ]
+    assert found[0].fingerprint == found[1].fingerprint and found[1].info.image_shape == (1, 8, 8)
+    assert "16" not in found[0].info.source.rpartition("/")[2]
+    assert ", 12 of 12 images scaled from 16 to 8 bits" in found[1].info.source
+
+
+@pytest.mark.parametrize("form", ["pillow", "bytes", "datasets"])
+def test_images_of_16_bits_in_rows_and_in_predictions_are_those_of_8(tmp_path, form):
+    pixels = []
+    for bits in (8, 16):
+        images = [Image.fromarray(array) for array in gray_values(bits)]
+        if form != "pillow":
+            images = [encode_image(image) for image in images]
+        rows = {"image": images, "label": [n % 3 for n in range(12)]}
+        if form == "datasets":
+            features = datasets.Features(
+                {"image": datasets.Image(), "label": datasets.Value("int64")}
+            )
+            rows = datasets.Dataset.from_dict(rows, features)
+        data = prepare_own("rows", store_rows(rows, tmp_path / "c", {}), tmp_path)
+        passed = rows if form == "datasets" else images
+        pixels.append([data.fingerprint, input_columns(data.info, {}, passed)["pixels"].tolist()])
+    assert pixels[0] == pixels[1]
+    assert np.array_equal(np.squeeze(pixels[0][1]), gray_values())
+
+
+def test_a_value_between_two_levels_is_rounded(tmp_path):
+    image = Image.fromarray(np.full((8, 8), 32768, np.uint16))
+    turned = encode_image(Image.frombytes("I;16B", (8, 8), b"\x80\x00" * 64))
+    pixels = resize_images([(encode_image(image), "a"), (turned, "b")], (1, 8, 8))
+    assert np.unique(pixels).tolist() == [128]
+
+
+def test_pixels_of_unknown_range_are_refused_by_name(tmp_path):
+    floats, wide = gray_values().astype(np.float32) / 255, gray_values().astype(np.int32) * 300
+    root = save_classes(tmp_path / "floats", floats[:1], "tif")
+    save_classes(root, gray_values()[1:], "png")
+    message = r"floats/a/0.tif: pixels of 32-bit floats, of which .*; write 8 or 16 bits; remove it"
+    refused(message, "images", root, tmp_path)
+    assert len(prepare_own("images", root, tmp_path, skip_broken=True).info.skipped) == 1
+    root = save_classes(tmp_path / "wide", wide, "tif")
+    message = r"12 images cannot be read: .*wide/a/0.tif.*; write 8 or 16 bits where pixels are 32"
+    refused(message, "images", root, tmp_path)
+    root = save_classes(tmp_path / "12bits", gray_values().astype(np.uint16) * 16, "png")
+    message = r"12 images of 16 bits have values of at most 4,080 of 65,535, .* 16 would be left"
+    refused(message, "images", root, tmp_path)
+    for array in (floats, wide):
+        with pytest.raises(InputError, match=r"an image: pixels of 32-bit"):
+            store_rows({"image": [Image.fromarray(array[0])], "label": [0]}, tmp_path, {})

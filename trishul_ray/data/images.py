@@ -5,7 +5,9 @@ dataset's images. :func:`decode_and_resize` makes your own images meet it: each 
 (its EXIF orientation), resized so that its short side fits (bilinear, with antialiasing), and
 cropped to the square in its centre. The side is the most frequent short side, at most
 :data:`MAX_SIDE`. Unless all images are gray, all are converted to RGB, which drops transparency.
-``info.source`` tells how many images were resized or cropped, and how many were skipped.
+Gray images of 16 bits are scaled to 8; those of 32-bit integers or floats are refused, because
+nothing says which values are black and white. ``info.source`` tells how many images were scaled,
+resized or cropped, and how many were skipped.
 
 Legend of shapes: N images, C channels, H x W pixels.
 """
@@ -39,7 +41,15 @@ MODE_CHANNELS = {"RGB": 3, "L": 1}
 MAX_SIDE = 256
 
 #: Raise it when :func:`resize_images` changes what it returns: own images are prepared anew.
-PREPARATION_VERSION = 2
+PREPARATION_VERSION = 3
+
+#: Images of 16 bits that all stay below this value have fewer, such as those of a 12-bit sensor: of
+#: the 256 levels of 8 bits they would have 32.
+_DARK = 2**13
+
+#: What Pillow calls pixels whose range of values is unknown.
+_WIDE_MODES = {"I": "32-bit integers", "F": "32-bit floats"}
+_WIDE_ADVICE = "write 8 or 16 bits"
 
 #: Suffixes of photos as phones take them, in a format that Pillow cannot read.
 HEIC_SUFFIXES = (".heic", ".heif")
@@ -119,7 +129,7 @@ class ResizedImages:
         pixels: the images of every split, uint8 [N, C, H, W].
         kept: where they were in the split's list, int64 [N], ascending.
         skipped: names of the images that cannot be read.
-        note: how many were resized, cropped or skipped, for ``info.source``; empty if none.
+        note: how many were scaled, resized, cropped or skipped, for ``info.source``; empty if none.
     """
 
     pixels: dict[str, np.ndarray]
@@ -139,16 +149,18 @@ def decode_and_resize(
     With ``skip_broken``, images that cannot be read are left out, as if they were not there.
 
     Raises:
-        CorruptFileError: images cannot be read; the message names them.
+        CorruptFileError: images cannot be read, or have 16 bits of which they use few; the message
+            names them.
     """
     broken: dict[str, str] = {}
+    deep: dict[str, int] = {}
     while True:
         readable = {s: [i for i in images if i[1] not in broken] for s, images in splits.items()}
         shape, sizes = _common_shape(readable, broken)
         pixels = {}
         for split, images in readable.items():
             images = [image for image in images if image[1] not in broken]
-            pixels[split] = _resize(images, shape, partial(progress, split), broken)
+            pixels[split] = _resize(images, shape, partial(progress, split), broken, deep)
             progress(split, 1.0)
         if broken and not skip_broken:
             raise _broken_images(broken)
@@ -159,11 +171,20 @@ def decode_and_resize(
         split: np.array([n for n, (_, where) in enumerate(images) if where not in broken], int)
         for split, images in splits.items()
     }
+    brightest = max(deep.values(), default=_DARK)
+    if brightest < _DARK:
+        raise CorruptFileError(
+            f"{len(deep)} images of 16 bits have values of at most {brightest:,} of 65,535, such "
+            f"as {first_of(list(deep), 3)}: of 256 levels of gray, {brightest // 257 + 1} would be "
+            "left; scale them to 8 or to all 16 bits (12 bits: value * 16)"
+        )
     side = shape[1]
     resized = sizes.total() - sizes[side, side]
     note = ""
+    if deep:
+        note = f", {len(deep)} of {sizes.total()} images scaled from 16 to 8 bits"
     if resized:
-        note = f", {resized} of {sizes.total()} images resized and cropped to {side}x{side}"
+        note += f", {resized} of {sizes.total()} images resized and cropped to {side}x{side}"
     if broken:
         note += f", {len(broken)} broken image{'s' * (len(broken) > 1)} skipped"
     return ResizedImages(pixels, kept, tuple(broken), note)
@@ -183,7 +204,7 @@ def _common_shape(
             try:
                 with _open_image(encoded, where) as image:
                     sizes[image.height, image.width] += 1
-                    all_gray = all_gray and image.mode in ("1", "L")
+                    all_gray = all_gray and (image.mode in ("1", "L") or _is_deep(image))
             except CorruptFileError as error:
                 broken[where] = str(error)
     if not sizes:
@@ -201,7 +222,7 @@ def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> 
     Images that cannot be read are a CorruptFileError that names them.
     """
     broken: dict[str, str] = {}
-    pixels = _resize(images, shape, lambda done: None, broken)
+    pixels = _resize(images, shape, lambda done: None, broken, {})
     if broken:
         raise _broken_images(broken, skippable=False)
     return pixels
@@ -212,8 +233,12 @@ def _resize(
     shape: tuple[int, int, int],
     progress: Callable[[float], None],
     broken: dict[str, str],
+    deep: dict[str, int],
 ) -> np.ndarray:
-    """Return the pixels of the images that can be read; add the others to ``broken``."""
+    """Return the pixels of the images that can be read; add the others to ``broken``.
+
+    Images of 16 bits are added to ``deep``, with their largest value.
+    """
     channels, height, width = shape
     mode = next(mode for mode, count in MODE_CHANNELS.items() if count == channels)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
@@ -221,7 +246,10 @@ def _resize(
     for number, (encoded, where) in enumerate(images):
         try:
             with _open_image(encoded, where) as image:
-                upright = turn_upright(image).convert(mode)
+                upright = turn_upright(image)
+                if _is_deep(upright):
+                    deep[where], upright = _scaled(upright)
+                upright = upright.convert(mode)
                 if upright.size != (width, height):
                     bilinear = Image.Resampling.BILINEAR
                     upright = ImageOps.fit(upright, (width, height), bilinear)
@@ -244,11 +272,36 @@ def turn_upright(image: Image.Image) -> Image.Image:
         return image  # broken EXIF data say nothing on a readable image
 
 
+def _is_deep(image: Image.Image) -> bool:
+    """Return whether an image is gray with 16 bits; Pillow reads those in color with 8."""
+    return image.mode.startswith("I;16")
+
+
+def _scaled(image: Image.Image) -> tuple[int, Image.Image]:
+    """Return the largest value of an image of 16 bits, and it with 8 bits, rounded.
+
+    Pillow would clip the values at 255, which turns nearly all pixels white.
+    """
+    values: np.ndarray = np.asarray(image).astype(np.uint32)
+    return int(values.max()), Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def check_mode(image: Image.Image, where: str) -> None:
+    """Raise a CorruptFileError for an image whose values have no known range."""
+    if image.mode in _WIDE_MODES:
+        raise CorruptFileError(
+            f"{where}: pixels of {_WIDE_MODES[image.mode]}, of which nothing says what is black "
+            f"and what is white; {_WIDE_ADVICE}"
+        )
+
+
 def _broken_images(broken: Mapping[str, str], skippable: bool = True) -> CorruptFileError:
     """Return the error that names all images in ``broken``, which has their faults by name."""
     advice = []
     if any(name.lower().endswith(HEIC_SUFFIXES) for name in broken):
         advice.append("convert HEIC to JPEG")
+    if len(broken) > 1 and any(fault.endswith(_WIDE_ADVICE) for fault in broken.values()):
+        advice.append(f"{_WIDE_ADVICE} where pixels are 32-bit integers or floats")
     if len(broken) == 1:
         (found,) = broken.values()
     else:
@@ -269,6 +322,7 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="PIL")
             with Image.open(encoded if isinstance(encoded, Path) else BytesIO(encoded)) as image:
+                check_mode(image, where)
                 yield image
     except CorruptFileError:
         raise

@@ -55,6 +55,7 @@ from trishul_ray.data.images import (
     MAX_NAMED,
     PREPARATION_VERSION,
     NamedImage,
+    check_mode,
     decode_and_resize,
     pixel_statistics,
     turn_upright,
@@ -784,7 +785,7 @@ def is_image(value: Any) -> bool:
 def encode_image(value: Any) -> bytes:
     """Return a Pillow image, or pixels uint8 [H, W] or [H, W, 3], as a PNG file.
 
-    An array of another shape or type is an InputError.
+    An array of another shape or type is an InputError, as is an image of 32-bit numbers.
     """
     if isinstance(value, np.ndarray):
         gray = value.ndim == 2 or value.shape[-1] == 1
@@ -794,6 +795,9 @@ def encode_image(value: Any) -> bytes:
                 "width] or [height, width, 3]"
             )
         value = Image.fromarray(value.reshape(value.shape[:2]) if gray else value)
+    check_mode(value, "an image")
+    if value.mode.startswith("I;16"):  # Pillow writes 16 bits in the byte order of this machine
+        value = Image.fromarray(np.asarray(turn_upright(value)).astype(np.uint16))
     sink = io.BytesIO()
     turn_upright(value).save(sink, "PNG")  # a PNG file would lose the orientation
     return sink.getvalue()

@@ -353,7 +353,8 @@ def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str
         lines += [
             "",
             "The run turned photos upright, which the processor does not: pass it "
-            "`PIL.ImageOps.exif_transpose(image)`.",
+            "`PIL.ImageOps.exif_transpose(image)`. It scaled gray images of 16 bits to 8 (value / "
+            "257), which the processor would clip to white.",
         ]
     return "\n".join(lines) + "\n"
 
