@@ -28,6 +28,7 @@ from trishul_ray.report.figures.heads import (
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run, mean_over_rounds
 from trishul_ray.report.figures.selection import Band
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
+from trishul_ray.report.figures.style import figure_style
 from trishul_ray.rng import numpy_rng
 
 
@@ -164,6 +165,23 @@ def test_scores_by_name(tmp_path, pixels, count):
     pixels(save_png(draw_scores, data, tmp_path / "s.png"))
 
 
+@pytest.mark.parametrize("name", ["$10_$20", "$cash_$app", r"$\frac$", "_private", "a{b}^_$"])
+def test_no_name_is_math_or_left_out(tmp_path, pixels, name):
+    scores = ScoresData({name: 0.5, "other": 0.25}, name, name)
+    pixels(save_png(draw_scores, scores, tmp_path / "scores.png", name))
+    heads = heads_of_run("vit", name, {"a.0": 1, "a.1": 2}, {"a.0": 1.0, "a.1": 2.0})
+    with figure_style():
+        (legend,) = draw_bars(heads, [name]).legends
+    assert name in [text.get_text() for text in legend.get_texts()]
+
+
+def test_settings_of_a_user_change_no_figure(tmp_path):
+    data = metric_of_run([0, 1], {"a": [0.1, 0.5]})
+    plain = save_png(draw_curves, data, tmp_path / "a.png").read_bytes()
+    with matplotlib.rc_context({"text.usetex": True, "font.size": 30, "axes.facecolor": "red"}):
+        assert save_png(draw_curves, data, tmp_path / "b.png").read_bytes() == plain
+
+
 def test_a_note_is_below_the_figure(tmp_path, pixels):
     note = "part of cifar100: 10,000 of 50,000 training rows, 500 of 10,000 test rows scored; " * 3
     data = metric_of_run([0, 1], {"a": [0.1, 0.2]})
@@ -225,6 +243,8 @@ def test_spectra_show_what_the_prox_took_away(threshold):
     assert data.proxes[0].removed[0].centre == pytest.approx(1.0, rel=1e-6)
     above, below = draw_spectra(data, []).axes
     assert above.get_yscale() == "log" and below.get_ylim()[1] > 1
+    ticks = [text.get_text() for text in drawn_texts(above.figure)]
+    assert "10⁰" in ticks and not any("$" in text for text in ticks)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (48, 32)])

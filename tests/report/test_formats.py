@@ -8,7 +8,7 @@ import pytest
 from invented_outcomes import half_missing, initialization, invent_sweep, sensitivity, vision
 from rich.console import Console
 
-from trishul_ray.report.formats import to_csv, to_latex, to_markdown, to_rich
+from trishul_ray.report.formats import csv_text, to_csv, to_latex, to_markdown, to_rich
 from trishul_ray.report.tables import build_tables
 
 HOSTILE = r"a|b & 50% of $x_1$ #{<script>alert(1)</script>} \n ~^ [red]λ±≤"
@@ -123,6 +123,13 @@ def test_csv_keeps_hostile_text_and_axes_that_are_named_like_its_columns():
     assert {row["metric"] for row in rows} == {"accuracy"}
     assert {row[HOSTILE] for row in rows} == {HOSTILE, "b"}
     assert {row["reason"] for row in rows} == {"", HOSTILE}
+
+
+def test_no_text_in_a_csv_is_a_formula_and_every_number_stays_one():
+    texts = ["=1+1", "+cmd", "-x", "@SUM(A1)", "\t=1"]
+    row = [*texts, "a=1", "−1", "-0.5", "+1e-05", "-inf", -2.5, None]
+    read = next(csv.reader(io.StringIO(csv_text([row]), newline="")))
+    assert read == [*(f"'{text}" for text in texts), *row[5:10], "-2.5", ""]
 
 
 @pytest.mark.parametrize("sweep", [sensitivity(), sensitivity(seeds=1, profile="smoke"), hostile()])

@@ -19,8 +19,6 @@ That all parts are seen needs no correction for their number. That one of severa
 intervals are of the level 5 % over the number of parts.
 """
 
-import csv
-import io
 import itertools
 import math
 import shlex
@@ -33,10 +31,11 @@ from typing import Literal, get_args
 import numpy as np
 import yaml
 from pydantic import Field
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text as RichText
 
 from trishul_ray.config import Section
+from trishul_ray.report.formats import csv_text
 from trishul_ray.report.outcomes import (
     SEED,
     CellOutcome,
@@ -466,17 +465,16 @@ def claims_table(findings: Sequence[Finding]) -> Table:
         claim = finding.claim
         head = ("", "") if claim is last else (claim.title, claim.place)
         row = (*head, finding.label, finding.summary, finding.verdict)
-        table.add_row(*map(escape, row))
+        table.add_row(*map(RichText, row))
         last = claim
     return table
 
 
 def claims_csv(findings: Sequence[Finding]) -> str:
     """Return the claims as CSV: a row for each part."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
     head = ("claim", "says", "paper", "line", "profile", "sweep", "on", "verdict", "part")
-    writer.writerow([*head, "part_verdict", "number", "low", "high", "seeds", "columns", "differs"])
+    rows: list[list[object]] = []
+    rows.append([*head, "part_verdict", "number", "low", "high", "seeds", "columns", "differs"])
     for finding in findings:
         claim = finding.claim
         first = [claim.name, claim.says, claim.paper or "", claim.line, finding.profile]
@@ -485,5 +483,5 @@ def claims_csv(findings: Sequence[Finding]) -> str:
             number = "" if part.number is None else repr(part.number)
             low, high = map(repr, part.interval) if part.interval else ("", "")
             last = (part.seeds, part.columns, finding.differs)
-            writer.writerow([*first, part.text, verdict, number, low, high, *last])
-    return file.getvalue()
+            rows.append([*first, part.text, verdict, number, low, high, *last])
+    return csv_text(rows)

@@ -3,11 +3,10 @@
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -178,9 +177,7 @@ def to_csv(table: SweepTable) -> str:
     sweep, axes = table.sweep, list(table.sweep.axes)
     taken = {*_CSV_HEAD, *_CSV_TAIL}
     names = [f"axis_{axis}" if axis in taken else axis for axis in axes]
-    sink = io.StringIO()
-    writer = csv.writer(sink, lineterminator="\n")
-    writer.writerow([*_CSV_HEAD, *names, *_CSV_TAIL])
+    rows: list[Sequence[object]] = [[*_CSV_HEAD, *names, *_CSV_TAIL]]
     cells = [cell for row in table.rows for cell in row.cells]
     for number, run in ((cell, run) for cell in cells for run in cell.runs):
         head = (sweep.name, table.profile, table.layout.name, *run.labels_of(axes))
@@ -188,8 +185,29 @@ def to_csv(table: SweepTable) -> str:
         tail = (run.status, run.reason, run.id, paper, run.part, " ".join(sweep.overrides))
         config = run.summary.config if run.summary is not None else None
         used = (config["data"]["name"], config["model"]["name"]) if config else ("", "")
-        writer.writerow([*head, run.metric, value, *tail, *used])
+        rows.append([*head, run.metric, value, *tail, *used])
+    return csv_text(rows)
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as CSV.
+
+    A text that a spreadsheet would run as a formula, because it begins with ``=``, ``+``, ``-``,
+    ``@``, a tab or a carriage return and is no number, gets an apostrophe in front.
+    """
+    sink = io.StringIO()
+    csv.writer(sink, lineterminator="\n").writerows(map(_no_formula, row) for row in rows)
     return sink.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def to_rich(table: SweepTable, width: int) -> Group:
@@ -197,11 +215,16 @@ def to_rich(table: SweepTable, width: int) -> Group:
 
     Columns that do not fit beside each other are shown below, again with the names of the rows.
     """
-    heads = ["\n".join(filter(None, column)) for column in table.columns]
+    heads = [Text("\n".join(filter(None, column))) for column in table.columns]
     contents = [[_rich_cell(row.cells[i]) for row in table.rows] for i in range(len(heads))]
     # Headings wrap between words; numbers do not.
     widths = [
-        max(map(cell_len, [*head.split(), *(line for c in cells for line in _lines(c))]))
+        max(
+            map(
+                cell_len,
+                [*head.plain.split(), *(line for c in cells for line in c.plain.split("\n"))],
+            )
+        )
         for head, cells in zip(heads, contents, strict=True)
     ]
     left = max(map(cell_len, (table.row_axis, *(row.label for row in table.rows))))
@@ -212,14 +235,14 @@ def to_rich(table: SweepTable, width: int) -> Group:
             parts.append([])
         parts[-1].append(i)
     columns = [
-        Column(escape(head), justify="right", width=width)
+        Column(head, justify="right", width=width)
         for head, width in zip(heads, widths, strict=True)
     ]
     views = [_rich_part(table, columns, part, left) for part in parts]
     if table.judged:
         views.append(_rich_verdicts(table))
-    views[0].title = escape(f"{table.layout.title} [{table.profile}]")
-    views[-1].caption = escape(caption(table))
+    views[0].title = Text(f"{table.layout.title} [{table.profile}]")
+    views[-1].caption = Text(caption(table))
     return Group(*views)
 
 
@@ -227,13 +250,13 @@ def _rich_part(
     table: SweepTable, columns: Sequence[Column], part: Sequence[int], left: int
 ) -> Table:
     """Return the columns ``part`` of a table; the names of its rows have ``left`` letters."""
-    view = Table(Column(escape(table.row_axis), width=left), *(columns[i].copy() for i in part))
+    view = Table(Column(Text(table.row_axis), width=left), *(columns[i].copy() for i in part))
     for group in table.groups:
         if group.label:
             view.add_section()
-            view.add_row(f"[italic]{escape(group.label)}[/italic]")
+            view.add_row(Text(group.label, "italic"))
         for row in group.rows:
-            view.add_row(escape(row.label), *(_rich_cell(row.cells[i]) for i in part))
+            view.add_row(Text(row.label), *(_rich_cell(row.cells[i]) for i in part))
     return view
 
 
@@ -242,19 +265,20 @@ def _rich_verdicts(table: SweepTable) -> Table:
     view = Table.grid(padding=(0, 2))
     for group in table.groups:
         if group.label:
-            view.add_row(f"[italic]{escape(group.label)}[/italic]")
+            view.add_row(Text(group.label, "italic"))
         for row in group.rows:
-            view.add_row(escape(row.label), escape(row.verdict.text))
+            view.add_row(Text(row.label), Text(row.verdict.text))
     return view
 
 
-def _lines(markup: str) -> list[str]:
-    return Text.from_markup(markup).plain.split("\n")
-
-
-def _rich_cell(cell: TableCell) -> str:
-    text = _plain_cell(cell, lambda value: f"[bold]{value}[/bold]", escape)
-    if cell.paper is None:
-        return text
-    paper, *rest = _paper_parts(cell)
-    return "\n".join([text, " ".join([f"[dim]paper {paper}[/dim]", *rest[:1]]), *rest[1:]])
+def _rich_cell(cell: TableCell) -> Text:
+    text = Text(_plain_cell(cell, str, str))
+    if cell.best and cell.estimate is not None:
+        text.stylize("bold", 0, len(cell.format(cell.estimate.mean)))
+    if cell.paper is not None:
+        paper, *rest = _paper_parts(cell)
+        text.append("\n").append(f"paper {paper}", "dim")
+        text.append(
+            "".join([*(f" {part}" for part in rest[:1]), *(f"\n{part}" for part in rest[1:])])
+        )
+    return text

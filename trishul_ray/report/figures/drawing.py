@@ -1,6 +1,5 @@
 """Draw figures: of a sweep as SVG, PDF and CSV, of a run as PNG."""
 
-import csv
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from trishul_ray.report.figures.scatter import accuracy_inconsistency, draw_scat
 from trishul_ray.report.figures.selection import Selection
 from trishul_ray.report.figures.spectra import draw_spectra, svt_spectra
 from trishul_ray.report.figures.style import figure_style, to_svg
+from trishul_ray.report.formats import csv_text
 from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, Row, SweepOutcome
 
 #: Dots per inch of PNG files.
@@ -125,13 +125,9 @@ def select(figure: FigureLayout, sweep: SweepOutcome) -> Selection:
 def _to_csv(data: FigureData, profile: str) -> str:
     """Return the rows of a figure, each with the profile; an unknown number is empty."""
     rows = [{"profile": profile, **row} for row in data.rows()]
-    file = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: "" if value != value else value for name, value in row.items()})
-    return file.getvalue()
+    values = [[row.get(name, "") for name in names] for row in rows]
+    return csv_text([names, *(["" if v != v else v for v in line] for line in values)])
 
 
 Data = TypeVar("Data", bound=FigureData)

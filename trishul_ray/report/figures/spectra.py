@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from trishul_ray.report.figures.selection import Band, Selection
@@ -32,6 +32,8 @@ _REMARK = (
 )
 #: Singular values below this share of the largest are rounding of float32 cores: drawn as zero.
 _ROUNDING = 1e-6
+#: Digits and sign of an exponent.
+_RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _BEFORE = Style(COLOURS[1], (0, (5, 2)), "s", "")
 _AFTER = Style(COLOURS[0], "solid", "o", "")
 
@@ -252,8 +254,14 @@ def _draw(
     return name, float(index[last]), float(np.nan_to_num(median[last], nan=floor)), style.colour
 
 
+def _power_of_ten(value: float) -> str:
+    """Return a tick of a log axis, such as ``10⁻³``: Matplotlib's own is math, which is off."""
+    return f"10{str(round(math.log10(value))).translate(_RAISED)}" if value > 0 else ""
+
+
 def _finish(axes: Axes, spectrum: Spectrum, title: str, y_label: str = "singular value") -> None:
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power_of_ten(value)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlim(0.5, len(spectrum) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from matplotlib import rc_context
+from matplotlib import rc_context, rcdefaults, rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -36,6 +36,8 @@ _DASHES = ("solid", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1.5, 1.5)), (0, (3, 1))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "h")
 _HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "--", "oo", "**")
 _LINE_HEIGHT = 12.5  # of a direct label, in points
+#: Labels that Matplotlib gives to artists without one.
+_UNNAMED = re.compile(r"|_nolegend_|_(child|container)\d+")
 #: Verdana has the widths of DejaVu Sans, with which the figure is laid out.
 _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -43,6 +45,7 @@ _SETTINGS: dict[Any, Any] = {
     "hatch.linewidth": 0.6,
     "svg.fonttype": "none",
     "svg.hashsalt": "trishul-ray",
+    "text.parse_math": False,  # a name may have dollar signs
 }
 
 
@@ -78,8 +81,13 @@ def styles_of(names: Sequence[str]) -> dict[str, Style]:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Draw and write figures within this context; global settings are untouched."""
-    with rc_context(_SETTINGS):
+    """Draw and write figures within this context; global settings are untouched.
+
+    Settings of a ``matplotlibrc``, such as ``text.usetex``, do not count.
+    """
+    with rc_context():
+        rcdefaults()
+        rcParams.update(_SETTINGS)
         yield
 
 
@@ -174,8 +182,10 @@ def legend_above(figure: Figure) -> None:
     """Name each series once, above the panels."""
     found: dict[str, Artist] = {}
     for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
+        for artist in (*axes.lines, *axes.containers, *axes.collections):
+            # Not by get_legend_handles_labels, which leaves out a series named "_x".
+            if not _UNNAMED.fullmatch(label := str(artist.get_label())):
+                found.setdefault(label, artist)
     # At this size a letter is about 0.085 inches wide, and a sample 0.6.
     widest = max(0.085 * len(name) + 0.6 for name in found) if found else 1.0
     columns = max(1, min(4, int(figure.get_figwidth() / widest)))
