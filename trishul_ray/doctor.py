@@ -24,6 +24,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
+from rich.text import Text
 
 from trishul_ray.config import Places
 from trishul_ray.errors import InputError, RunError, first_of
@@ -107,9 +108,9 @@ def render(checks: Sequence[Check], console: Console) -> None:
     """Print each result with its hint below it, and a summary."""
     width = max(len(check.name) for check in checks)
     for check in checks:
-        status = f"[{_COLORS[check.status]}]{check.status}[/]{' ' * (4 - len(check.status))}"
-        console.print(f"{status}  {check.name:<{width}}  ", end="")
-        console.print(check.detail, markup=False, highlight=False, soft_wrap=True)
+        line = Text(f"{check.status:<4}  {check.name:<{width}}  {check.detail}")
+        line.stylize(_COLORS[check.status], 0, len(check.status))
+        console.print(line, soft_wrap=True)
         if check.hint:
             pad = " " * (width + 8)
             console.print(f"{pad}{check.hint}", markup=False, highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ SIGHUP (the terminal was closed).
 """
 
 import gc
+import io
 import math
 import signal
 import sys
@@ -90,6 +91,9 @@ def main() -> None:
     # A command keeps nearly all it makes: looking for cyclic garbage in thousands of results as
     # often as Python does would take a fifth of its time.
     gc.set_threshold(100_000)
+    for stream in (sys.stdout, sys.stderr):  # a terminal or a log may have no Greek letters
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _signals_as_interrupts() as received:
             code = app(standalone_mode=False)

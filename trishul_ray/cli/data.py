@@ -6,7 +6,14 @@ from typing import Annotated
 import typer
 
 import trishul_ray.cli.lazy as lazy
-from trishul_ray.cli.output import Plugins, err, out, print_field, print_line, show_progress
+from trishul_ray.cli.output import (
+    Plugins,
+    err,
+    print_field,
+    print_line,
+    print_table,
+    show_progress,
+)
 from trishul_ray.errors import InputError
 
 
@@ -40,7 +47,7 @@ def pretrain(
 
 def methods(plugin: Plugins = None) -> None:
     """List the methods: what they do, what they send, where they are published."""
-    out.print(lazy.listing.methods_table())
+    print_table(lazy.listing.methods_table())
 
 
 def models(
@@ -58,11 +65,11 @@ def models(
     - `trishul models vit-b16 method.block_scores=attention budget=higher`
     """
     if not arguments:
-        out.print(lazy.listing.models_table())
+        print_table(lazy.listing.models_table())
         return
     name, *overrides = arguments
     experiment = lazy.loading.load_experiment(None, [f"model={name}", *overrides])
-    out.print(lazy.listing.heads_table(lazy.fit.heads_by_block(experiment)))
+    print_table(lazy.listing.heads_table(lazy.fit.heads_by_block(experiment)))
 
 
 def datasets(
@@ -88,7 +95,7 @@ def datasets(
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
     if not arguments:
-        out.print(lazy.listing.datasets_table(lazy.prepare.describe_datasets()))
+        print_table(lazy.listing.datasets_table(lazy.prepare.describe_datasets()))
         for fault in lazy.prepare.dataset_faults():
             print_line(f"warning: {fault}", err)
         return
@@ -105,7 +112,7 @@ def datasets(
         prepared.dataset.train, prepared.shards, experiment.partition
     )
     print_line(lazy.listing.describe_partition(held, experiment))
-    out.print(lazy.listing.partition_table(held))
+    print_table(lazy.listing.partition_table(held))
     coverage = lazy.rows.coverage_of(experiment, prepared.dataset).sentence
     print_field("data", coverage)
     if picture is not None:

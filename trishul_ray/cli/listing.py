@@ -16,7 +16,6 @@ import numpy as np
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.markup import escape
 from rich.table import Column, Table
 
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
@@ -62,7 +61,7 @@ def datasets_table(described: Mapping[str, str]) -> Table:
     """List every dataset with one line of description."""
     table = Table("name", "what it is")
     for name, text in described.items():
-        table.add_row(name, escape(text))
+        table.add_row(name, text)
     return table
 
 
@@ -288,11 +287,11 @@ def partition_table(labels: "LabelCounts") -> Table:
 
     def cells(rows: np.ndarray) -> tuple[str, ...]:
         order = np.argsort(-rows, kind="stable")[:4]
-        largest = ", ".join(f"{escape(labels.names[k])}: {rows[k]}" for k in order if rows[k])
+        largest = ", ".join(f"{labels.names[k]}: {rows[k]}" for k in order if rows[k])
         return (str(int((rows > 0).sum())), largest) if several else ()
 
     for client in range(shown):
-        name = escape(labels.clients[client]) if labels.clients else str(client)
+        name = labels.clients[client] if labels.clients else str(client)
         table.add_row(name, str(sizes[client]), *cells(counts[client]))
     if shown < len(counts):
         more = ("", f"{len(counts) - shown} more") if several else ()

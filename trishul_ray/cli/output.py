@@ -6,19 +6,22 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import trishul_ray.cli.lazy as lazy
 from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
 
-out = Console()
-err = Console(stderr=True)
+# Names of a user are shown as they are: "[red]" is no markup, and ":a:" no picture.
+plain_console = partial(Console, markup=False, emoji=False, highlight=False)
+out = plain_console()
+err = plain_console(stderr=True)
 
 
 def _load_plugins(files: list[Path] | None) -> None:
@@ -40,13 +43,36 @@ Plugins = Annotated[
 
 def print_line(text: str, console: Console = out) -> None:
     """Print plain text without wrapping it, so that paths and commands can be copied."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)
 
 
-def print_whole(table: Table) -> None:
-    """Print a table on standard output, however wide: to 80 columns, as of a pipe, Rich cuts."""
-    whole = Console(width=10**4).measure(table).maximum
-    Console(width=max(out.width, whole)).print(table)
+def print_table(table: Table) -> None:
+    """Print a table on standard output and cut none of it.
+
+    A pipe or a file gets it as wide as it is. On a terminal cells wrap between words; where even
+    the longest words do not fit beside each other, each row becomes a list of its cells.
+    """
+    whole = plain_console(width=10**4).measure(table)
+    if not out.is_terminal:
+        plain_console(width=max(out.width, whole.maximum)).print(table)
+    elif whole.minimum <= out.width:
+        for column in table.columns:
+            column.overflow = "fold"  # by default the end of a long word is cut
+        out.print(table)
+    else:
+        out.print(_stacked(table))
+
+
+def _stacked(table: Table) -> Table:
+    """Return a table of two columns, the heads and the cells of each row below each other."""
+    stacked = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
+    stacked.title, stacked.caption = table.title, table.caption
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, cells, strict=True):
+            if cell:
+                stacked.add_row(column.header, cell)
+        stacked.add_row()
+    return stacked
 
 
 def wrapped(text: str) -> str:

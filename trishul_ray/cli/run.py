@@ -16,7 +16,7 @@ from trishul_ray.cli.output import (
     out,
     print_field,
     print_line,
-    print_whole,
+    print_table,
     resumable,
     show_progress,
     typed,
@@ -72,8 +72,7 @@ def run(
         print_line(lazy.listing.field_list(experiment, out.width))
         return
     if show:
-        out.print(f"# id: {experiment.id}", highlight=False)
-        out.print(experiment.to_yaml().decode(), highlight=False, end="")
+        print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")
         return
     # An unknown name is refused before anything imports torch.
     lazy.prepare.find_source(experiment.data)
@@ -85,7 +84,8 @@ def _run_and_show(experiment: "lazy.experiment.Experiment", *, fresh: bool, cent
     if central:
         experiments.append(("central", lazy.runner.central_twin(experiment)))
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
-    out.print(lazy.listing.summary_table([(label, result.summary) for label, result in results]))
+    summaries = [(label, result.summary) for label, result in results]
+    print_table(lazy.listing.summary_table(summaries))
     first = results[0][1]
     print_field("data", first.summary.data.sentence)
     if clients := lazy.listing.client_sentence(first.summary):
@@ -171,7 +171,7 @@ def theory(
             raise InputError(f"run {run!r} has no core heads: no theorem is about it")
     else:
         checks = lazy.checks.stand_in_checks(seed, rounds)
-    print_whole(lazy.listing.checks_table(checks))
+    print_table(lazy.listing.checks_table(checks))
     print_field("holds", f"{sum(check.holds for check in checks)} of {len(checks)}")
 
 

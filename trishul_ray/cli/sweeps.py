@@ -15,7 +15,7 @@ from trishul_ray.cli.output import (
     out,
     print_field,
     print_line,
-    print_whole,
+    print_table,
     resumable,
     typed,
 )
@@ -167,7 +167,7 @@ def rates(
     result = _reproduce([sweep], retries, stall_minutes, concurrency)
     chosen = lazy.rates.choose_rates(result.outcomes[0])
     lazy.rates.write_rates(chosen, sweep.profile, written)
-    print_whole(lazy.rates.rates_table(chosen))
+    print_table(lazy.rates.rates_table(chosen))
     if result.failures:
         print_line(f"{len(result.failures)} runs failed, and their rates are not chosen", err)
     print_field("rates", written)
@@ -207,7 +207,7 @@ def plan(
         measured = lazy.status.other_results(experiments, report)
     device = device or lazy.plan.usual_device({sweep.profile for sweep in sweeps})
     made = lazy.plan.make_plan(sweeps, states, device, measured)
-    print_whole(lazy.plan.plan_table(made, devices=devices, price=price))
+    print_table(lazy.plan.plan_table(made, devices=devices, price=price))
     for note in lazy.plan.plan_notes(made, states, devices):
         print_line(note)
 
@@ -276,7 +276,7 @@ def claims(
     sweeps = load_sweeps([*needed, *overrides], profile, runs)
     outcomes = _read_outcomes(sweeps)
     findings = lazy.claims.judge(outcomes)
-    print_whole(lazy.claims.claims_table(findings))
+    print_table(lazy.claims.claims_table(findings))
     print_line(f"{profile}: {lazy.page.comparable(outcomes)}")
     missing = dict.fromkeys(finding.command for finding in findings if finding.command)
     for command in missing:

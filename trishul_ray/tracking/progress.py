@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 #: Minimum seconds between two plain lines about one preparation; its last line always appears.
@@ -114,10 +113,10 @@ class RunProgress:
         self._notes: dict[str, int] = {}
         self._printed_at: dict[str, float] = {}
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("{task.fields[eta]}", style="progress.remaining"),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TextColumn("{task.fields[eta]}", style="progress.remaining", markup=False),
             console=self._console,
             refresh_per_second=4,
             disable=not self._live,
@@ -139,7 +138,7 @@ class RunProgress:
     def phase(self, text: str) -> None:
         """Show what the run does before its first round or after its last."""
         if self._live:
-            self._bar.update(self._task, description=escape(text))
+            self._bar.update(self._task, description=text)
         else:
             self._print(text, passing=True)
 
@@ -201,7 +200,7 @@ class RunProgress:
             share = min(1.0, max(0.0, share))
             line = f"{label}: {text} {share:4.0%}"
             if self._live:
-                self._bar.update(self._task, description=escape(line))
+                self._bar.update(self._task, description=line)
                 return
             now = time.monotonic()
             last = self._printed_at.get(label, -math.inf)
@@ -355,10 +354,10 @@ class SweepProgress(RunProgress):
         for place, (id, cell) in enumerate(self._running.items()):
             name, rounds = self._cells[id]
             if cell.task is None:
-                cell.task = self._bar.add_task(escape(name), total=rounds, figures="", eta="")
+                cell.task = self._bar.add_task(name, total=rounds, figures="", eta="")
             self._bar.update(
                 cell.task,
-                description=escape(name),
+                description=name,
                 completed=cell.round,
                 figures=f"round {cell.round}/{rounds}  {self._figures(cell.metrics)}",
                 visible=place < SHOWN_CELLS,

@@ -1,0 +1,59 @@
+"""What commands print: nothing is cut, whatever the terminal, and nobody's name is markup."""
+
+import io
+import sys
+
+import pytest
+import yaml
+from rich.table import Column, Table
+
+from trishul_ray.cli import output
+
+
+def printed(monkeypatch, capsys, table, width, terminal=True):
+    file = io.StringIO()
+    console = output.plain_console(
+        width=width, force_terminal=terminal, color_system=None, file=file
+    )
+    monkeypatch.setattr(output, "out", console)
+    output.print_table(table)
+    return file.getvalue() + capsys.readouterr().out
+
+
+def claims_like():
+    table = Table("claim", "number", Column("verdict", justify="right"))
+    text = "accuracy: TRISHUL − RAVAN: +0.0012 (−0.0034 to +0.0056); 2 of 15 seen"
+    table.add_row("Accuracy is [highest] of all methods :a:", text, "seen")
+    table.add_row("", "80.12345%", "undecided")
+    return table
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 100])
+def test_a_terminal_shows_a_table_within_its_width_and_all_of_it(monkeypatch, capsys, width):
+    text = printed(monkeypatch, capsys, claims_like(), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for word in ("[highest]", ":a:", "(−0.0034", "80.12345%", "undecided"):
+        assert word in text
+
+
+def test_a_pipe_gets_a_table_as_wide_as_it_is(monkeypatch, capsys):
+    text = printed(monkeypatch, capsys, claims_like(), 40, terminal=False)
+    assert "+0.0012 (−0.0034 to +0.0056); 2 of 15 seen" in text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_a_terminal_does_not_have_are_escaped(called, monkeypatch, encoding):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert called("run", "--fields") == (0, "", "")
+    terminal.flush()
+    assert rb"\u03bb" in terminal.buffer.getvalue()
+
+
+def test_a_configuration_is_shown_as_it_is_read(called, tmp_path):
+    name = "[red]a[/] :smile: [/nothing] " + 30 * "word "
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"tracking": {"experiment": name.strip()}}))
+    code, out, error = called("run", tmp_path / "a.yaml", "--show")
+    assert code == 0, error
+    assert yaml.safe_load(out)["tracking"]["experiment"] == name.strip()
