@@ -119,6 +119,7 @@ def test_every_mistake_gets_one_line(overrides, expected):
         ("- 1\n- 2\n", "must contain key: value pairs, not a list"),
         ("just words\n", "must contain key: value pairs, not a text"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
+        (f"a: {2000 * '['}{2000 * ']'}\n", "is not YAML: values are nested too deeply"),
     ],
 )
 def test_invalid_config_files(tmp_path, text, expected):

@@ -312,6 +312,14 @@ def test_a_corrupt_result_is_named(tiny):
         (summary.to_json() + b" ", r"corrupt \(checksum differs\)"),
         (replace(summary, id="0" * 12).to_json(), "belongs to run 000000000000"),
         (checked(older | {"more": 1}), "has other fields"),
+        (checked(older | {"hardware": None}), "has other fields"),
+        (checked(older | {"data": []}), "has other fields"),
+        (checked(older | {"config": {}}), r"has other fields \('method'\)"),
+        (checked(older | {"config": {"method": "fedit"}}), "has other fields"),
+        (checked(older | {"final": {"round": "last"}}), r"has other fields \(final.round: "),
+        (checked(older | {"final": {"round": 3}}), r"has other fields \('final.accuracy'\)"),
+        (checked(older | {"round_seconds": None}), r"has other fields \(round_seconds: "),
+        (checked(older | {"personal": {"a": "x"}}), r"has other fields \(personal.a: "),
     ]:
         home.write("result.json", content)
         with pytest.raises(CorruptFileError, match=message) as caught:

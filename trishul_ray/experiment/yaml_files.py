@@ -33,9 +33,20 @@ class RepeatedKeyError(yaml.MarkedYAMLError):
     """A key that stands twice in a mapping; ``problem`` names it and its lines."""
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
-    return yaml.load(text, Loader=_Loader)
+#: The ``problem`` of YAML that Python's stack does not hold.
+TOO_DEEP = "values are nested too deeply"
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Parse YAML as ``yaml.safe_load`` does, but refuse a repeated key.
+
+    Raises:
+        yaml.YAMLError: It is not YAML, repeats a key, or is nested too deeply.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem=TOO_DEEP) from None
 
 
 def read_yaml(path: Path) -> RawFields:

@@ -35,6 +35,7 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from trishul_ray.config import Section
+from trishul_ray.errors import typed_line
 from trishul_ray.report.formats import csv_text
 from trishul_ray.report.outcomes import (
     SEED,
@@ -310,9 +311,9 @@ def _findings(claim: Claim, sweep: SweepOutcome) -> Iterator[Finding]:
         problem = ""
         try:
             parts = tuple(_parts(claim, sweep, cells))
-        # One unreadable file of a run must not cost the whole page.
-        except (OSError, ValueError) as error:
-            parts, problem = (Part(claim.title, SCORE, "higher", percent=True),), str(error)
+        # One file of a run that is unreadable, or has other columns, must not cost the whole page.
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            parts, problem = (Part(claim.title, SCORE, "higher", percent=True),), typed_line(error)
         if not parts:
             continue
         missing = any(part.number is None for part in parts)

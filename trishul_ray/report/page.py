@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.errors import typed_line
 from trishul_ray.files import digest, write_file
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge
@@ -410,9 +411,10 @@ def _parts(
 def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str) -> Drawing:
     try:
         image = draw(layout, sweep)
-    # One unreadable file of a run must not cost the whole page.
-    except (OSError, ValueError) as error:
-        return Drawing(layout, slug, None, f"It could not be drawn: {error}", broken=True)
+    # One file of a run that is unreadable, or has other columns, must not cost the whole page.
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = f"It could not be drawn: {typed_line(error)}"
+        return Drawing(layout, slug, None, why, broken=True)
     return Drawing(layout, slug, image, "" if image else "No finished run has what it shows.")
 
 

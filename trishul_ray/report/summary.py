@@ -10,13 +10,16 @@ import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 
 import numpy as np
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
+from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.files import Json
 from trishul_ray.lazy import pd, pq
 from trishul_ray.storage import Store
@@ -173,14 +176,30 @@ class RunSummary:
         if fields["id"] != home.name:
             raise CorruptFileError(f"{place} belongs to run {fields['id']}")
         try:
-            return cls._from_json(fields)
-        except (TypeError, KeyError) as error:  # names the fields
+            summary = cls._from_json(fields)
+            summary._check_values()
+        except (TypeError, KeyError, AttributeError) as error:  # names the fields
             raise CorruptFileError(f"{place} has other fields ({error})") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise CorruptFileError(f"{place} has other fields ({name}: {first['msg']})") from error
+        return summary
 
     @classmethod
     def _from_json(cls, fields: Json) -> "RunSummary":
         data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
         return cls(**fields | {"data": data, "hardware": machine})
+
+    def _check_values(self) -> None:
+        """Raise an error that names the first value that readers of results cannot use."""
+        _values().validate_python(vars(self))
+        for section in ("method", "data", "model"):
+            if not isinstance(self.config[section]["name"], str):
+                raise TypeError(f"config.{section}.name is no text")
+        for name in (self.headline, "round"):
+            if name not in self.final:
+                raise KeyError(f"final.{name}")
 
     def written(self) -> "RunSummary":
         """Return the summary as it is read again: with its checksum, and plain JSON values."""
@@ -238,10 +257,15 @@ class RunSummary:
         return damaged
 
 
+@cache
+def _values() -> TypeAdapter[RunSummary]:
+    return TypeAdapter(RunSummary)
+
+
 def _is_configuration(content: bytes) -> bool:
     """Return whether config.yaml, which has no SHA-256, can be read."""
     try:
-        return isinstance(yaml.safe_load(content), dict)
+        return isinstance(parse_yaml(content), dict)
     except (yaml.YAMLError, UnicodeDecodeError):
         return False
 

@@ -9,6 +9,7 @@ import yaml
 from trishul_ray.errors import CorruptFileError, InputError, RunError, first_of
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import local_sources
+from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
@@ -48,7 +49,7 @@ def read_finished(
     else:
         return summary, summary.unscored(experiment)
     try:
-        config = yaml.safe_load(home.read("config.yaml"))
+        config = parse_yaml(home.read("config.yaml"))
         before = experiment.evaluation.model_copy(update={"every": config["evaluation"]["every"]})
         return None, unscored(experiment, before.scored_rounds(experiment.federation.rounds))
     except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError):

@@ -24,6 +24,7 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
+from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import ArrayState, changed_sources
@@ -87,7 +88,7 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
         name = _complete(run, name, store)
         home = store.child(name)
     try:
-        fields = yaml.safe_load(home.read("config.yaml"))
+        fields = parse_yaml(home.read("config.yaml"))
         fields["storage"]["runs"] = folder or runs
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
         place = home.place("config.yaml")

@@ -48,6 +48,7 @@ from trishul_ray.experiment.loading import (
     full_name,
     split_override,
 )
+from trishul_ray.experiment.yaml_files import TOO_DEEP
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.outcomes import (
     FigureLayout,
@@ -149,6 +150,8 @@ def parse(text: str, shown: str, place: str | None = None) -> Value:
         mark = error.problem_mark or error.context_mark
         where = place or (f"{shown}:{mark.line + 1}" if mark else shown)
         raise InputError(f"{where}: not YAML: {error.problem or error.context}") from error
+    except RecursionError:
+        raise InputError(f"{place or shown}: not YAML: {TOO_DEEP}") from None
     except yaml.reader.ReaderError as error:
         where = place or f"{shown}:{text.count(chr(10), 0, error.position) + 1}"
         raise InputError(f"{where}: not YAML: {error.reason}") from error

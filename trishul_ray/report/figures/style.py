@@ -182,7 +182,8 @@ def legend_above(figure: Figure) -> None:
     """Name each series once, above the panels."""
     found: dict[str, Artist] = {}
     for axes in figure.axes:
-        for artist in (*axes.lines, *axes.containers, *axes.collections):
+        drawn: list[Any] = [*axes.lines, *axes.containers, *axes.collections]
+        for artist in drawn:
             # Not by get_legend_handles_labels, which leaves out a series named "_x".
             if not _UNNAMED.fullmatch(label := str(artist.get_label())):
                 found.setdefault(label, artist)
