@@ -57,3 +57,24 @@ def test_a_configuration_is_shown_as_it_is_read(called, tmp_path):
     code, out, error = called("run", tmp_path / "a.yaml", "--show")
     assert code == 0, error
     assert yaml.safe_load(out)["tracking"]["experiment"] == name.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dataset=cifar1000"], "'cifar1000' is unknown"),
+        (["dataset=images", "data.path=nowhere"], "'nowhere' does not exist"),
+        (["dataset=images"], "data.path is not set"),
+        (["dataset=table", "data.path=notes.xlsx"], "must be one of .parquet"),
+        (["dataset=digits", "data.path=notes.xlsx"], "data.path is for your own data"),
+        (["model=vit-digit"], "did you mean 'vit-digits'?"),
+    ],
+)
+@pytest.mark.parametrize("show", [True, False])
+def test_what_a_run_refuses_has_no_id(called, monkeypatch, tmp_path, words, message, show):
+    """Before Ray: a run of these words never starts it."""
+    monkeypatch.setattr("trishul_ray.federation.on_ray.session.ray_session", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.xlsx").write_bytes(b"PK")
+    code, out, error = called("run", *words, *["--show"] * show)
+    assert (code, out) == (2, "") and message in error

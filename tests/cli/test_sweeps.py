@@ -32,6 +32,11 @@ def without_ray(monkeypatch):
         (["table", "mine.yaml"], "for a sweep file of your own: trishul sweep mine.yaml"),
         (["claims", "--csv", "/dev/null/x.csv"], "--csv: /dev/null cannot be written"),
         (["sweep", "--axis", "method.lamb=0,1"], "method.lam"),
+        (
+            ["sweep", "--axis", "seed=0,1", "dataset=images", "data.path=nowhere"],
+            "'nowhere' does not exist",
+        ),
+        (["sweep", "--axis", "seed=0,1", "model=vit-digit"], "did you mean 'vit-digits'?"),
         (["sweep", "--axis", "seed="], "axis 'seed' is empty"),
         (["sweep", "--axis", "budget=8,4000"], "cell 'sweep: budget=4000': adapter.heads x rank"),
     ],
@@ -44,6 +49,30 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
     last = error.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "report", "sweep"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("axes: {seed: {0: {seed: 0, metric: acuracy}}}", "a.yaml:1: metric=acuracy: no task has"),
+        (
+            "search: {kind: random, metric: los, samples: 2, space: {seed: {int: [0, 9]}}}"
+            "\nbase: {data.validation_share: 0.1}",
+            "a.yaml:1: metric=los: no task has it; did you mean 'loss'?",
+        ),
+        ("base: {data: {name: table, path: notes.xlsx}}\naxes: {seed: [0]}", "must be one of"),
+        (f"base: {900 * '['}{900 * ']'}", "nested too deeply"),
+    ],
+)
+def test_what_a_sweep_refuses_is_refused_before_ray(
+    called, monkeypatch, tmp_path, command, content, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(f"{content}\n")
+    (tmp_path / "notes.xlsx").write_bytes(b"PK")
+    code, out, error = called(command, "a.yaml", "tracking.mlflow=false")
+    assert (code, out) == (2, "") and message in error.strip().splitlines()[-1]
 
 
 def test_a_sweep_of_nothing_is_refused(called, monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trishul_ray.data import prepare as prepare
     from trishul_ray.experiment import experiment as experiment
     from trishul_ray.experiment import fit as fit
+    from trishul_ray.experiment import identity as identity
     from trishul_ray.experiment import loading as loading
     from trishul_ray.federation import checkpoint as checkpoint
     from trishul_ray.federation.on_ray import driver as driver
@@ -49,7 +50,7 @@ else:
         "": ("api", "config", "doctor", "jobs"),
         ".cli": ("listing",),
         ".data": ("partition", "prepare"),
-        ".experiment": ("fit", "loading"),
+        ".experiment": ("fit", "identity", "loading"),
         ".federation": ("checkpoint",),
         ".federation.on_ray": ("driver", "session"),
         ".models": ("pretraining",),

@@ -71,11 +71,11 @@ def run(
     if fields:
         print_line(lazy.listing.field_list(experiment, out.width))
         return
+    # What can be told without reading data is refused before anything imports torch or starts Ray.
+    lazy.identity.check_found(experiment)
     if show:
         print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")
         return
-    # An unknown name is refused before anything imports torch.
-    lazy.prepare.find_source(experiment.data)
     _run_and_show(experiment, fresh=fresh, central=central)
 
 

@@ -107,6 +107,26 @@ def check_content(experiment: "Experiment") -> None:
             )
 
 
+def check_found(experiment: "Experiment") -> None:
+    """Check that the data and the model that an experiment names are there, without reading them.
+
+    Neither torch nor Ray is imported.
+
+    Raises:
+        InputError: A name is unknown, or own files are missing or of another kind. Own files that
+            were noted on another machine need not be here.
+    """
+    from trishul_ray.data.own import CustomDataset
+    from trishul_ray.data.prepare import find_source
+    from trishul_ray.models.lookup import PASSED, find_model
+
+    source = find_source(experiment.data)
+    if isinstance(source, CustomDataset) and experiment.data.content is None:
+        source.content()
+    if not experiment.model.name.startswith(f"{PASSED}:"):
+        find_model(experiment.model.name, experiment.storage.places)
+
+
 def local_sources(
     experiment: "Experiment", progress: "ProgressCallback | None" = None
 ) -> tuple[dict[str, str], str]:

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.data.dataset import RowSet
-from trishul_ray.data.prepare import find_source
+from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import may_identify
+from trishul_ray.experiment.identity import check_found
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.lazy import ray
 from trishul_ray.report.figures import check_figure
@@ -345,6 +345,7 @@ def _build(
     cells = _expand(file, overrides)
     title = file.title or name
     search = file.search
+    _check_metrics(file)
     if search is not None:
         _check_search(file, search, cells)
         for field in overrides.keys() & search.space.keys():
@@ -467,7 +468,7 @@ def _make_cell(fields: Fields, labels: Mapping[str, str], metric: str | None, pl
     values = {name: plain(value) for name, value in fields.items()}
     try:
         experiment = _resolve(values)
-        find_source(experiment.data)
+        check_found(experiment)
     except InputError as error:
         cell = f" (cell {_name(labels)})" if labels else ""
         raise InputError(f"{_blame(str(error), fields) or place}: {error}{cell}") from error
@@ -521,6 +522,22 @@ def _check_search(file: SweepFile, search: Search, cells: Sequence[Cell]) -> Non
         example = "{optimizer.lr: {log: [1e-4, 1e-1]}}"
         file.fail(f"search: {search.kind} needs a space: {example}", "search")
     _check_rows(file, "search", search.on, cells)
+
+
+def _check_metrics(file: SweepFile) -> None:
+    """Check that the metrics that labels and a search name are some task's."""
+    named = [(v.metric, v.place) for axis in file.axes.values() for v in axis.values() if v.metric]
+    if file.search is not None and file.search.metric is not None:
+        named.append((file.search.metric, file.place("search", "metric")))
+    if not named:
+        return
+    from trishul_ray.tasks.base import is_metric, metric_names  # they compute with tensors
+
+    for name, place in named:
+        if not is_metric(name.removeprefix(score_name("", "validation"))):
+            raise InputError(
+                f"{place}: metric={name}: no task has it; {hint(name, metric_names())}"
+            )
 
 
 def _check_rows(file: SweepFile, section: str, on: RowSet, cells: Sequence[Cell]) -> None:

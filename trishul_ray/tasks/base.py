@@ -6,6 +6,7 @@ adds the scores up.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -16,7 +17,7 @@ import numpy as np
 from trishul_ray import plugins
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
-from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores
+from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores, client_metric_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,6 +169,19 @@ def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
     """Return all registered tasks, by kind and rows, after importing the whole package."""
     plugins.load_all("trishul_ray.tasks")
     return _REGISTRY
+
+
+def metric_names() -> tuple[str, ...]:
+    """Return the names of the metrics of all tasks, but for those of groups of rows."""
+    found = [task.row_metrics for task in task_classes().values()]
+    names = itertools.chain(*found, ("loss", "macro_f1"), client_metric_names())
+    return tuple(dict.fromkeys(names))
+
+
+def is_metric(name: str) -> bool:
+    """Return whether some task may have a metric, also for a group of rows: ``f1_squad``."""
+    heads = {task.row_metrics[0] for task in task_classes().values()}
+    return name in metric_names() or any(name.startswith(f"{head}_") for head in heads)
 
 
 def task_kinds() -> tuple[str, ...]:

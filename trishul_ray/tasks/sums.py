@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -253,6 +254,14 @@ def summarize_clients(name: str, scores: Mapping[Any, float]) -> dict[str, float
         f"{name}_sd": math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / count),
         f"{name}_gini": ranks / (count * total) if total else 0.0,
     }
+
+
+@cache
+def client_metric_names() -> tuple[str, ...]:
+    """Return the names of all numbers that :func:`client_metrics` may return."""
+    scores = {0: 1.0, 1: 0.5, 2: 0.0}
+    # The last client is held out, and no round has counted it.
+    return tuple(client_metrics(scores, scores, {0: 2, 1: 1}))
 
 
 def client_metrics(
