@@ -16,12 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,10 +34,16 @@ import yaml
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from trishul_ray.errors import InputError, RunError, one_line
+from trishul_ray.errors import InputError, RunError, first_of, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import round_of, run_folder
-from trishul_ray.federation.on_ray.ray_internals import nodes_since_start, send_token
+from trishul_ray.federation.on_ray.ray_internals import (
+    matcher,
+    nodes_since_start,
+    quiet_jobs,
+    send_token,
+    shipped_paths,
+)
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.sweeps.status import NOT_RUN, CellState, examine
@@ -45,6 +53,24 @@ from trishul_ray.tracking.progress import Pace
 NOT_SHIPPED = (
     *("/data", "/runs", "/report", "/cache", "mlruns", "mlartifacts", "*.db", "*.safetensors"),
     *(".git", ".venv", "venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"),
+)
+#: What may hold secrets, in the same syntax and in lower case: shipped only if it is named.
+SECRETS = (
+    # environments and keys
+    *(".env", ".env.*", "*.env", ".envrc", "!.env.example", "!.env.sample", "!.env.template"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore", "*.kdbx", ".*_history"),
+    *(".ssh", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "!id_*.pub", ".gnupg"),
+    # clouds and clusters
+    *(".aws", ".azure", ".boto", ".s3cfg", "rclone.conf", ".oci", ".kube", "kubeconfig*"),
+    *("**/.config/gcloud", "*service-account*.json", "*service_account*.json", "*.tfstate*"),
+    *("client_secret*.json", "application_default_credentials.json", ".databrickscfg"),
+    # packages, repositories and hubs
+    *(".netrc", "_netrc", ".git-credentials", "**/.config/gh", ".npmrc", ".pypirc", ".dockercfg"),
+    *("**/.docker/config.json", ".kaggle", "kaggle.json", "**/huggingface/token", ".huggingface"),
+    *("**/huggingface/stored_tokens", ".vault-token", ".pgpass", ".my.cnf", ".mylogin.cnf"),
+    # Ray, MLflow, and the names that people choose
+    *("auth_token", "credentials", "credentials.*", "*[-_]credentials.*", "*.credentials"),
+    *("secrets", "secrets.*", ".secrets", ".secrets.*"),
 )
 #: The driver needs a CPU, so that it does not run on a head without CPUs, and takes no machine that
 #: the cloud may take away.
@@ -96,8 +122,19 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command, as it is typed."""
-        return shlex.join(["trishul", *self.words])
+        """The command, as it is typed; without what a terminal would obey."""
+        typed = shlex.join(["trishul", *self.words])
+        return "".join(c if c.isprintable() else "?" for c in typed)
+
+    @property
+    def fault(self) -> str:
+        """Why the cluster could not run the command at all; empty if it could."""
+        said = self.details.message or ""  # its last lines are those of the log
+        if self.details.driver_exit_code == 127:
+            return "the cluster has no command `python`"
+        if self.status == "FAILED" and re.search(r"No module named '?trishul_ray\b", said):
+            return "the Python of the cluster has no trishul_ray"
+        return ""
 
     @property
     def started(self) -> float:
@@ -141,6 +178,7 @@ class Cluster:
             )
         self.address = parts.geturl()
         send_token()
+        quiet_jobs()
         with self._errors():
             self._client = JobSubmissionClient(self.address)  # asks for the version
 
@@ -149,9 +187,10 @@ class Cluster:
         with self._errors():
             found = self._client.list_jobs()
         jobs = [
-            Job(each.submission_id, tuple(json.loads(noted[_WORDS])), noted[_RUNS], each)
+            Job(each.submission_id, tuple(map(str, words)), noted[_RUNS], each)
             for each in found
-            if each.submission_id and _WORDS in (noted := each.metadata or {})
+            if each.submission_id and {_WORDS, _RUNS} <= (noted := each.metadata or {}).keys()
+            if (words := json.loads(noted[_WORDS]))
         ]
         return sorted(jobs, key=lambda job: -job.started)
 
@@ -168,25 +207,30 @@ class Cluster:
         wanted = tuple(words), runs
         return next((j for j in self.jobs() if j.active and (j.words, j.runs) == wanted), None)
 
-    def submit(self, words: Sequence[str], runs: str, directory: Path) -> Job:
+    def submit(
+        self, words: Sequence[str], runs: str, directory: Path, left_out: Sequence[str]
+    ) -> Job:
         """Start a command on the cluster; see :func:`check_no_secret`, :func:`check_directory`.
 
-        Its results go to ``runs``, unless ``storage.runs`` is one of the words. The directory is
-        shipped without data, results and environments.
+        Its results go to ``runs``, unless ``storage.runs`` is one of the words; its report, unless
+        the words name a place, to ``reports/<job>`` in there. The directory is shipped without
+        data, results and environments, and without what is ``left_out``; see :func:`find_secrets`.
 
         Raises:
             InputError: The directory is too large.
         """
         id = f"trishul-{words[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        path, mark, options = runs.partition("?") if "://" in runs else (runs, "", "")
+        report = f"{path.rstrip('/')}/reports/{id}{mark}{options}"
         with self._errors():
             try:
                 self._client.submit_job(
-                    entrypoint=shlex.join(["python", "-m", "trishul_ray.cli", *words]),
+                    entrypoint=shlex.join(["python", "-P", "-m", "trishul_ray.cli", *words]),
                     submission_id=id,
                     runtime_env={
                         "working_dir": str(directory),
-                        "excludes": list(NOT_SHIPPED),
-                        "env_vars": {"TRISHUL_RUNS": runs, **ENVIRONMENT},
+                        "excludes": [*NOT_SHIPPED, *map(_exactly, left_out)],
+                        "env_vars": {"TRISHUL_RUNS": runs, "TRISHUL_REPORT": report, **ENVIRONMENT},
                     },
                     metadata={_WORDS: json.dumps(list(words)), _RUNS: runs},
                     entrypoint_num_cpus=DRIVER_CPUS,
@@ -296,12 +340,61 @@ def check_no_secret(words: Sequence[str]) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a directory in which a file hides a module of Python's standard library."""
-    for path in sorted(directory.glob("*.py")):
-        if path.stem in sys.stdlib_module_names:
-            raise InputError(
-                f"{path}: hides Python's module {path.stem!r} from the job; rename the file"
-            )
+    """Refuse a directory in which a file or package hides an installed module, or one of Python.
+
+    Ray puts the directory before all others on ``sys.path``, in the job and in its workers. A
+    checkout of this package may be there.
+    """
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    for path in sorted(directory.iterdir()):
+        name = path.stem
+        if not (path.suffix == ".py" or (path / "__init__.py").is_file()) or name == "trishul_ray":
+            continue
+        found = PathFinder.find_spec(name, list(installed))
+        owner = "Python's" if name in sys.stdlib_module_names else "the installed"
+        if owner == "Python's" or (found and found.origin):
+            raise InputError(f"{path}: hides {owner} module {name!r} from the job; rename it")
+
+
+def find_secrets(directory: Path, wanted: Sequence[str] = ()) -> list[str]:
+    """Return what may hold secrets of a working directory that Ray would ship otherwise.
+
+    These are paths in the directory; a folder, which ends with ``/``, stands for all that is in it.
+    Names count (:data:`SECRETS`), contents do not; that of a symbolic link is also its target's.
+
+    Args:
+        directory: The working directory.
+        wanted: Paths in it that are shipped although they may hold secrets.
+
+    Raises:
+        InputError: One that is wanted is not among them.
+    """
+    quiet_jobs()
+    is_secret = matcher(SECRETS)
+    shipped = {name.removeprefix("./").rstrip("/") for name in wanted}
+    unused, found = set(shipped), dict[str, bool]()
+    for path in shipped_paths(directory, NOT_SHIPPED):
+        name = path.relative_to(directory).as_posix()
+        names = [name, path.resolve().as_posix()[1:]] if path.is_symlink() else [name]
+        around = {name, *(parent.as_posix() for parent in Path(name).parents)}
+        if not any(is_secret(each.lower()) for each in names) or around & found.keys():
+            continue
+        if around & shipped:
+            unused -= around
+        elif not any(each.startswith(f"{name}/") for each in shipped):
+            found[name] = path.is_dir()
+    left_out = sorted(f"{name}/" if folder else name for name, folder in found.items())
+    if unused:
+        raise InputError(
+            f"--ship {min(unused)}: is not among what may hold secrets and is left out: "
+            f"{first_of(left_out, 10) or 'nothing'}"
+        )
+    return left_out
+
+
+def _exactly(path: str) -> str:
+    """Return the pattern of .gitignore that matches one path."""
+    return "/" + re.sub(r"([\\*?\[\]!# ])", r"\\\1", path.rstrip("/"))
 
 
 # A cluster that `ray up` started.

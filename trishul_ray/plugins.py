@@ -4,7 +4,8 @@ A plug-in is a Python file, or a module that an installed package names under th
 ``trishul_ray.plugins``. Loading it runs its code, which registers what it defines; a dataset is a
 ``PublicDataset`` at its top level. An experiment notes the plug-ins that it uses with the hash of
 their content, which is part of its id. The text of a file travels with the experiment to its
-workers, but is not stored with a run: a run's folder names a plug-in, and never runs one.
+workers, but is not stored with a run: a run's folder names a plug-in, and never runs one. A YAML
+file of an experiment or sweep may name plug-ins (``plugins: [mine.py]``): who loads it runs them.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -63,6 +65,8 @@ _providers: dict[str, tuple[Plugin, ...]] = {}
 _loose: dict[str, type] = {}
 #: Why installed plug-ins could not be loaded, one line each; None before they are looked for.
 _faults: list[str] | None = None
+#: Whether files are refused; see :func:`none_run`.
+_refused = False
 
 
 def load_plugin(path: str | Path) -> Plugin:
@@ -74,6 +78,8 @@ def load_plugin(path: str | Path) -> Plugin:
     if not isinstance(path, str | Path):
         raise InputError(f"plug-in of type {type(path).__name__}: name a Python file")
     path = Path(path)
+    if _refused and path.stem not in _newest:  # nor is a path read that others have named
+        raise InputError(_not_run(path.name))
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -81,6 +87,20 @@ def load_plugin(path: str | Path) -> Plugin:
         raise InputError(f"plug-in {path}: {reason}; name a Python file") from error
     content = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
     return _run(Plugin(path.stem, content, text), str(path))
+
+
+@contextmanager
+def none_run() -> Iterator[None]:
+    """Refuse to run a plug-in's file in this context; what is loaded already can be used.
+
+    For what other people have written, such as the commands of a cluster's jobs.
+    """
+    global _refused
+    before, _refused = _refused, True
+    try:
+        yield
+    finally:
+        _refused = before
 
 
 def find_noted(note: Any) -> Plugin:
@@ -279,6 +299,8 @@ def _run(plugin: Plugin, where: str) -> Plugin:
     name = f"{_PREFIX}{stem}_{plugin.content[7:15]}"
     if _newest.get(plugin.name) == name:
         return _owners[name]
+    if _refused:
+        raise InputError(_not_run(where))
     module = ModuleType(name)
     module.__file__ = where
     lines = (plugin.source or "").splitlines(keepends=True)
@@ -292,6 +314,10 @@ def _run(plugin: Plugin, where: str) -> Plugin:
         raise InputError(f"plug-in {where}{_line_of(error, where)}: {_reason(error)}") from error
     _newest[plugin.name] = name
     return plugin
+
+
+def _not_run(name: str) -> str:
+    return f"plug-in {name} is not run here: name yours with --plugin"
 
 
 def _line_of(error: BaseException, where: str) -> str:

@@ -51,20 +51,23 @@ class Store:
     retry_seconds: float = 0.0  # for which a failed operation is retried
 
     @classmethod
-    def open(cls, uri: str, retry_seconds: float = 0.0) -> "Store":
-        """Open the folder at a local path or a filesystem URI.
+    def open(cls, uri: str, retry_seconds: float = 0.0, field: str = "storage.runs") -> "Store":
+        """Open the folder at a local path or a filesystem URI; ``field`` names what the user gave.
 
         Raises:
-            InputError: The URI's scheme is unknown or its filesystem cannot be reached.
+            InputError: The URI's scheme is unknown, it names no bucket, or its filesystem cannot be
+                reached.
         """
         if "://" not in uri:
             path = Path(uri).expanduser().resolve()
             return cls(fs.LocalFileSystem(), str(path), redact(str(path)), retry_seconds)
+        shown = redact(uri)
         try:
             filesystem, root = fs.FileSystem.from_uri(uri)
         except (ValueError, OSError) as error:
-            shown = redact(uri)
-            raise InputError(f"storage.runs={shown!r} cannot be opened: {reason(error)}") from error
+            raise InputError(f"{field}={shown!r} cannot be opened: {reason(error)}") from error
+        if not root.strip("/"):
+            raise InputError(f"{field}={shown!r}: name a bucket or folder, as s3://bucket/runs")
         return cls(filesystem, root, redact(uri.rstrip("/")), retry_seconds)
 
     @property
@@ -91,8 +94,8 @@ class Store:
         path, mark, options = (self.uri, "", "") if self.is_local else self.uri.partition("?")
         return f"{path.rstrip('/')}/{name}{mark}{options}"
 
-    def check_bucket(self, runs: str) -> None:
-        """Raise an InputError if the bucket of this folder, in ``storage.runs``, does not exist."""
+    def check_bucket(self, runs: str, field: str = "storage.runs") -> None:
+        """Raise an InputError if the bucket of this folder, ``runs``, does not exist."""
         if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
             return
         bucket = self.root.partition("/")[0]
@@ -102,7 +105,7 @@ class Store:
             return  # permission to write below a prefix need not include this request
         if info.type == fs.FileType.NotFound:
             raise InputError(
-                f"storage.runs={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
+                f"{field}={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
                 "choose another"
             )
 

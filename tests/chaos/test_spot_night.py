@@ -89,7 +89,7 @@ def test_a_night_of_preemptions(cluster, trishul, small_words, tmp_path, inline_
     sweep = trishul(
         "sweep", *axis, *words, "resources.backend=inline", "--retries=0", **cluster.environment
     )
-    sweep.wait_for("starting Ray", LONG_WAIT)
+    sweep.wait_for("joining the Ray cluster", LONG_WAIT)
     checkpoints = Saved(runs)
     night = Night(cluster, checkpoints)
     night.start()

@@ -1,9 +1,15 @@
 """`trishul submit`, `status` and `stop`: wrong input ends them before a cluster is asked."""
 
+import os
 from pathlib import Path
 
 import pytest
 from ports import free_port
+from ray.job_submission import JobDetails, JobStatus, JobType
+
+from trishul_ray.cli.cluster import _describe_cells
+from trishul_ray.jobs import Job
+from trishul_ray.plugins import load_plugin
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 TABLE = ["table", "vision", "--profile", "smoke"]
@@ -46,11 +52,24 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
     assert SECRET not in error
 
 
-def test_a_file_that_hides_a_module_of_python_is_not_shipped(called, monkeypatch, tmp_path):
-    (tmp_path / "stat.py").write_text("")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stat.py", "stat.py: hides Python's module 'stat' from the job"),
+        ("queue/__init__.py", "queue: hides Python's module 'queue' from the job"),
+        ("torch.py", "torch.py: hides the installed module 'torch' from the job"),
+        ("datasets/__init__.py", "datasets: hides the installed module 'datasets' from the job"),
+    ],
+)
+def test_what_hides_a_module_is_not_shipped(called, monkeypatch, tmp_path, name, message):
+    (tmp_path / "trishul_ray").mkdir()  # a checkout of this package, and folders without code
+    (tmp_path / "trishul_ray" / "__init__.py").touch()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     code, _, error = called("submit", *RUNS, "--", *TABLE)
-    assert code == 2 and "stat.py: hides Python's module 'stat'" in error
+    assert code == 2 and message in error
 
 
 @pytest.mark.parametrize("words", [["submit", *RUNS, "--", *TABLE], ["status"], ["stop", "--all"]])
@@ -61,3 +80,58 @@ def test_a_cluster_that_does_not_answer_is_one_paragraph(called, monkeypatch, tm
     code, _, error = called(words[0], "--address", address, *words[1:])
     assert code == 1 and f"no cluster answers at {address}" in error
     assert "Traceback" not in error
+
+
+def cells_of(*words, runs):
+    details = JobDetails(type=JobType.SUBMISSION, status=JobStatus.SUCCEEDED, entrypoint="")
+    return _describe_cells(Job("id", words, str(runs), details))
+
+
+@pytest.fixture
+def mine(monkeypatch, tmp_path):
+    """A plug-in in the working directory, and files that name it; tells whether it has run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    (tmp_path / "mine.yaml").write_text("plugins: [mine.py]")
+    (tmp_path / "sweep.yaml").write_text("base: {plugins: [mine.py]}\naxes: {seed: [0, 1]}")
+    os.mkfifo(tmp_path / "fifo.py")
+    os.mkfifo(tmp_path / "fifo.yaml")
+    return (tmp_path / "ran").exists
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "plugins=[mine.py]"],
+        ["run", "--plugin", "mine.py"],
+        ["run", "mine.yaml"],
+        ["sweep", "sweep.yaml"],
+        ["sweep", "--axis", "seed=0..1", "plugins=[mine.py]"],
+        ["table", "vision", "--plugin", "mine.py"],
+        ["run", "--plugin", "fifo.py"],
+        ["run", "fifo.yaml"],
+        ["run", "/etc/elsewhere.yaml"],
+        ["run", "--of-another-version"],
+    ],
+)
+def test_no_plugin_that_a_job_names_is_run(mine, tmp_path, words):
+    assert cells_of(*words, runs=tmp_path / "runs").startswith("cannot be read from here: ")
+    assert not mine()
+
+
+def test_a_plugin_of_ones_own_is_no_obstacle(mine, tmp_path):
+    load_plugin("mine.py")
+    assert mine()
+    for words in (["run", "--plugin", "mine.py"], ["run", "mine.yaml"]):
+        assert (
+            cells_of(*words, runs=tmp_path / "runs")
+            == "0 of 1 done, 0 running, 1 missing, 0 failed"
+        )
+    (tmp_path / "mine.py").write_text("raise SystemExit")  # changed since
+    assert "mine.py is not run here" in cells_of("run", "--plugin", "mine.py", runs=tmp_path)
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    details = JobDetails(type=JobType.SUBMISSION, status=JobStatus.SUCCEEDED, entrypoint="")
+    command = Job("id", ("run", "name=\x1b]0;title\x07"), "runs", details).command
+    assert command.isprintable() and "name=?]0;title?" in command

@@ -19,7 +19,7 @@ def cluster(ray_head, tmp_path):
 
     def begin(token=None, mode=None, **environment):
         environment |= {} if mode is None else {"RAY_AUTH_MODE": mode}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment.setdefault("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         dashboard = free_port()
         words = ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
         words += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}"]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def project(tmp_path):
         (folder / name).mkdir(parents=True)
         (folder / name / "large.bin").write_bytes(os.urandom(1 << 20))
     (folder / "mine.yaml").write_text("axes: {seed: [0, 1]}\n")
+    (folder / ".env").write_text("PASSWORD=1")
+    (folder / "keys").mkdir()
+    (folder / "keys" / "server.pem").write_text("secret")
     return folder
 
 
@@ -50,7 +54,11 @@ def test_a_command_is_submitted_followed_and_not_repeated(
 
     code, out, errors = submit()
     assert code == 0, out + errors
-    assert "report " in out  # the job's output
+    # The job's output. Its report is where the results are, not in a folder of Ray.
+    assert f"report    {runs}/reports/trishul-sweep-" in out and "joining the Ray cluster" in out
+    assert [page.parent.parent for page in runs.glob("reports/*/report.html")] == [runs / "reports"]
+    assert "2 not shipped, as they may hold secrets: .env, keys/server.pem (to ship" in errors
+    assert "INFO" not in errors
     results = sorted(runs.glob("*/result.json"))
     assert len(results) == 2
     for path in results:
@@ -58,7 +66,7 @@ def test_a_command_is_submitted_followed_and_not_repeated(
 
     # What was shipped: everything but data, results and environments.
     (folder,) = shipped("mine.yaml")
-    assert {path.name for path in folder.iterdir()} == {"mine.yaml", "report"}
+    assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
 
     # The cluster shows no token, and no secret of this process.
     details = JobSubmissionClient(address, headers={"Authorization": f"Bearer {TOKEN}"})
@@ -78,6 +86,22 @@ def test_a_command_is_submitted_followed_and_not_repeated(
     code, out, errors = submit()
     assert code == 0, out + errors
     assert [path.stat().st_mtime_ns for path in results] == before
+
+
+def test_a_cluster_without_this_package_is_named(cluster, trishul, project, tmp_path):
+    """Its Ray was started with another Python on PATH than its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys._base_executable)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    address = cluster(TOKEN, PATH=path, PYTHONPATH="")
+    token = {"RAY_AUTH_TOKEN": TOKEN, "HOME": str(tmp_path)}
+    words = ["--runs", tmp_path / "r", "--working-dir", project, "--", "run", *tiny()]
+    code, _, errors = trishul("submit", "--address", address, *words, **token).end()
+    errors = " ".join(errors.split())
+    assert code == 1 and "the Python of the cluster has no trishul_ray: install it" in errors
+    assert "Finished cells and rounds are kept" not in errors
+    code, out, errors = trishul("status", "--address", address, **token).end()
+    assert code == 0 and "fault     the Python of the cluster has no trishul_ray" in out, errors
 
 
 def shipped(name):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from trishul_ray.cli import cluster, data, lazy, machine, run, sweeps
-from trishul_ray.cli.output import wrapped
+from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error
 from trishul_ray.version import NUMERICS, __version__
 
@@ -78,10 +78,6 @@ for command in (
 ):
     app.command()(command)
 
-#: Base class of Typer's usage errors. Typer bundles a private copy of Click's exceptions, whose
-#: only public subclass is BadParameter.
-_UsageError: Any = typer.BadParameter.__mro__[1]
-
 #: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
 _REPEATED_SIGNAL_SECONDS = 10.0
 
@@ -103,7 +99,7 @@ def main() -> None:
         _fail(str(error), 2)
     except typer.Abort:
         code = 130
-    except _UsageError as error:
+    except UsageError as error:
         code = 2
         if message := _usage(error):  # none if the help was printed instead
             _fail(message, 2)

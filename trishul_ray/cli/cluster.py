@@ -12,10 +12,11 @@ import typer
 
 import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.data import pretrain
-from trishul_ray.cli.output import err, print_field, print_line
+from trishul_ray.cli.output import Plugins, UsageError, err, print_field, print_line
 from trishul_ray.cli.run import load_arguments, run
 from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
-from trishul_ray.errors import InputError, RunError, StorageError
+from trishul_ray.errors import InputError, RunError, StorageError, first_of
+from trishul_ray.plugins import none_run
 
 #: Commands that make sense as a job.
 SUBMITTED: dict[str, Callable[..., None]] = {
@@ -62,6 +63,15 @@ def submit(
     working_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder that is shipped, without data and results.")
     ] = Path("."),
+    ship: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="What is shipped although its name says that it may hold secrets: a path in the "
+            "folder, as the command has printed it; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run a command on a cluster, as a Ray job, and show its output.
 
@@ -69,16 +79,25 @@ def submit(
     - `trishul submit --address http://127.0.0.1:8265 --detach -- sweep mine.yaml`
 
     Ctrl-C ends the output, not the job. The same command again shows the output of a job that is
-    running, or continues one that has ended: finished runs are never repeated.
+    running, or continues one that has ended: finished runs are never repeated. What may hold
+    secrets (`.env`, `.aws`, keys, tokens) is not shipped, and is named.
     """
     place = _place_of_runs(words, runs, cluster)
     lazy.jobs.check_no_secret([*words, place])
     _check_words(words, working_dir)
+    working_dir = working_dir.resolve()
     lazy.jobs.check_directory(working_dir)
+    left_out = lazy.jobs.find_secrets(working_dir, ship or ())
     with _connect(cluster, address) as there:
         job = there.find_active(words, place)
         if job is None:
-            job = there.submit(words, place, working_dir.resolve())
+            if left_out:
+                print_line(
+                    f"{len(left_out)} not shipped, as they may hold secrets: "
+                    f"{first_of(left_out, 10)} (to ship one: --ship PATH)",
+                    err,
+                )
+            job = there.submit(words, place, working_dir, left_out)
             print_line(f"{job.id}: submitted", err)
         else:
             print_line(f"{job.id}: runs already; showing its output", err)
@@ -109,12 +128,15 @@ def status(
     ] = None,
     head_price: Annotated[float, typer.Option(min=0, help="Price of the head for an hour.")] = 0.0,
     last: Annotated[int, typer.Option(min=1, help="Number of jobs that are shown.")] = 5,
+    plugin: Plugins = None,
 ) -> None:
     """Show the jobs of a cluster: cells done, running and missing, speed, and spend so far.
 
     - `trishul status --cluster cluster/aws.yaml --price 0.4 --head-price 0.1`
 
-    Cells are read from the store of results, with the credentials of this machine. With
+    Cells are read from the store of results, with the credentials of this machine. Jobs may be
+    other people's: of what their commands name, no plug-in is run (name yours with `--plugin`), and
+    only files in this folder are read. With
     `--cluster`, also show what the autoscaler waits for, and why machines could not be started.
     """
     with _connect(cluster, address) as there:
@@ -199,16 +221,20 @@ def _check_words(words: Sequence[str], directory: Path) -> None:
         raise InputError(f"{words[0]!r} is not run on clusters; submit {', '.join(SUBMITTED)}")
     if not directory.is_dir():
         raise InputError(f"--working-dir {directory}: is not a folder")
-    parameters = _parse(words)
-    for word in parameters.get("arguments") or ():
+    _check_files(words, directory)
+    if words[0] == "table":
+        _experiments(words, None)  # a misspelt name or field
+
+
+def _check_files(words: Sequence[str], directory: Path) -> None:
+    """Check that the YAML files of a command are in a directory, which is what is shipped."""
+    for word in _parse(words).get("arguments") or ():
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             inside = (directory / word).resolve()
             if Path(word).is_absolute() or not inside.is_relative_to(directory.resolve()):
                 raise InputError(f"{word}: is not in {directory}, which is what is shipped")
-            if not inside.exists():
-                raise InputError(f"{inside}: does not exist")
-    if words[0] == "table":
-        _experiments(words, None)  # a misspelt name or field
+            if not inside.is_file():
+                raise InputError(f"{inside}: does not exist, or is no file")
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
@@ -243,15 +269,21 @@ def _show(job: "lazy.jobs.Job") -> None:
     lasted = f", {lasted} so far" if job.active else f" after {lasted}"
     print_field("job", f"{job.id}: {job.status.lower()}{lasted}")
     print_field("", job.command)
+    if job.fault:
+        print_field("fault", job.fault)
     if job.words[0] in ("run", "table", "sweep"):
         print_field("cells", _describe_cells(job))
 
 
 def _describe_cells(job: "lazy.jobs.Job") -> str:
     try:
-        progress = lazy.jobs.read_progress(_experiments(job.words, job.runs))
+        with none_run():
+            _check_files(job.words, Path.cwd())
+            progress = lazy.jobs.read_progress(_experiments(job.words, job.runs))
     except (InputError, StorageError) as error:
         return f"cannot be read from here: {error}"
+    except (UsageError, typer.Exit):  # of another version, or no command of this program
+        return "cannot be read from here: the command is not one of this version"
     states = progress.states
     known = sum(states[status] for status in ("finished", "stopped", "failed"))
     missing = progress.cells - progress.running - known
@@ -289,6 +321,11 @@ def _end(job: "lazy.jobs.Job") -> None:
     if job.status == "STOPPED":
         print_line(f"{job.id}: was stopped. {_KEPT}: {_typed()}", err)
         raise typer.Exit(130)
+    if job.fault:
+        raise RunError(
+            f"{job.id}: {job.fault}: install it in the environment that `ray start` was called in, "
+            f"with that environment's bin folder on PATH; then {_typed()}"
+        )
     code = job.details.driver_exit_code
     if code == 2:
         raise InputError(f"{job.id}: its input is wrong; see above")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,6 +22,10 @@ from trishul_ray.plugins import load_plugin
 plain_console = partial(Console, markup=False, emoji=False, highlight=False)
 out = plain_console()
 err = plain_console(stderr=True)
+
+#: Base class of Typer's usage errors. Typer bundles a private copy of Click's exceptions, whose
+#: only public subclass is BadParameter.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def _load_plugins(files: list[Path] | None) -> None:

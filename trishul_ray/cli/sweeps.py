@@ -20,7 +20,8 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import check_writable, write_file
+from trishul_ray.files import check_writable, scratch_folder, write_file
+from trishul_ray.storage import Store
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -53,7 +54,13 @@ NamesOrFiles = Annotated[
     ),
 ]
 ReportFolder = Annotated[
-    Path, typer.Option("--report", metavar="DIR", help="Where the report is written.")
+    str,
+    typer.Option(
+        "--report",
+        metavar="DIR",
+        help="Where the report is written: a folder or URI.",
+        envvar="TRISHUL_REPORT",
+    ),
 ]
 
 
@@ -71,7 +78,7 @@ def table(
     retries: Retries = 2,
     stall_minutes: StallMinutes = 30.0,
     concurrency: Concurrency = None,
-    report: ReportFolder = Path("report"),
+    report: ReportFolder = "report",
     plugin: Plugins = None,
 ) -> None:
     """Reproduce tables and figures of the paper: run what is missing, print them, write a report.
@@ -106,7 +113,7 @@ def sweep(
     retries: Retries = 2,
     stall_minutes: StallMinutes = 30.0,
     concurrency: Concurrency = None,
-    report: ReportFolder = Path("report"),
+    report: ReportFolder = "report",
     plugin: Plugins = None,
 ) -> None:
     """Run a grid or a search of whole runs, print its tables, and write a report.
@@ -217,8 +224,13 @@ def report(
     profile: Profile = "paper",
     runs: Runs = None,
     output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the report is written.")
-    ] = Path("report"),
+        str,
+        typer.Option(
+            metavar="DIR",
+            help="Where the report is written: a folder or URI.",
+            envvar="TRISHUL_REPORT",
+        ),
+    ] = "report",
     plugin: Plugins = None,
 ) -> None:
     """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.
@@ -237,10 +249,10 @@ def report(
             "the command `sweep` writes the report"
         )
     outcomes = _read_outcomes(sweeps)
-    path = lazy.page.write_report(outcomes, output)
+    place = _write_report(outcomes, output)
     states = {cell.id: cell.status for outcome in outcomes for cell in outcome.cells}
     print_field("runs", f"{[*states.values()].count('finished')} of {len(states)} finished")
-    print_field("report", path)
+    print_field("report", place)
 
 
 def claims(
@@ -337,7 +349,7 @@ def run_sweeps(
     retries: int,
     stall_minutes: float,
     concurrency: int | None,
-    report: Path,
+    report: str,
 ) -> None:
     """Run what is missing, print the tables, and write the report.
 
@@ -345,7 +357,7 @@ def run_sweeps(
         RunError: Cells failed.
         typer.Exit: Interrupted.
     """
-    check_writable(report, "--report")  # before hours of runs, not after
+    _check_report(report)  # before hours of runs, not after
     result = _reproduce(sweeps, retries, stall_minutes, concurrency)
     _show(result.outcomes, report)
     if result.mlflow_command:
@@ -366,11 +378,34 @@ def _reproduce(
         return lazy.reproduce.reproduce(sweeps, options, progress)
 
 
-def _show(outcomes: "Sequence[lazy.outcomes.SweepOutcome]", report: Path) -> None:
+def _show(outcomes: "Sequence[lazy.outcomes.SweepOutcome]", report: str) -> None:
     tables = lazy.tables.build_tables(outcomes)
     for built in tables:
         out.print(lazy.formats.to_rich(built, out.width))
-    print_field("report", lazy.page.write_report(outcomes, report, tables))
+    print_field("report", _write_report(outcomes, report, tables))
+
+
+def _check_report(place: str) -> None:
+    """Check that a report can be written to a folder or URI, or raise an InputError."""
+    if "://" in place:
+        Store.open(place, field="--report").check_bucket(place, "--report")
+    else:
+        check_writable(Path(place), "--report")
+
+
+def _write_report(
+    outcomes: "Sequence[lazy.outcomes.SweepOutcome]",
+    place: str,
+    tables: "Sequence[lazy.tables.SweepTable] | None" = None,
+) -> str:
+    """Write a report into a folder or to a URI, and return the address of its page."""
+    if "://" not in place:
+        return str(lazy.page.write_report(outcomes, Path(place), tables))
+    store = Store.open(place, field="--report")
+    with scratch_folder("report") as folder:
+        page = lazy.page.write_report(outcomes, Path(folder), tables)
+        store.upload_folder(page.parent)
+    return store.place(page.name)
 
 
 def _describe_failures(result: "lazy.reproduce.Reproduced") -> str:

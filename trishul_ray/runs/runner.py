@@ -34,7 +34,7 @@ from trishul_ray.experiment.fit import (
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.edge import privacy_report, promised
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
-from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.files import scratch_folder
@@ -258,7 +258,7 @@ def _run(
             use_ray = experiment.resources.backend == "ray"
             if use_ray:
                 if options.workers is None:
-                    progress.phase("starting Ray")
+                    progress.phase(opening())
                 stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
                 stack.enter_context(ray_session())
             if options.workers is not None and needs_pretraining(backbone):

@@ -86,9 +86,9 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         if not idle:
             work.open_parents()
         if missing or searches:
-            progress.phase("starting Ray")
-            from trishul_ray.federation.on_ray.session import ray_session
+            from trishul_ray.federation.on_ray.session import opening, ray_session
 
+            progress.phase(opening())
             with at_loss(lambda _: work.close_parents("FAILED")), ray_session():
                 _run(work, missing, searches, options)
         work.examine()

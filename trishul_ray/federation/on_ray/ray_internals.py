@@ -4,8 +4,9 @@ tests/federation/on_ray/test_ray_internals.py calls every function on a real Ray
 version, where a name is gone.
 """
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants, utils, worker
 from ray._private.accelerators import get_all_accelerator_managers
 from ray._private.node import Node
+from ray._private.runtime_env import packaging
 from ray._private.state import state
+from ray._private.thirdparty.pathspec import PathSpec
 
 from trishul_ray.files import Json
 
@@ -73,6 +76,39 @@ def nodes_since_start(client: Any) -> list[Json]:
     reply.raise_for_status()
     nodes: list[Json] = reply.json()["data"]["result"]["result"]
     return nodes
+
+
+# What a job ships.
+
+
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether patterns of .gitignore match a relative path.
+
+    Ray matches its ``excludes`` so. A pattern that matches a folder matches what is in it.
+    """
+    matches: Callable[[str], bool] = PathSpec.from_lines("gitwildmatch", patterns).match_file
+    return matches
+
+
+def shipped_paths(directory: Path, excludes: Sequence[str]) -> list[Path]:
+    """Return the files and folders of a working directory that Ray ships, a folder before its own.
+
+    As Ray, leave out what ``excludes`` and every .gitignore and .rayignore on the way name.
+    """
+    found: list[Path] = []
+    included = os.environ.get(ray_constants.RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    outside = packaging._get_excludes(directory, list(excludes))
+    packaging._dir_travel(directory, [outside], found.append, included)
+    return [path for path in found if path != directory]
+
+
+def quiet_jobs() -> None:
+    """Keep Ray's client of jobs from logging every step of an upload, and the end of a log."""
+    from ray.dashboard.modules import dashboard_sdk
+    from ray.dashboard.modules.job import sdk
+
+    for module in (packaging, dashboard_sdk, sdk):
+        logging.getLogger(module.__name__).setLevel(logging.WARNING)
 
 
 # The Ray that this process has started.

@@ -130,6 +130,11 @@ def joins_cluster() -> bool:
     return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
 
 
+def opening() -> str:
+    """Return what :func:`ray_session` is about to do, for a display of progress."""
+    return "joining the Ray cluster" if joins_cluster() else "starting Ray"
+
+
 def forks_workers() -> bool:
     """Return whether the workers of a local Ray are forks here."""
     return sys.platform == "linux" and not has_gpu()
