@@ -18,7 +18,7 @@ from ray._private.accelerators import get_all_accelerator_managers
 from ray._private.node import Node
 from ray._private.runtime_env import packaging
 from ray._private.state import state
-from ray._private.thirdparty.pathspec import PathSpec
+from ray._private.thirdparty.pathspec.pathspec import PathSpec
 
 from trishul_ray.files import Json
 
