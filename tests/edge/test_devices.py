@@ -154,7 +154,16 @@ def test_a_file_of_devices_is_read_by_client(tmp_path):
             "has devices of 2 of federation.clients=3 .* client 1 is",
         ),
         (GOOD | {"client": [2, 0, 0, 9]}, "client 0 is listed twice"),
-        (GOOD | {"client": [2, 0, -1, 9]}, "client -1 in row 2; clients are numbered from 0"),
+        (
+            GOOD | {"client": [2, 0, -1, 9]},
+            "client -1 in row 2; clients are whole numbers from 0 to",
+        ),
+        (
+            GOOD | {"client": pa.array([2, 0, 1, 2**63], pa.uint64())},
+            "client 9223372036854775808 in row 3",
+        ),
+        (GOOD | {"client": [2, 0, 1, 2**53]}, "client 9007199254740992 in row 3"),
+        (GOOD | {"client": [2, 0, 1, None]}, "client None in row 3"),
         (GOOD | {"client": [2, 0, 1.5, 9]}, "client 1.5 in row 2"),
         (GOOD | {"speed": [3.0, 0.0, 2.0, 1]}, "speed of client 0 is 0; it must be above 0"),
         (GOOD | {"speed": [3.0, None, 2.0, 1]}, "speed of client 0 is nan; it must be above 0"),

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 #: Groups of equal size, by speed, whose shares of the work are recorded.
 DECILES = 10
 
+#: Numbers of clients in files are below this one: up to here, float64 has every whole number.
+CLIENTS_BELOW = 2**53
+
 #: Fields that are read only where another one has this value.
 _READ_BY = {
     ("kind", "lognormal"): ("speed", "speed_spread", "down", "up", "network_spread"),
@@ -265,9 +268,11 @@ def _numbers(field: str, path: str, table: "pa.Table", name: str) -> np.ndarray:
 def _clients(field: str, path: str, table: "pa.Table") -> np.ndarray:
     """Return the column ``client`` as int64."""
     values = _numbers(field, path, table, "client")
-    if (bad := np.flatnonzero(~(values >= 0) | (values != np.floor(values)))).size:
+    right = (values >= 0) & (values == np.floor(values)) & (values < CLIENTS_BELOW)
+    if (bad := np.flatnonzero(~right)).size:
+        given = table.column("client")[int(bad[0])].as_py()
         raise InputError(
-            f"{field}={path!r}: client {values[bad[0]]:g} in row {bad[0]}; clients are numbered "
-            "from 0"
+            f"{field}={path!r}: client {given} in row {bad[0]}; clients are whole numbers from 0 "
+            f"to {CLIENTS_BELOW - 1}"
         )
     return values.astype(np.int64)
