@@ -39,5 +39,5 @@ if ! python3 -c 'import ensurepip' 2>/dev/null; then
 fi
 python3 -m venv "$HOME/venv"
 "$HOME/venv/bin/pip" install --quiet --disable-pip-version-check \
-  --constraint "$project/constraints.txt" --editable "$project[aws,cluster]"
+  --constraint "$project/constraints.txt" --editable "$project[aws,cluster,minilm,privacy,quant,search]"
 cat "$project/pyproject.toml" "$project/constraints.txt" >"$installed"

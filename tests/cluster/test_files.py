@@ -12,6 +12,7 @@ import re
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import boto3
@@ -258,6 +259,24 @@ def test_the_head_ends_its_own_nodes_and_gives_no_rights_away(account):
     for statement in statements(account, "trishul-ray-head"):
         for action in listed(statement["Action"]):
             by_action.setdefault(action, []).append(statement)
+    # It starts instances with the cluster's tag alone, of the types that our file asks for, by the
+    # template, and so behind its firewall.
+    config = load("aws.yaml")
+    for statement in by_action["ec2:RunInstances"]:
+        assert "*" not in listed(statement["Resource"])
+        kinds = {arn.split(":")[5].partition("/")[0] for arn in listed(statement["Resource"])}
+        open_ended = {arn for arn in listed(statement["Resource"]) if arn.endswith("/*")}
+        assert not {"image", "security-group", "launch-template"} & {
+            arn.split(":")[5].partition("/")[0] for arn in open_ended
+        }
+        if "instance" in kinds:
+            condition, asked = statement["Condition"], kinds
+    assert asked == {"instance"}
+    assert condition["StringEquals"] == {"aws:RequestTag/ray-cluster-name": config["cluster_name"]}
+    assert condition["ArnEquals"]["ec2:LaunchTemplate"].split("/")[-1].startswith("lt-")
+    workers = [kind for name, kind in node_types(config).items() if name != "head"]
+    types = {kind["node_config"]["InstanceType"] for kind in workers}
+    assert set(condition["StringLike"]["ec2:InstanceType"]) == types
     (passes,) = by_action["iam:PassRole"]
     assert listed(passes["Resource"]) == [worker]
     (ends,) = by_action["ec2:TerminateInstances"]
@@ -326,6 +345,7 @@ RAY_JOB = fields(
     shutdownAfterJobFinishes={"type": "boolean"},
     ttlSecondsAfterFinished=COUNT,
     backoffLimit=COUNT,
+    submitterPodTemplate=POD,
     rayClusterSpec=RAY_CLUSTER,
 )
 
@@ -337,10 +357,15 @@ def kubernetes_documents():
             yield pytest.param(document, id=f"{name}-{document['kind']}")
 
 
-def pods_of(cluster):
-    yield cluster["headGroupSpec"]["template"]["spec"]
+def templates_of(cluster):
+    yield cluster["headGroupSpec"]["template"]
     for group in cluster["workerGroupSpecs"]:
-        yield group["template"]["spec"]
+        yield group["template"]
+
+
+def pods_of(cluster):
+    for template in templates_of(cluster):
+        yield template["spec"]
 
 
 @pytest.mark.parametrize("document", list(kubernetes_documents()))
@@ -363,6 +388,22 @@ def test_kubernetes_accepts_the_document(document):
             assert {each["name"] for each in container["volumeMounts"]} <= mounted
     gpu = cluster["workerGroupSpecs"][-1]
     assert (gpu["groupName"], gpu["minReplicas"]) == ("gpu", 0)
+
+
+def test_the_policy_covers_every_pod_and_trusts_no_label_of_another_namespace():
+    of_kind = {}
+    for parameter in kubernetes_documents():
+        (document,) = parameter.values
+        of_kind[document["kind"]] = document["spec"] if "spec" in document else None
+    policy, job = of_kind["NetworkPolicy"], of_kind["RayJob"]
+    label = policy["podSelector"]["matchLabels"].items()
+    templates = [*templates_of(of_kind["RayCluster"]), *templates_of(job["rayClusterSpec"])]
+    templates.append(job["submitterPodTemplate"])  # it asks the head, too
+    assert len(templates) == 7
+    assert all(label <= template["metadata"]["labels"].items() for template in templates)
+    (rule,) = policy["ingress"]
+    assert {"podSelector": policy["podSelector"]} in rule["from"]
+    assert all("namespaceSelector" not in peer for peer in rule["from"])
 
 
 def test_a_driver_on_kubernetes_knows_what_the_groups_may_grow_to():
@@ -402,3 +443,10 @@ def test_the_image_runs_as_a_user_without_rights_and_holds_what_it_copies():
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
     assert any("--constraint constraints.txt" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "setup-node.sh"])
+def test_nodes_have_all_extras_that_a_run_may_need(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extras,) = re.findall(r"\[([\w,]+)\]\"$", (CLUSTER / name).read_text(), re.MULTILINE)
+    assert {*extras.split(",")} == project["optional-dependencies"].keys() - {"dev"}
