@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trishul_ray import files
 from trishul_ray.files import (
     KEPT_SECONDS,
     complete_file,
     complete_folder,
     fault_in,
+    keep_logs,
+    remove_abandoned,
+    scratch_folder,
     seal,
     write_file,
 )
@@ -98,3 +103,54 @@ def test_a_sealed_folder_has_the_files_that_were_sealed(tmp_path):
     assert fault_in(tmp_path) == "backbone/b is not as it was written"
     (tmp_path / "backbone/b").unlink()
     assert fault_in(tmp_path) == "backbone/b is missing"
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """The only folder for temporary files; all users may write there."""
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "_SHORT", ())
+    tmp_path.chmod(0o1777)
+    return tmp_path
+
+
+@pytest.mark.timeout(20)
+def test_what_others_leave_in_a_folder_of_all_users_neither_blocks_nor_is_removed(temporary):
+    def named(name):
+        return temporary / f".trishul-{name}.{files._HOST}-00000000.tmp"
+
+    mine, foreign, pipe, link = map(named, ("mine", "foreign", "pipe", "link"))
+    mine.mkdir()
+    foreign.mkdir()
+    os.mkfifo(pipe)
+    (temporary / "elsewhere").mkdir()
+    link.symlink_to(temporary / "elsewhere")
+    other = temporary / ".of-another-program.1234.tmp"
+    other.touch()
+    old = 0, os.stat(other).st_mtime - 2 * KEPT_SECONDS
+    for path in (mine, foreign, other):
+        os.utime(path, old)
+    if os.getuid() == 0:
+        for path in (foreign, pipe):
+            os.chown(path, 12345, 12345)
+    assert mine in remove_abandoned() and not mine.exists()
+    assert other.exists() and (temporary / "elsewhere").exists()
+    assert os.getuid() or (foreign.exists() and pipe.exists())
+
+
+def test_a_scratch_folder_is_ones_own_and_goes_except_for_kept_logs(temporary):
+    with scratch_folder("ray") as folder:
+        assert os.stat(folder).st_mode & 0o777 == 0o700
+        assert remove_abandoned() == []  # its process lives
+    assert list(temporary.iterdir()) == []
+    with scratch_folder("ray") as folder:
+        log = temporary / folder / "r/session_1/logs/raylet.out"
+        log.parent.mkdir(parents=True)
+        log.touch()
+        keep_logs(folder)
+    with scratch_folder("later"):
+        assert log.exists() and remove_abandoned() == []
+    os.utime(log, (0, log.stat().st_mtime - files.LOG_SECONDS))
+    assert [str(path) for path in remove_abandoned()] == [folder]
+    assert list(temporary.iterdir()) == []

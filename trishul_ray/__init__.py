@@ -14,6 +14,7 @@ Importing the package loads nothing else: torch, transformers and Ray are import
 of these functions.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from trishul_ray.result import Result
 
 set_environment()  # before torch is imported
+if os.path.expanduser("~") == "~":
+    # A user without a home, as in a container: MLflow fails where it asks for one.
+    os.environ["HOME"] = os.path.abspath(os.environ.get("TRISHUL_CACHE") or os.devnull)
 
 __all__ = [
     "CorruptFileError",

@@ -135,8 +135,6 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
     # They import torch, which the checks may find broken.
     from trishul_ray.data.own import remove_unused_rows
     from trishul_ray.data.prepare import remove_leftovers
-    from trishul_ray.federation.on_ray.ray_internals import temporary_folder
-    from trishul_ray.federation.on_ray.session import remove_old_sessions
     from trishul_ray.models.shared_weights import remove_unused_weights
 
     removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)
@@ -145,7 +143,7 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
     removed += remove_unfinished(cache, below=True)
     if "://" not in runs:
         removed += remove_unfinished(Path(runs), below=True)
-    return removed + remove_old_sessions(temporary_folder()) + remove_abandoned()
+    return removed + remove_abandoned()
 
 
 def check_python() -> Check:
@@ -302,10 +300,12 @@ def check_ray_token() -> Check:
             return Check(name, "ok", "none on this machine")
         hint = f"if the cluster requires a token, put it into {file}"
         return Check(name, "warn", "none on this machine", hint)
+    if not mode:
+        return Check(name, "ok", "a local cluster makes one for itself, and writes it nowhere")
     if fault := why_not_writable(file.parent):
         hint = "set RAY_AUTH_TOKEN, or RAY_AUTH_MODE=disabled on a machine that only you use"
         return Check(name, "fail", f"Ray writes a token to {file}, but {fault}", hint)
-    return Check(name, "ok", f"a local cluster will write one to {file}")
+    return Check(name, "ok", f"RAY_AUTH_MODE={mode}: a local cluster will write one to {file}")
 
 
 def check_ray_start() -> Check:
@@ -316,12 +316,11 @@ def check_ray_start() -> Check:
         with ray_session() as free:
             found = ", ".join(f"{free[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in free)
     except RunError as error:
-        hint = "see the logs in /tmp/ray/session_latest/logs"
-        return Check("ray start", "fail", str(error), hint)
+        return Check("ray start", "fail", str(error))
     return Check("ray start", "ok", f"joined or started, then left: {found or 'nothing'} free")
 
 
-def check_folder(name: str, place: str) -> Check:
+def check_folder(name: str, place: str, remedy: str = "choose another folder") -> Check:
     """Check that a local folder can be written and has room, or that a remote one answers."""
     if "://" in place and not place.startswith("file://"):
 
@@ -332,7 +331,7 @@ def check_folder(name: str, place: str) -> Check:
         return _check_answer(name, redact(place), look_up, "check the address and its credentials")
     folder = Path(place.removeprefix("file://")).expanduser().absolute()
     if fault := why_not_writable(folder):
-        return Check(name, "fail", fault, "choose another folder, or fix its permissions")
+        return Check(name, "fail", fault, f"{remedy}, or fix its permissions")
     free = shutil.disk_usage(nearest_existing(folder)).free
     detail = f"{folder}, {free / GIB:.1f} GiB free"
     if free < 0.2 * GIB:
@@ -344,7 +343,7 @@ def check_folder(name: str, place: str) -> Check:
 
 def check_cache(cache: Path) -> Check:
     """Check the cache folder as :func:`check_folder` does, and tell how large its parts are."""
-    check = check_folder("cache folder", str(cache))
+    check = check_folder("cache folder", str(cache), "set TRISHUL_CACHE")
     sizes = []
     for part in sorted(cache.glob("*/")):
         with suppress(OSError):  # a run may remove a file

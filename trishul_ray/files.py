@@ -15,6 +15,7 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,15 @@ KEPT_SECONDS = 30 * 24 * 3600.0
 #: A file may change again without a visible change of its times within this many seconds, because
 #: the clocks of file systems advance in steps.
 SETTLING_SECONDS = 2.0
+
+#: Seconds that the logs of a local Ray are kept after their last line, if it has not ended well.
+LOG_SECONDS = 3600.0
+
+#: A file in a scratch folder whose logs are kept.
+_LOGS_KEPT = ".logs-kept"
+
+#: Where scratch folders may be if the path of ``TMPDIR`` is too long for a socket.
+_SHORT = ("/tmp", "/var/tmp")
 
 #: A file in a folder of the cache with the checksums of the others.
 SEAL = ".xxh128"
@@ -69,8 +79,8 @@ def stamp(file: Path) -> tuple[int, ...]:
     The last of them, ``ctime``, cannot be set: an edit that restores the modification time shows,
     too. Only two edits at the same tick of the clock do not.
     """
-    stat = file.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    now = file.stat()
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def checksum(file: Path) -> str:
@@ -104,7 +114,9 @@ def make_cache_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"storage.cache: cannot create {folder}: {error.strerror}") from error
+        raise InputError(
+            f"storage.cache: cannot create {folder}: {error.strerror}; set TRISHUL_CACHE"
+        ) from error
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -213,8 +225,9 @@ def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
             try:
                 yield path
             finally:
-                with suppress(OSError):
-                    _remove(path)
+                if not Path(path, _LOGS_KEPT).exists():
+                    with suppress(OSError):
+                        _remove(path)
             return
         finally:
             os.close(owner)
@@ -223,15 +236,16 @@ def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 def remove_unfinished(folder: Path, *, below: bool = False) -> list[Path]:
     """Remove what killed processes were writing directly in a folder, and return it.
 
-    What is of another machine, or cannot be locked, goes after :data:`KEPT_SECONDS`. With
-    ``below``, all folders in it are searched, too.
+    What is of another machine, or cannot be locked, goes after :data:`KEPT_SECONDS`; not so in a
+    folder that all users share, as /tmp. With ``below``, all folders in it are searched, too.
     """
     removed = []
     for place, _, _ in os.walk(folder) if below else [(folder, [], [])]:
         with suppress(OSError):
+            shared = os.stat(place).st_mode & stat.S_ISVTX
             for name in os.listdir(place):
                 path = Path(place, name)
-                if not _UNFINISHED.fullmatch(name):
+                if not _UNFINISHED.fullmatch(name) or (shared and not _is_ours(path)):
                     continue
                 if _is_abandoned(path):
                     with suppress(OSError):  # another process may be faster
@@ -240,6 +254,13 @@ def remove_unfinished(folder: Path, *, below: bool = False) -> list[Path]:
                 else:
                     removed += remove_unused([path])
     return removed
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether this user, on this machine, has made an unfinished file or folder."""
+    with suppress(OSError):
+        return f".{_HOST}-" in path.name and path.lstat().st_uid == os.getuid()
+    return False
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -253,7 +274,8 @@ def _is_abandoned(path: Path) -> bool:
         lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            logs = [log.stat().st_mtime for log in path.glob("r/*/logs/*")]  # of a local Ray
+            return time.time() - max(logs, default=0.0) > LOG_SECONDS
         finally:
             os.close(lock)
     return False
@@ -350,19 +372,35 @@ def take_remarks() -> tuple[str, ...]:
 
 @contextmanager
 def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
-    """Yield a temporary folder of this process, which is removed at the end.
+    """Yield a temporary folder of this process, for its user alone, which is removed at the end.
 
     It is in the system's folder for temporary files, or another ``place``. If the process is
-    killed, the next one removes it.
+    killed, or :func:`keep_logs` was called, a later one removes it.
     """
     target = Path(place or tempfile.gettempdir(), f"trishul-{purpose}")
     with _unfinished(target, lambda path: path.mkdir(0o700)) as folder:
         yield str(folder)
 
 
+def keep_logs(folder: str | Path) -> None:
+    """Keep a scratch folder for :data:`LOG_SECONDS` after its last line of a log."""
+    with suppress(OSError):
+        (Path(folder) / _LOGS_KEPT).touch()
+
+
+def temporary_folders() -> list[str]:
+    """Return where scratch folders may be: ``RAY_TMPDIR``, ``TMPDIR``, and folders of short names.
+
+    The last are for sockets, whose paths have a limit.
+    """
+    chosen = os.environ.get("RAY_TMPDIR")
+    return list(dict.fromkeys(filter(None, [chosen, tempfile.gettempdir(), *_SHORT])))
+
+
 def remove_abandoned() -> list[Path]:
     """Remove the scratch folders of processes that were killed, and return them."""
-    return remove_unfinished(Path(tempfile.gettempdir()))
+    places = filter(os.path.isdir, temporary_folders())
+    return [path for place in places for path in remove_unfinished(Path(place))]
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:

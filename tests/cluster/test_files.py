@@ -394,7 +394,7 @@ def test_the_policy_covers_every_pod_and_trusts_no_label_of_another_namespace():
     of_kind = {}
     for parameter in kubernetes_documents():
         (document,) = parameter.values
-        of_kind[document["kind"]] = document["spec"] if "spec" in document else None
+        of_kind[document["kind"]] = document.get("spec")
     policy, job = of_kind["NetworkPolicy"], of_kind["RayJob"]
     label = policy["podSelector"]["matchLabels"].items()
     templates = [*templates_of(of_kind["RayCluster"]), *templates_of(job["rayClusterSpec"])]

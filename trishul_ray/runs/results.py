@@ -20,6 +20,7 @@ from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
+from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.server import RunResult
 from trishul_ray.files import Json, digest
@@ -43,7 +44,7 @@ def hardware() -> Hardware:
     return Hardware(
         machine=platform.machine(),
         system=platform.system(),
-        cpus=os.cpu_count(),
+        cpus=usable_cores(),
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         cpu_capability=torch.backends.cpu.get_cpu_capability(),

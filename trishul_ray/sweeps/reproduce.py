@@ -86,12 +86,20 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         if not idle:
             work.open_parents()
         if missing or searches:
-            from trishul_ray.federation.on_ray.session import opening, ray_session
+            from trishul_ray.federation.on_ray.session import (
+                keep_session_logs,
+                opening,
+                ray_session,
+            )
 
             progress.phase(opening())
             with at_loss(lambda _: work.close_parents("FAILED")), ray_session():
                 _run(work, missing, searches, options)
-        work.examine()
+                work.examine()
+                if work.unfinished():
+                    keep_session_logs()
+        else:
+            work.examine()
         failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
         status = "FAILED" if failures else "FINISHED"
     except KeyboardInterrupt:

@@ -68,7 +68,6 @@ def test_nodes_and_processes_of_a_ray_of_ones_own(local_ray):
     assert len(processes) == 2 and all(each.poll() is None for each in processes)
     session = ray_internals.session_folder()
     assert (session / "logs").is_dir()
-    assert session.parent == ray_internals.temporary_folder()
 
 
 def test_there_is_no_gpu_where_torch_finds_none():
@@ -100,6 +99,18 @@ def test_a_token_is_sent_unless_a_mode_is_set(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray_internals.send_token()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_ray_ships_what_it_is_asked_for(tmp_path):
+    """What it packs is tested with `find_secrets`."""
+    for name in ("a.txt", "b.log", "sub/c.txt", "sub/d.tmp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "sub/.gitignore").write_text("*.tmp\n.gitignore\n")
+    names = {path.name for path in ray_internals.shipped_paths(tmp_path, ["*.log"])}
+    assert names == {"a.txt", "sub", "c.txt"}
+    assert ray_internals.matcher(["*.log", "!b.log"])("sub/a.log")
+    assert not ray_internals.matcher(["*.log", "!b.log"])("b.log")
 
 
 def test_a_client_of_jobs_can_ask_for_all_nodes():

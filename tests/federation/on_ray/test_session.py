@@ -2,9 +2,12 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -12,13 +15,10 @@ import psutil
 import pytest
 import ray
 
+from trishul_ray import files
 from trishul_ray.errors import RunError
-from trishul_ray.federation.on_ray.session import (
-    QUIET_SECONDS,
-    mark_session,
-    ray_session,
-    remove_old_sessions,
-)
+from trishul_ray.federation.on_ray.ray_internals import session_folder
+from trishul_ray.federation.on_ray.session import ray_session
 
 
 @ray.remote(num_cpus=1)
@@ -96,38 +96,73 @@ def test_a_ray_that_does_not_start_is_reported_in_one_line(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray.init", starved)
     with (
-        pytest.raises(RunError, match=r"^cannot start a local Ray: .* timed out during startup$"),
+        pytest.raises(
+            RunError, match=r"^cannot start a local Ray: .* timed out during startup; its logs: /"
+        ),
         ray_session(),
     ):
         pass
 
 
-@pytest.fixture
-def session(tmp_path):
-    """``session(name, age)`` -> a session's folder, last written to ``age`` seconds ago."""
+@pytest.mark.slow
+def test_a_local_ray_is_in_a_folder_of_its_user_alone(monkeypatch, tmp_path):
+    """Also where the path of TMPDIR is too long for a socket; the folder goes with Ray."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    long = tmp_path / ("x" * (113 - len(str(tmp_path)) - 1))
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = set(Path("/tmp").glob(".trishul-ray.*"))
+    with ray_session(1):
+        session = session_folder()
+        folder = session.parents[1]
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.parent == Path("/tmp") and folder.name.startswith(".trishul-ray.")
+        assert list(session.glob("sockets/*"))
+    assert not folder.exists()
+    assert set(Path("/tmp").glob(".trishul-ray.*")) <= before
+    with pytest.raises(RunError), ray_session(1):
+        session = session_folder()
+        raise RunError("its logs are kept")
+    assert list(session.glob("logs/raylet.*"))
+    shutil.rmtree(session.parents[1])
 
-    def make(name, age, marked=True):
-        folder = tmp_path / f"session_{name}"
-        (folder / "logs").mkdir(parents=True)
-        (folder / "logs/raylet.out").write_text("x")
-        if marked:
-            mark_session(folder)
-        for file in (folder / "logs/raylet.out", folder):
-            os.utime(file, (time.time() - age, time.time() - age))
-        return folder
 
-    return make
+def test_without_a_short_temporary_folder_the_variable_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(files, "_SHORT", ())
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "absent"))
+    monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 60}")
+    message = r"at most 8 bytes, and none of /.*/absent, /tmp/x+ is one: set RAY_TMPDIR"
+    with pytest.raises(RunError, match=message), ray_session(1):
+        pass
 
 
-def test_only_old_unused_sessions_of_ours_are_removed(session, tmp_path):
-    old = session("old", QUIET_SECONDS + 60)
-    kept = [session("new", 60.0), session("foreign", QUIET_SECONDS + 60, marked=False)]
-    used = session("used", QUIET_SECONDS + 60)
-    command = [sys.executable, "-c", "input()", f"--session={used}/sockets"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    try:
-        assert remove_old_sessions(tmp_path) == [old]
-    finally:
-        process.communicate(b"\n")
-    assert set(tmp_path.iterdir()) == {*kept, used}
-    assert remove_old_sessions(tmp_path) == [used]
+@pytest.mark.slow
+def test_a_local_ray_has_the_cpus_that_this_process_may_use():
+    code = """
+    import os
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from trishul_ray.federation.on_ray.session import ray_session
+    from trishul_ray.runs.results import hardware
+    with ray_session() as free:
+        print(free["CPU"], hardware().cpus)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    run = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.stdout.split() == ["1.0", "1"], run.stderr
+
+
+def test_a_proc_that_hides_processes_is_named(monkeypatch):
+    """As Ray raises it where /proc is mounted with hidepid=1."""
+
+    def hidden(**_):
+        raise psutil.AccessDenied(pid=1)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", hidden)
+    message = r"\(pid=1\); with a /proc .* hidepid=1, use resources.backend=inline"
+    with pytest.raises(RunError, match=message), ray_session(1):
+        pass

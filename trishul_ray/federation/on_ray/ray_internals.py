@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants, utils, worker
 from ray._private.accelerators import get_all_accelerator_managers
 from ray._private.node import Node
@@ -131,11 +130,6 @@ def session_folder() -> Path:
     """Return the folder of the session's logs and sockets."""
     node: Any = worker._global_node
     return Path(node.get_session_dir_path())
-
-
-def temporary_folder() -> Path:
-    """Return the folder in which Ray keeps the files of its sessions on this machine."""
-    return Path(get_default_ray_temp_dir())
 
 
 def has_gpu() -> bool:

@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trishul_ray.errors import RunError, first_line, last_words
+from trishul_ray.errors import InputError, RunError, first_line, first_of, last_words
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
@@ -30,13 +29,18 @@ from trishul_ray.federation.on_ray.ray_internals import (
     own_processes,
     send_token,
     session_folder,
-    temporary_folder,
+    started_here,
     without_messages,
     without_monitors,
     without_sigterm_handler,
 )
-from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
-from trishul_ray.files import remove_abandoned
+from trishul_ray.federation.on_ray.slices import (
+    Slices,
+    plan_slices,
+    slices_of_bundles,
+    usable_cores,
+)
+from trishul_ray.files import keep_logs, remove_abandoned, scratch_folder, temporary_folders
 
 #: Where Ray looks for a token, besides ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -50,12 +54,13 @@ WATCH_SECONDS = 2.0
 GONE_SECONDS = 40.0
 
 
-#: Name of the file that marks a session as ours.
-MARK = "started_by_trishul"
-
-#: Seconds without a line in the logs. A live session writes one every few seconds; its processes
-#: may be in a container that cannot be seen from here.
-QUIET_SECONDS = 3600.0
+#: Longest path of a socket in bytes (``sun_path``, without the zero at its end).
+SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+#: The end of the longest path of a socket that Ray makes in a scratch folder.
+_SOCKET = "/.trishul-ray.012345-01234567.tmp/r/"
+_SOCKET += "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+#: The logs of Ray's processes in it.
+_LOGS = "r/session_latest/logs"
 
 
 class _Watch:
@@ -148,9 +153,11 @@ def ray_session(
 
     At the end a runtime that existed before is left as it was. One started here is shut down with
     all its processes, even if this process is killed. A local cluster has ``cpus`` CPUs (None: all
-    of the machine), listens on localhost only, requires a token that only this process and its
-    children know, writes nothing to the home directory, and has no dashboard. On Linux without
-    GPUs, its workers are forks of ``fork_server`` (None: of one that ends with the session).
+    that this process may use), listens on localhost only, requires a token that only this process
+    and its children know, writes nothing to the home directory, and has no dashboard. Its sockets
+    and logs are in a temporary folder of this user alone, which goes with it, unless an error ends
+    the session (see :func:`keep_session_logs`). On Linux without GPUs, its workers are forks of
+    ``fork_server`` (None: of one that ends with the session).
 
     If this machine has a token (``RAY_AUTH_TOKEN``, ``~/.ray/auth_token``), an existing cluster
     receives it, as from Ray's own commands; set ``RAY_AUTH_MODE=disabled`` to join a cluster that
@@ -173,19 +180,71 @@ def ray_session(
         stack.enter_context(without_messages())
         if not joins and fork_server is None and forks_workers():
             fork_server = stack.enter_context(ForkServer())
+        folder = "" if joins else stack.enter_context(_temporary_folder())
         stack.callback(ray.shutdown)  # also after an interrupted start
         try:
             with _held_signals():
                 if joins:
                     _join(str(address))
                 else:
-                    _start(cpus, fork_server)
+                    _start(cpus, fork_server, f"{folder}/r")  # Ray opens its own to all users
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
-            action = f"join the cluster at RAY_ADDRESS={address}" if joins else "start a local Ray"
-            raise RunError(f"cannot {action}: {first_line(error).rstrip('.')}") from error
+            why = first_line(error).rstrip(".")
+            if joins:
+                raise RunError(
+                    f"cannot join the cluster at RAY_ADDRESS={address}: {why}"
+                ) from error
+            if isinstance(error, psutil.AccessDenied):
+                why = (
+                    f"it may not look at other processes {why}; with a /proc that is mounted with "
+                    "hidepid=1, use resources.backend=inline"
+                )
+            raise RunError(
+                f"cannot start a local Ray: {why}; its logs: {folder}/{_LOGS}"
+            ) from error
         watch = _Watch(joined=joins, fork_server=fork_server)
         stack.callback(watch.close)
         yield _free_resources()
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Yield a folder for a Ray of this process; Ray's own, /tmp/ray, is open to all users.
+
+    It is in the first of :func:`~trishul_ray.files.temporary_folders` that is short enough for
+    the paths of sockets.
+
+    Raises:
+        RunError: There is none.
+    """
+    places = temporary_folders()
+    room = SOCKET_BYTES - len(_SOCKET)
+    short = [place for place in places if len(os.fsencode(place)) <= room]
+    with ExitStack() as stack:
+        for place in short:
+            with suppress(OSError):
+                folder = stack.enter_context(scratch_folder("ray", Path(place)))
+                break
+        else:
+            raise RunError(
+                "cannot start a local Ray: its sockets need a temporary folder that can be written "
+                f"and whose path has at most {room} bytes, and none of {first_of(places, 9)} is "
+                "one: set RAY_TMPDIR"
+            )
+        try:
+            yield folder
+        except Exception as error:
+            if not isinstance(error, InputError):
+                keep_logs(folder)
+            raise
+        with suppress(OSError):  # processes that are about to end would fill it again
+            os.replace(f"{folder}/r", f"{folder}/over")
+
+
+def keep_session_logs() -> None:
+    """Keep the logs of a local Ray that this process has started for an hour after its end."""
+    if started_here():
+        keep_logs(session_folder().parents[1])
 
 
 def _free_resources() -> dict[str, float]:
@@ -229,7 +288,7 @@ def _held_signals() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
-def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
+def _start(cpus: int | None, fork_server: ForkServer | None, folder: str) -> None:
     if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
         # Otherwise Ray writes one to the home directory, which may be read-only or shared.
         os.environ["RAY_AUTH_TOKEN"] = _process_token()
@@ -239,12 +298,10 @@ def _start(cpus: int | None, fork_server: ForkServer | None) -> None:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with listening_on_localhost(), without_monitors():
         _init_twice(
-            address="local", num_cpus=cpus, include_dashboard=False,
-            logging_level=logging.ERROR, log_to_driver=False,
+            address="local", num_cpus=cpus or usable_cores(), include_dashboard=False,
+            logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder,
             runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
         )  # fmt: skip
-    mark_session(session_folder())
-    remove_old_sessions(temporary_folder())
     remove_abandoned()
 
 
@@ -281,39 +338,6 @@ def _check_answers(address: str) -> None:
 def _process_token() -> str:
     # The same for all clusters that this process starts: Ray reads it once.
     return secrets.token_hex(32)
-
-
-def mark_session(session: Path) -> None:
-    """Mark the folder of a session as one that may be removed when it is over."""
-    with suppress(OSError):
-        (session / MARK).touch()
-
-
-def remove_old_sessions(root: Path) -> list[Path]:
-    """Remove our sessions in Ray's temporary folder that no process uses, and return them.
-
-    Ray keeps the folder of every session for ever. Those of the last hour are kept, so that the
-    logs of a run that failed can still be read.
-    """
-    marked = [mark.parent for mark in root.glob(f"session_*/{MARK}")]
-    over = [s for s in marked if not s.is_symlink() and time.time() - _written(s) > QUIET_SECONDS]
-    if not over:
-        return []
-    commands = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            commands.append(" ".join(process.cmdline()))
-    unused = [s for s in over if not any(s.name in command for command in commands)]
-    for session in unused:
-        shutil.rmtree(session, ignore_errors=True)
-    return [session for session in unused if not session.exists()]
-
-
-def _written(session: Path) -> float:
-    """Return when something was last written into a session's logs, in seconds of the clock."""
-    with suppress(OSError):
-        return max(f.stat().st_mtime for f in [session, *(session / "logs").glob("*")])
-    return time.time()
 
 
 def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:
