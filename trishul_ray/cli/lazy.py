@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trishul_ray import config as config
     from trishul_ray import doctor as doctor
     from trishul_ray import jobs as jobs
+    from trishul_ray import storage as storage
     from trishul_ray.data import partition as partition
     from trishul_ray.data import prepare as prepare
     from trishul_ray.experiment import experiment as experiment
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     rows = trishul_ray.federation.prepare
 else:
     _FOLDERS = {
-        "": ("api", "config", "doctor", "jobs"),
+        "": ("api", "config", "doctor", "jobs", "storage"),
         ".cli": ("listing",),
         ".data": ("partition", "prepare"),
         ".experiment": ("fit", "identity", "loading"),

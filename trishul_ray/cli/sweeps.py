@@ -21,7 +21,6 @@ from trishul_ray.cli.output import (
 )
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.files import check_writable, scratch_folder, write_file
-from trishul_ray.storage import Store
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -388,7 +387,7 @@ def _show(outcomes: "Sequence[lazy.outcomes.SweepOutcome]", report: str) -> None
 def _check_report(place: str) -> None:
     """Check that a report can be written to a folder or URI, or raise an InputError."""
     if "://" in place:
-        Store.open(place, field="--report").check_bucket(place, "--report")
+        lazy.storage.Store.open(place, field="--report").check_bucket(place, "--report")
     else:
         check_writable(Path(place), "--report")
 
@@ -401,7 +400,7 @@ def _write_report(
     """Write a report into a folder or to a URI, and return the address of its page."""
     if "://" not in place:
         return str(lazy.page.write_report(outcomes, Path(place), tables))
-    store = Store.open(place, field="--report")
+    store = lazy.storage.Store.open(place, field="--report")
     with scratch_folder("report") as folder:
         page = lazy.page.write_report(outcomes, Path(folder), tables)
         store.upload_folder(page.parent)
