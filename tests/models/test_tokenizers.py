@@ -16,6 +16,7 @@ from trishul_ray.models.builtin import (
     VOCABULARY,
 )
 from trishul_ray.models.tokenizers import byte_tokenizer, tokenizer_key
+from trishul_ray.tasks.text import TokenizerRef
 
 TEXT = "Grüße, 世界! \n\t<b> ~ \x00"
 FAMILIES = {"bert-tiny": "bert", "t5-tiny": "t5", "llama-tiny": "llama"}
@@ -97,6 +98,25 @@ def test_without_a_padding_token_the_end_token_pads(words, tmp_path):
     LlamaConfig().save_pretrained(tmp_path / "n")
     with pytest.raises(InputError, match="neither a padding nor an end token"):
         load(tmp_path / "n", tmp_path)
+
+
+def test_a_padding_token_without_a_row_in_the_embedding_is_replaced_by_the_end_token(
+    words, tmp_path
+):
+    """As after add_special_tokens without resize_token_embeddings: no text has the token's id."""
+    words.add_special_tokens({"pad_token": "[PAD]"})
+    words.save_pretrained(tmp_path / "m")
+    for rows, pad_id in ((5, 4), (4, 1)):
+        LlamaConfig(vocab_size=rows).save_pretrained(tmp_path / "m")
+        config = ModelConfig(name=str(tmp_path / "m"))
+        tokens = TokenizerRef.of(Backbone(config, Places(tmp_path, None)))
+        ids, length = tokens.padded_columns(2, 3, lambda *_: [[2, 3], [2]], lambda done: None)
+        assert ids.tolist() == [[2, 3], [2, pad_id]] and length.tolist() == [2, 1]
+    words.eos_token = None
+    words.save_pretrained(tmp_path / "m")
+    tokens = TokenizerRef.of(Backbone(config, Places(tmp_path, None)))
+    with pytest.raises(InputError, match=r"'\[PAD\]', has id 4, but its embedding has 4 rows"):
+        tokens.padded_columns(1, 3, lambda *_: [[2]], lambda done: None)
 
 
 @pytest.mark.parametrize("shape", [BertConfig, T5Config, LlamaConfig])

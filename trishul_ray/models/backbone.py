@@ -115,7 +115,12 @@ class Backbone:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The fast tokenizer; raise as :func:`load_tokenizer`."""
-        return load_tokenizer(self.files)
+        tokenizer = load_tokenizer(self.files)
+        rows = getattr(self.architecture, "vocab_size", None) or 0
+        if rows <= tokenizer.pad_token_id and (tokenizer.eos_token_id or rows) < rows:
+            # A padding token that was added to the tokenizer alone has no row in the embedding.
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
 
     @cached_property
     def tokenizer_key(self) -> str:

@@ -125,8 +125,15 @@ class TokenizerRef:
             Ids int32 [N, L] and lengths int32 [N].
 
         Raises:
-            InputError: An id exceeds the backbone's embedding.
+            InputError: An id exceeds the backbone's embedding, be it only that of the padding.
         """
+        if self.pad_id >= self.vocabulary_size:
+            raise InputError(
+                f"model.name={self.backbone.name!r}: the padding token of its tokenizer, "
+                f"{self.tokenizer.pad_token!r}, has id {self.pad_id}, but its embedding has "
+                f"{self.vocabulary_size} rows, and it has no end token to pad with: set pad_token "
+                "to a token that the model has"
+            )
         ids = np.full((count, max_length), self.pad_id, dtype=np.int32)
         length = np.ones(count, dtype=np.int32)
         for start in range(0, count, CHUNK):
