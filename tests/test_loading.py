@@ -8,6 +8,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.learning_rates import default_learning_rate
 from trishul_ray.experiment.loading import (
     build_experiment,
+    experiment_of_arguments,
     load_experiment,
 )
 from trishul_ray.experiment.yaml_files import parse_yaml
@@ -98,7 +99,12 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["federation.clients.x=3"], "federation.clients"),
         (["rounds"], "'rounds' is not of the form key=value"),
         (["=3"], "'=3' is not of the form key=value"),
-        (["adapter.init=[1"], "value is not YAML"),
+        (["federation.rounds=[1"], "value is not YAML"),
+        (["task.verbalizers=[a, b"], "value is not YAML"),
+        (["federation.rounds=2024-13-45"], "value is not YAML"),
+        (["adapter.targets=q_proj"], "input should be a valid tuple; write a list: [q_proj]"),
+        (["data.columns=label"], "input should be a valid dictionary; write a mapping: {name"),
+        (["method=no"], "unknown method 'no'; known: fedavg"),
         (["resources.actors=0"], "resources.actors"),
         (["resources.actors=2", "federation.clients_per_actor=1"], "exclude each other"),
         (["model.precision=fp16"], "model.precision='fp16'"),
@@ -110,6 +116,66 @@ def test_every_mistake_gets_one_line(overrides, expected):
     message = str(caught.value)
     assert expected in message
     assert "\n" not in message
+
+
+def test_words_that_yaml_reads_as_something_else_are_texts_where_texts_are_asked_for():
+    words = {
+        "data.path": "2024",
+        "storage.runs": "007",
+        "name": "on",
+        "tracking.experiment": "2024-01-01",
+        "task.template": "{text} answer",
+        "partition.kind": "iid",
+    }
+    columns = "data.columns={text: y, label: no, client: 3}"
+    lists = ["task.verbalizers=[yes, 'no', 1.0]", columns, "tracking.uri=null"]
+    experiment = load_experiment(
+        None, ["dataset=table", *lists, *(f"{name}={word}" for name, word in words.items())]
+    )
+    for name, word in words.items():
+        section, _, field = name.rpartition(".")
+        assert getattr(getattr(experiment, section) if section else experiment, field) == word
+    assert experiment.task.verbalizers == ("yes", "no", "1.0")
+    assert experiment.data.columns == {"text": "y", "label": "no", "client": "3"}
+    assert experiment.tracking.uri is None
+    assert load_experiment(None, ["task.template={text}"]).task.template == "{text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("data: {path: 2024}", "data.path=2024: input should be a valid string; YAML reads some"),
+        ("tracking: {experiment: 2024-01-01}", "tracking.experiment=2024-01-01: input should be"),
+        ("task: {verbalizers: [yes, no]}", "task.verbalizers=True: input should be a valid string"),
+        ("data: {columns: {text: y, label: no}}", "data.columns=False: input should be a valid st"),
+        ("name: on", "name=True: input should be a valid string; YAML reads some words as numbers"),
+        ("method: no", "method: False must be a method's name, or a section such as {name"),
+    ],
+)
+def test_words_that_yaml_reads_as_something_else_are_explained(tmp_path, text, expected):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_experiment(tmp_path / "x.yaml")
+    assert expected in str(caught.value)
+    assert "method" in text or "put the word in quotes" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["federation.rounds", "optimizer.lr", "partition.alpha", "budget", "method.lam", "seed"],
+)
+def test_truth_is_no_number(field, tmp_path):
+    section, _, name = field.rpartition(".")
+    (tmp_path / "x.yaml").write_text(f"{section}: {{{name}: true}}" if section else f"{name}: yes")
+    ways = [
+        lambda: load_experiment(None, [f"{field}=true"]),
+        lambda: load_experiment(tmp_path / "x.yaml"),
+        lambda: experiment_of_arguments(None, {field: True}),
+    ]
+    for way in ways:
+        with pytest.raises(InputError, match=rf"{field}=True: input should be a number, not true"):
+            way()
+    assert load_experiment(None, ["data.skip_broken=true"]).data.skip_broken is True
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -21,9 +21,11 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from trishul_ray.spectral.bases import BasisInit
 
@@ -103,10 +105,37 @@ def default_in_id(default: Any, description: str, **limits: Any) -> Any:
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
 
+@cache
+def value_types(annotation: Any) -> frozenset[Any]:
+    """Return the types of the values, also those in containers, that a field's type allows."""
+    if get_origin(annotation) is Literal:
+        return frozenset(map(type, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        return value_types(get_args(annotation)[0])
+    parts = [part for part in get_args(annotation) if part is not ...]
+    return frozenset().union(*map(value_types, parts)) if parts else frozenset({annotation})
+
+
 class Section(BaseModel):
     """A frozen group of fields; unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number, of which Python and pydantic make 1 and 0."""
+        inner: Iterable[Any] = (value,)
+        if isinstance(value, list | tuple):
+            inner = value
+        elif isinstance(value, dict):
+            inner = value.values()
+        if any(isinstance(each, bool) for each in inner):
+            annotation: Any = cls.model_fields[info.field_name or ""].annotation
+            kinds = value_types(annotation)
+            if bool not in kinds and kinds & {int, float}:
+                raise PydanticCustomError("truth", "input should be a number, not true or false")
+        return value
 
     def refuse_unread(self, names: Iterable[str], condition: str) -> None:
         """Refuse fields that are not read under a condition, such as "with kind='none'".

@@ -76,9 +76,8 @@ def _validated_method(value: Any) -> Any:
     if isinstance(value, MethodConfig):
         return value
     if not isinstance(value, str | Mapping):
-        kind = type(value).__name__
         raise ValueError(
-            f"{kind}: it must be a method's name, or a section such as {{name: trishul}}"
+            f"{value!r} must be a method's name, or a section such as {{name: trishul}}"
         )
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.get("name", "trishul")

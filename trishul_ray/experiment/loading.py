@@ -10,16 +10,17 @@ one that is set.
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray import plugins
-from trishul_ray.config import SHORT_MODEL_NAMES
+from trishul_ray.config import SHORT_MODEL_NAMES, value_types
 from trishul_ray.edge.privacy.accounting import affordable
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import EDGE_SECTIONS, Experiment
@@ -28,6 +29,7 @@ from trishul_ray.experiment.learning_rates import with_learning_rate
 from trishul_ray.experiment.yaml_files import (
     RawFields,
     RepeatedKeyError,
+    parse_texts,
     parse_yaml,
     read_yaml,
 )
@@ -47,6 +49,8 @@ _OTHER_NAMES = {
     "checkpoint_dir": "storage.runs",
     "output_dir": "storage.runs",
 }
+#: What to do about a word that YAML reads as a number, a date, or true or false.
+_QUOTE = "; YAML reads some words as numbers, dates, true or false: put the word in quotes"
 #: Fields that loading fills in.
 _NOTED = ("lr_source", "content")
 
@@ -63,7 +67,7 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
     """
     user = read_yaml(path) if path is not None else {}
     given = [(text, *split_override(text)) for text in overrides]
-    return _load(user, [(text, SHORT_FIELDS.get(key, key), value) for text, key, value in given])
+    return _load(user, [(text, SHORT_FIELDS.get(key, key), _Word(raw)) for text, key, raw in given])
 
 
 def experiment_of_arguments(
@@ -99,16 +103,17 @@ def _load(user: RawFields, given: Sequence[tuple[str, str, Any]]) -> Experiment:
     """
     for said, name, value in given:  # that register methods
         if name == "plugins":
-            set_field(user, name, value, said)
+            set_field(user, name, _read_word(value, name, user, said), said)
     _load_plugins(user)
     _expand_short_fields(user)
     for said, name, value in given:  # that has further fields
         if name == "method.name":
-            set_field(user, name, value, said)
+            set_field(user, name, _read_word(value, name, user, said), said)
     known = list(field_names(_method_of(user)))
     for said, name, value in given:
         if name != "plugins":
-            set_field(user, full_name(name, known), value, said)
+            name = full_name(name, known)
+            set_field(user, name, _read_word(value, name, user, said), said)
     return resolve_experiment(user)
 
 
@@ -234,17 +239,50 @@ def _expand_short_fields(fields: RawFields) -> None:
             fields[key] = {"name": fields[key]}
 
 
-def split_override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of ``key=value``, where the value is YAML."""
+def split_override(text: str) -> tuple[str, str]:
+    """Return the key and the value of ``key=value``, where the value is still YAML."""
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         raise InputError(f"override {text!r} is not of the form key=value")
+    return key.strip(), raw
+
+
+class _Word(str):
+    """The value of an override, still YAML."""
+
+
+def _read_word(value: Any, name: str, user: RawFields, override: str) -> Any:
+    """Return the value of an override, parsed for its field; any other value as it is.
+
+    For a field of texts (names, paths, prompts), ``2024``, ``no`` and ``{text} is`` are texts.
+    """
+    if not isinstance(value, _Word):
+        return value
+    annotation = _annotation_of(name, user)
+    texts = value_types(annotation) <= {str, type(None)}
+    several = {dict, list, tuple} & {get_origin(a) for a in (annotation, *get_args(annotation))}
     try:
-        return key.strip(), parse_yaml(raw)
+        parsed = parse_texts(value) if texts else parse_yaml(value)
     except RepeatedKeyError as error:
-        raise InputError(f"override {text!r}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"override {text!r}: value is not YAML: {one_line(error)}") from error
+        raise InputError(f"override {override!r}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
+        if texts and not several:
+            return value.strip()
+        raise InputError(f"override {override!r}: value is not YAML: {one_line(error)}") from error
+    return value.strip() if texts and not several and isinstance(parsed, dict | list) else parsed
+
+
+def _annotation_of(dotted: str, fields: RawFields) -> Any:
+    """Return the type of a field; that of any value for an unknown one."""
+    model: type[BaseModel] | None = Experiment
+    *sections, last = dotted.split(".")
+    for section in sections:
+        if section == "method" and model is Experiment:
+            model = method_class(_method_of(fields)).Config
+        else:
+            model = model and _section_of(model, section)
+    found = model.model_fields.get(last) if model is not None else None
+    return Any if found is None else found.annotation
 
 
 def set_field(fields: RawFields, dotted: str, value: Any, override: str = "") -> None:
@@ -315,13 +353,20 @@ def _describe_error(item: Any, fields: RawFields) -> str:
     if item["type"] == "value_error":
         text = str(item.get("ctx", {}).get("error", item["msg"]))
         return f"{dotted}: {text}" if dotted and not text.startswith(f"{dotted}.") else text
-    value = repr(item["input"])
+    given, advice = item["input"], ""
+    if item["type"] == "string_type" and not isinstance(given, dict | list | tuple):
+        advice = _QUOTE
+    elif item["type"] in ("tuple_type", "list_type") and isinstance(given, str):
+        advice = f"; write a list: [{given}]"
+    elif item["type"] == "dict_type" and isinstance(given, str):
+        advice = "; write a mapping: {name: value}"
+    value = str(given) if isinstance(given, date) else repr(given)
     value = value if len(value) <= 60 else value[:57] + "..."
     if item["type"] == "model_type":
         inside = list(model.model_fields)
         named = f"{dotted}.{'name' if 'name' in inside else inside[0]}"
         return f"{dotted}={value}: {dotted} is a section; set a field of it, such as {named}=..."
-    return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}{advice}"
 
 
 def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:

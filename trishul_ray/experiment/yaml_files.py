@@ -49,6 +49,21 @@ def parse_yaml(text: str | bytes) -> Any:
         raise yaml.MarkedYAMLError(problem=TOO_DEEP) from None
 
 
+def parse_texts(text: str) -> Any:
+    """Parse YAML in which every scalar but null is a text: numbers, dates, and ``yes``, too."""
+    return _with_texts(parse_yaml(text), yaml.load(text, Loader=yaml.BaseLoader))
+
+
+def _with_texts(parsed: Any, written: Any) -> Any:
+    """Return what was parsed with its scalars as they are written; null stays null."""
+    if isinstance(parsed, dict):
+        inner = zip(written.items(), parsed.values(), strict=True)
+        return {key: _with_texts(value, text) for (key, text), value in inner}
+    if isinstance(parsed, list):
+        return [_with_texts(*both) for both in zip(parsed, written, strict=True)]
+    return parsed if parsed is None else written
+
+
 def read_yaml(path: Path) -> RawFields:
     """Return the fields in a YAML file; raise InputError if it cannot be read, or holds none."""
     try:
