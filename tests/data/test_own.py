@@ -1,5 +1,6 @@
 """Your own data: folders of images, table files, and any dataset of a mirror or the hub."""
 
+import gzip
 import json
 import re
 import warnings
@@ -219,7 +220,7 @@ def test_rows_of_broken_images_are_skipped_in_a_table(tmp_path):
         tmp_path / "table/train.csv", [r | {"image": f"../{r['image']}"} for r in rows]
     )
     write_rows(tmp_path / "table/test.csv", [rows[0] | {"image": "../img/red.png"}])
-    refused(r"2 images cannot be read: .*row 1, .*row 3; ", "table", file.parent, tmp_path)
+    refused(r"2 images cannot be read: .*line 3, .*line 5; ", "table", file.parent, tmp_path)
     data = prepare_own("table", file.parent, tmp_path, skip_broken=True)
     kept = [
         (data.info.classes[k], data.info.clients[c])
@@ -373,7 +374,7 @@ def test_images_in_a_table_as_paths_or_bytes(tmp_path):
     assert by_path.fingerprint == by_bytes.fingerprint
     rows[2]["image"] = "img/none.png"
     refused(
-        r"paths.csv, row 2: not a readable image",
+        r"paths.csv, line 4: not a readable image",
         "table",
         write_rows(tmp_path / "paths.csv", rows),
         tmp_path,
@@ -395,7 +396,7 @@ LACKING = r" is missing in 1 of 2 rows \(row 1\); rows count from 0; correct"
             "x.jsonl",
             TEXT | {"label": [0, None]},
             {},
-            rf"x.jsonl: label \(column 'label'\){LACKING}",
+            r"x.jsonl: label \(column 'label'\) is missing in 1 of 2 rows \(line 2\); correct",
         ),
         ("x.parquet", TEXT | {"text": [1, 2]}, {}, r"'text' is int64, not text"),
         ("x.jsonl", TEXT | {"text": ["a", 2]}, {}, r"different types \('a' in row 0, 2 in row 1\)"),
@@ -430,6 +431,8 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),
         ("x.parquet", b"PAR1 and no more", r"an incomplete download: it ends after 16 bytes"),
+        ("x.csv", gzip.compress(b"text"), r"x.csv: a gzip file, not a CSV file; unpack it: gunzip"),
+        ("x.jsonl", b"PK\3\4", r"x.jsonl: a zip file \(as those of Excel are\), not a JSON lines"),
         ("x.parquet", b"<html>", r"x.parquet: not a readable parquet file"),
         ("x.xlsx", b"PK", r"data.path='.*x.xlsx': the file must be one of .parquet, .jsonl"),
     ],
@@ -437,6 +440,30 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
 def test_malformed_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     refused(message, "table", tmp_path / name, tmp_path)
+
+
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
+    for mark in (b"", b"\xef\xbb\xbf"):
+        rows = [json.dumps({"text": "\ufeffa", "label": n}).encode() for n in range(4)]
+        (tmp_path / "x.jsonl").write_bytes(mark + b"\n".join(rows))
+        data = prepare_own("table", tmp_path / "x.jsonl", tmp_path)
+        assert set(data.train.texts("text").to_pylist()) == {"\ufeffa"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("x.csv", 'text,label\na,0\nb,1\n"c",\n', "line 4"),
+        ("x.csv", "text,label\na,0\nb,1\nc,\n\n\n", "line 4"),
+        ("x.csv", 'text,label\n"a\nA",0\nb,1\nc,\n', "row 2"),
+        ("x.csv", "text,label\na,0\n\nb,1\nc,\n", "row 2"),
+        ("x.tsv", "text\tlabel\r\na\t0\r\nb\t1\r\nc\t\r\n", "line 4"),
+        ("x.jsonl", '{"text":"a","label":0}\n\n{"text":"b","label":null}', "row 1"),
+    ],
+)
+def test_a_row_is_called_its_line_where_each_is_one(tmp_path, name, content, where):
+    (tmp_path / name).write_text(content, newline="")
+    refused(rf"is missing in 1 of \d rows \({where}\)", "table", tmp_path / name, tmp_path)
 
 
 def test_a_folder_without_train_or_with_mixed_suffixes_is_named(tmp_path):
@@ -640,22 +667,24 @@ def test_unclean_rows_are_treated_alike_in_files_and_from_python(tmp_path, door)
     rows["topic"][1], rows["topic"][2], rows["body"][4], rows["who"][6] = "NA", None, " ", None
     with pytest.raises(CorruptFileError) as caught:
         prepare_own(*through(door, rows, tmp_path / "gaps"), tmp_path, columns=NAMES)
+    unit, first = {"csv": ("line", 2), "jsonl": ("line", 1)}.get(door, ("row", 0))
+    counted = "" if first else "; rows count from 0"
     where, _, what = str(caught.value).partition(": ")
     assert where == (
         "the rows passed from Python" if door == "pandas" else f"{tmp_path}/gaps/rows.{door}"
     )
     assert what == (
-        f"label (column 'topic') is missing in 2 of 8 rows (rows 1, 2); {where}: client (column "
-        f"'who') is missing in 1 of 8 rows (row 6); {where}: text (column 'body') is missing in 1 "
-        "of 8 rows (row 4); rows count from 0; correct or remove them, or set "
-        "data.skip_broken=true to leave them out"
+        f"label (column 'topic') is missing in 2 of 8 rows ({unit}s {1 + first}, {2 + first}); "
+        f"{where}: client (column 'who') is missing in 1 of 8 rows ({unit} {6 + first}); {where}: "
+        f"text (column 'body') is missing in 1 of 8 rows ({unit} {4 + first}){counted}; correct or "
+        "remove them, or set data.skip_broken=true to leave them out"
     )
     data = prepare_own(
         *through(door, rows, tmp_path / "gaps"), tmp_path, columns=NAMES, skip_broken=True
     )
     left_out = [CLEAN["body"][n] for n in (1, 2, 4, 6)]
     assert stored(data) == [row for row in stored(clean) if row[0] not in left_out]
-    assert data.info.skipped == tuple(f"{where}, row {n}" for n in (1, 2, 4, 6))
+    assert data.info.skipped == tuple(f"{where}, {unit} {n + first}" for n in (1, 2, 4, 6))
     assert ", 4 rows without label or client or text skipped" in data.info.source
 
     rows = {**CLEAN, "topic": ["food", "Food"] * 4}
@@ -681,7 +710,7 @@ def test_one_text_of_a_pair_may_be_blank(tmp_path):
     assert len(data.train) + len(data.test) == 6
     rows[3]["text"] = ""
     refused(
-        r"text and text_pair .* 1 of 6 rows \(row 3\)",
+        r"text and text_pair .* 1 of 6 rows \(line 5\)",
         "table",
         write_rows(tmp_path / "pairs.csv", rows),
         tmp_path,

@@ -45,6 +45,25 @@ def with_nfc_names(table: pa.Table) -> pa.Table:
     return renamed.replace_schema_metadata(table.schema.metadata)
 
 
+class FileOfLines(str):
+    """The name of a file each of whose rows is a line; ``first`` is that of row 0."""
+
+    first: int
+
+    def __new__(cls, name: str, first: int) -> "FileOfLines":
+        """Return the name with the line of its first row."""
+        made = super().__new__(cls, name)
+        made.first = first
+        return made
+
+
+def at_row(where: str, row: int) -> str:
+    """Return what messages call a row of the table that they call ``where``."""
+    if isinstance(where, FileOfLines):
+        return f"{where}, line {row + where.first}"
+    return f"{where}, row {row}"
+
+
 def to_array(values: Sequence[Any], where: str, column: str) -> pa.Array:
     """Return values of one type as an array [N]; None, and NaN among others, become null.
 
@@ -81,7 +100,7 @@ def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
     values = table.column(column)
     if values.null_count:
         row = pc.index(pc.is_null(values), True).as_py()
-        raise CorruptFileError(f"{where}, row {row}: {column} is null")
+        raise CorruptFileError(f"{at_row(where, row)}: {column} is null")
     return values
 
 
@@ -120,7 +139,7 @@ def read_labels(
             if text not in numbers:
                 allowed = f"a class ({', '.join(names)}) or " if names else ""
                 raise CorruptFileError(
-                    f"{where}, row {row}: {column} is {text!r}, not {allowed}a number in "
+                    f"{at_row(where, row)}: {column} is {text!r}, not {allowed}a number in "
                     f"0..{classes - 1}"
                 )
         return np.array([numbers[text] for text in texts], dtype=np.int64)
@@ -131,7 +150,7 @@ def read_labels(
     if len(invalid):
         row = int(invalid[0])
         raise CorruptFileError(
-            f"{where}, row {row}: {column} is {labels[row]}, outside 0..{classes - 1}"
+            f"{at_row(where, row)}: {column} is {labels[row]}, outside 0..{classes - 1}"
         )
     return labels
 
@@ -167,7 +186,7 @@ def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArra
     if not (is_text(kind) or (is_list and is_text(kind.value_type))):
         raise CorruptFileError(f"{where}: column {column!r} is {kind}, not a list of texts")
     rows = [
-        dump_answers(value if is_list else _parse_answers(value), f"{where}, row {row}", column)
+        dump_answers(value if is_list else _parse_answers(value), at_row(where, row), column)
         for row, value in enumerate(values.to_pylist())
     ]
     return pa.array(rows, pa.large_string())
@@ -380,7 +399,7 @@ def clean(
             table, lacking = _clean_table(whole, where, columns, stripped, composed)
             faults |= {(where, name): rows for name, rows in lacking.items()}
             missing = np.logical_or.reduce([np.zeros(whole.num_rows, bool), *lacking.values()])
-            skipped += [f"{where}, row {row}" for row in np.flatnonzero(missing)]
+            skipped += [at_row(where, row) for row in np.flatnonzero(missing).tolist()]
             cleaned.append((where, table))
             kept.append(~missing)
         found[split] = CleanTables(cleaned, kept)
@@ -619,18 +638,24 @@ def _replaced(table: pa.Table, column: str, values: pa.ChunkedArray) -> pa.Table
 
 def _describe(faults: Mapping[tuple[str, str], np.ndarray], columns: Mapping[str, str]) -> str:
     """Return one line with the number of rows that lack a column, and the first of them."""
-    parts = []
+    parts, counted = [], ""
     for (where, name), flags in faults.items():
         rows = np.flatnonzero(flags)
-        first = ", ".join(map(str, rows[:_MAX_ROWS])) + (", ..." if len(rows) > _MAX_ROWS else "")
+        unit, first_row = "row", 0
+        if isinstance(where, FileOfLines):
+            unit, first_row = "line", where.first
+        else:
+            counted = "; rows count from 0"
+        first = ", ".join(map(str, rows[:_MAX_ROWS] + first_row))
+        first += ", ..." if len(rows) > _MAX_ROWS else ""
         named = " and ".join(repr(columns[n]) for n in name.split(" and "))
         parts.append(
             f"{where}: {name} (column {named}) is missing in {len(rows)} of {len(flags)} rows "
-            f"(row{'s' * (len(rows) > 1)} {first})"
+            f"({unit}{'s' * (len(rows) > 1)} {first})"
         )
     return (
-        f"{'; '.join(parts)}; rows count from 0; correct or remove them, or set "
-        "data.skip_broken=true to leave them out"
+        f"{'; '.join(parts)}{counted}; correct or remove them, or set data.skip_broken=true to "
+        "leave them out"
     )
 
 

@@ -22,6 +22,7 @@ from trishul_ray.data.columns import (
     CleanTables,
     ColumnMapping,
     NamedTables,
+    at_row,
     check_unique,
     clean,
     differing_in_case,
@@ -60,7 +61,13 @@ from trishul_ray.data.images import (
     pixel_statistics,
     turn_upright,
 )
-from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
+from trishul_ray.data.tables import (
+    SUFFIXES,
+    column_names,
+    file_signature,
+    name_rows,
+    read_table,
+)
 from trishul_ray.errors import CorruptFileError, InputError, first_of
 from trishul_ray.files import complete_folder, digest, discard_damaged, remove_unused
 from trishul_ray.lazy import datasets, pq
@@ -394,13 +401,13 @@ class LocalTable(CustomDataset):
             CorruptFileError: a file or row is malformed; the message names file and row.
         """
         files = self._find_files()
-        tables = {s: [(self._call(f, s), read_table(f)) for f in files[s]] for s in files}
+        tables = {s: [self._named(f, s, read_table(f)) for f in files[s]] for s in files}
         folder = files["train"][0].parent
         return self._of_tables(f"{self.name}:{self.path}", tables, progress, folder)
 
-    def _call(self, file: Path, split: str) -> str:
-        """Return what messages call a file of a split."""
-        return str(file)
+    def _named(self, file: Path, split: str, table: pa.Table) -> tuple[str, pa.Table]:
+        """Return what messages call a file of a split, and its rows."""
+        return name_rows(file, table), table
 
     def _find_files(self) -> dict[str, list[Path]]:
         """Return the files of ``train`` and, if there are any, of ``test``."""
@@ -456,8 +463,8 @@ class PassedRows(LocalTable):
         """Return the hash that the folder is named by."""
         return f"sha256:{self._existing_path('passed from Python').name}"
 
-    def _call(self, file: Path, split: str) -> str:
-        return PASSED + ", split test" * (split == "test")
+    def _named(self, file: Path, split: str, table: pa.Table) -> tuple[str, pa.Table]:
+        return PASSED + ", split test" * (split == "test"), table
 
 
 class CustomHubDataset(CustomDataset):
@@ -491,7 +498,8 @@ class CustomHubDataset(CustomDataset):
         if files is None:
             tables, source = self._download(repo, hub), repo.key
         else:
-            tables = {s: [(str(f), read_table(f)) for f in of] for s, of in files.items()}
+            read = {s: [(f, read_table(f)) for f in of] for s, of in files.items()}
+            tables = {s: [(name_rows(f, t), t) for f, t in of] for s, of in read.items()}
             source = f"mirror:{repo.repo}"
         used = {"train": tables["train"]}
         for split in ("test", "validation"):
@@ -652,13 +660,13 @@ def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[N
             raise CorruptFileError(
                 f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
             )
-        for row, value in zip(np.flatnonzero(kept), values.to_pylist(), strict=True):
+        for row, value in zip(np.flatnonzero(kept).tolist(), values.to_pylist(), strict=True):
             image = value["bytes"] if holds_images(kind) else value
             if image is None:
-                raise CorruptFileError(f"{where}, row {row}: the image has no bytes")
+                raise CorruptFileError(f"{at_row(where, row)}: the image has no bytes")
             if is_path and folder is not None:
                 image = folder / image
-            images.append((image, f"{where}, row {row}"))
+            images.append((image, at_row(where, row)))
     return images
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.data.columns import nfc, to_array, with_nfc_names
+from trishul_ray.data.columns import FileOfLines, nfc, to_array, with_nfc_names
 from trishul_ray.errors import CorruptFileError, first_line
 from trishul_ray.files import Json, digest
 from trishul_ray.lazy import pq
@@ -27,6 +27,12 @@ _DELIMITERS = (";", "\t", "|", ",")
 
 #: First and last bytes of a Parquet file.
 _PARQUET = b"PAR1"
+
+#: First bytes of packed files, what they are, and the command that unpacks one.
+_PACKINGS = {
+    b"\x1f\x8b": ("a gzip file", "gunzip -c"),
+    b"PK\x03\x04": ("a zip file (as those of Excel are)", "unzip -p"),
+}
 
 
 def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -53,6 +59,23 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
     names = select(list(dict.fromkeys(name for row in rows for name in row)))
     arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
     return with_nfc_names(pa.table(arrays, names=names))
+
+
+def name_rows(file: Path, table: pa.Table) -> str:
+    """Return the name of a file for messages, which call its rows lines if each row is one.
+
+    Blank lines and line breaks in values make more lines than rows; then its rows count from 0.
+    """
+    header = {"CSV": 1, "JSON lines": 0}.get(_FORMATS[file.suffix.lower()])
+    if header is None:
+        return str(file)
+    with file.open("rb") as stream:
+        lines = blank = 0
+        for line in stream:
+            blank = blank + 1 if not line.strip() else 0
+            lines += 1
+    is_line = lines - blank == table.num_rows + header
+    return FileOfLines(str(file), 1 + header) if is_line else str(file)
 
 
 def column_names(file: Path) -> list[str]:
@@ -98,6 +121,14 @@ def _errors_named(file: Path) -> Iterator[str]:
     """Yield the format of a file; raise what goes wrong as an error that says what it is."""
     kind = _FORMATS[file.suffix.lower()]
     try:
+        with file.open("rb") as stream:
+            start = stream.read(4)
+        for magic, (packing, command) in _PACKINGS.items():
+            if start.startswith(magic):
+                raise CorruptFileError(
+                    f"{file}: {packing}, not a {kind} file; unpack it: {command} {file.name} > "
+                    f"new{file.suffix}"
+                )
         yield kind
     except (pa.ArrowException, OSError) as error:
         describe = {"parquet": _cut_short, "CSV": _not_utf8}.get(kind)
@@ -145,7 +176,8 @@ def _json_lines(file: Path) -> Iterator[Json]:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line.decode("utf-8"))
+                # The first line may begin with a byte order mark, as Windows writes it.
+                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except json.JSONDecodeError as error:
                 fault = f"{error.msg} at column {error.colno}"
                 raise CorruptFileError(f"{file}, line {number}: not JSON ({fault})") from error
