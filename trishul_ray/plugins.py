@@ -272,6 +272,22 @@ def note_dataset(name: str, plugin: Plugin) -> None:
     _providers[f"data.name={name}"] = (plugin,)
 
 
+def named(cls: type) -> str:
+    """Return the name of a class and, if it is a plug-in's, that of the plug-in."""
+    owner = _owner_of(cls.__module__)
+    return cls.__name__ if owner is None else f"{cls.__name__} of plug-in {owner.name}"
+
+
+def fault_of(error: BaseException) -> str:
+    """Return the message of an error of ours; of another one its type, and the plug-in's line."""
+    if isinstance(error, InputError):
+        return str(error)
+    files = {vars(sys.modules[n])["__file__"]: p for n, p in _owners.items() if n in sys.modules}
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{files[f.filename].name}, line {f.lineno}: " for f in frames if f.filename in files]
+    return f"{lines[-1] if lines else ''}{_reason(error)}"
+
+
 def contents(kind: type) -> Iterator[tuple[Plugin, Any]]:
     """Yield the objects of a type at the top level of the plug-ins' modules, and their plug-ins."""
     load_installed()

@@ -54,7 +54,7 @@ def test_the_start_is_the_pretrained_layer():
     adapter = LoRA(3)
     start = adapter.initial(SPEC, seed=0)
     assert torch.equal(start["lora_B"], torch.zeros(7, 3))
-    assert torch.equal(adapter.delta({}, start), torch.zeros(7, 9, dtype=torch.float64))
+    assert torch.equal(adapter.delta(None, {}, start), torch.zeros(7, 9, dtype=torch.float64))
     assert torch.equal(start["lora_A"], adapter.initial(SPEC, seed=0)["lora_A"])
     assert not torch.equal(start["lora_A"], adapter.initial(SPEC, seed=1)["lora_A"])
 
@@ -80,7 +80,7 @@ def test_factors_give_the_update():
     adapter = LoRA(2, scale=3.0)
     params = {"lora_A": torch.randn(2, 9), "lora_B": torch.randn(7, 2)}
     expected = 3.0 * params["lora_B"].double() @ params["lora_A"].double()
-    torch.testing.assert_close(adapter.delta({}, params), expected)
+    torch.testing.assert_close(adapter.delta(None, {}, params), expected)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_each_head(ranks, tokens, path, scale)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
     merged = adapter.merged_weight(frozen.weight, frozen.constants, params)
-    delta = adapter.delta(frozen.constants, params)
+    delta = adapter.delta(frozen.weight, frozen.constants, params)
     torch.testing.assert_close(functional.linear(x, merged, frozen.bias), expected[0])
     torch.testing.assert_close(frozen.weight + delta, merged)
 

@@ -148,7 +148,7 @@ def test_the_update_has_the_norm_of_its_cores_under_orthonormal_bases():
     constants = {k: v.double() for k, v in adapter.constants(spec, 0).items()}
     params = {"core": torch.randn(3, 4, 4).double(), "scale": torch.tensor([1.0, -2.0, 0.5])}
     product = adapter.product(params)
-    delta = adapter.delta(constants, params)
+    delta = adapter.delta(None, constants, params)
     assert delta.dtype == torch.float64
     torch.testing.assert_close(delta.norm(), product.norm(), rtol=1e-5, atol=0)
     nuclear = torch.linalg.matrix_norm

@@ -143,18 +143,38 @@ class LayerAdapter(ABC):
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the weight plus the update, [d_out, d_in] in the weight's dtype."""
+        """Return the weight plus the update, [d_out, d_in] in the weight's dtype.
 
-    @abstractmethod
+        Args:
+            weight: The frozen weight, [d_out, d_in], with the change that a method has made to it.
+            constants: The adapter's frozen tensors by name.
+            params: The trainables by suffix.
+        """
+
     def lora_factors(
-        self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the update as a LoRA pair of scale 1: float64 [d_out, R] and [R, d_in]."""
+        self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the update as a LoRA pair of scale 1: float64 [d_out, R] and [R, d_in].
 
-    def delta(self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        """Return the update of the weight, float64 [d_out, d_in]."""
-        factor_B, factor_A = self.lora_factors(constants, params)
-        return factor_B @ factor_A
+        None (the default) if the update is no product of thin factors: an export then decomposes
+        :meth:`delta`. The arguments are those of :meth:`merged_weight`.
+        """
+        return None
+
+    def delta(
+        self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the update of the weight, float64 [d_out, d_in].
+
+        By default the product of the LoRA pair or, without one, what :meth:`merged_weight` adds to
+        the weight in float64.
+        """
+        factors = self.lora_factors(weight, constants, params)
+        if factors is not None:
+            return factors[0] @ factors[1]
+        weight = weight.detach().double()
+        wide = [{k: v.detach().double() for k, v in each.items()} for each in (constants, params)]
+        return self.merged_weight(weight, *wide) - weight
 
     def multiplications(
         self,

@@ -3,8 +3,9 @@
 An update ``sum_i s_i B_i H_i A_i`` is a LoRA pair of rank h r, ``[B_i s_i H_i]`` and ``[A_i]``; a
 PEFT alpha equal to the rank makes its scale 1. Layers may differ in rank, and layers without heads
 are left out. Where a method has changed a frozen weight, change and update together are decomposed
-(SVD) and written at the lowest rank that is exact up to :data:`FOLDED_ERROR`. A folder is written
-under a temporary name and renamed when it is complete.
+(SVD) and written at the lowest rank that is exact up to :data:`FOLDED_ERROR`; so is an update that
+is no product of thin factors. A folder is written under a temporary name and renamed when it is
+complete.
 """
 
 import json
@@ -24,8 +25,8 @@ from trishul_ray.adapters.targets import classifier_module, classifier_parameter
 from trishul_ray.errors import InputError
 from trishul_ray.files import complete_folder
 
-#: Largest relative error, in the Frobenius norm, of an update with a changed frozen weight. The
-#: method rounds such a change to float32 in every round, which is an error of this size.
+#: Largest relative error, in the Frobenius norm, of an update that is decomposed. A method rounds a
+#: change of the frozen weight to float32 in every round, which is an error of this size.
 FOLDED_ERROR = 1e-6
 
 #: Writes further files into a folder that is being exported.
@@ -80,9 +81,14 @@ def export_peft(
     error = 0.0
     for name, adapter, params in adapted.iter_layers(trained.vector):
         constants = trained.constants.get(name, adapted.constants(name))
-        factor_B, factor_A = adapter.lora_factors(constants, params)
-        if name in trained.base:
-            update = factor_B @ factor_A + trained.base[name].double()
+        weight = adapted.frozen_weight(name, trained)
+        pair = adapter.lora_factors(weight, constants, params)
+        if pair is not None and name not in trained.base:
+            factor_B, factor_A = pair
+        else:
+            update = adapter.delta(weight, constants, params)
+            if name in trained.base:
+                update = update + trained.base[name].double()
             factor_B, factor_A, lost = decompose(update)
             error = max(error, lost)
         ranks[name] = factor_A.shape[0]

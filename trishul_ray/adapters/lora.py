@@ -189,7 +189,7 @@ class LoRA(LayerAdapter):
         ).to(weight.dtype)
 
     def lora_factors(
-        self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+        self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return ``scale · B`` [d_out, r] and A [r, d_in], float64."""
         factor_B, factor_A = self._factors(constants, params)

@@ -272,12 +272,23 @@ class AdaptedModel:
         views = self.layout.views(vector)
         return {name: views[HEAD_PREFIX + name] for name in self._direct}
 
+    def frozen_weight(self, name: str, trained: Trained) -> Tensor:
+        """Return the weight that an adapter acts on, with its base: [d_out, d_in], at least float32.
+
+        A quantized weight is dequantized.
+        """
+        layer = self._layers[name]
+        weight = layer.weight if layer.stored is None else layer.stored.weight
+        weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+        return weight + trained.base[name] if name in trained.base else weight
+
     def deltas(self, trained: Trained) -> dict[str, Tensor]:
         """Return the update of each adapted weight, with its base, float64 [d_out, d_in]."""
         updates = {}
         for name, adapter, params in self.iter_layers(trained.vector):
             constants = trained.constants.get(name, self.constants(name))
-            updates[name] = adapter.delta(constants, params)
+            weight = self.frozen_weight(name, trained)
+            updates[name] = adapter.delta(weight, constants, params)
             if name in trained.base:
                 updates[name] = updates[name] + trained.base[name].double()
         return updates

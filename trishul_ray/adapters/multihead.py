@@ -194,7 +194,7 @@ class MultiHead(LayerAdapter):
         )
 
     def lora_factors(
-        self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
+        self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return ``[B_1 s_1 H_1, ..., B_h s_h H_h]`` [d_out, h r] and A [h r, d_in], float64.
 

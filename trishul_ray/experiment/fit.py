@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import torch
 
+from trishul_ray.adapters.check import check_kinds
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import find_layers, scored_layers
@@ -120,6 +121,7 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
+            an adapter of a plug-in cannot be exported;
             ``privacy.denoise`` finds no cores; if something is wrong with own data, too, then that;
             or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
     """
@@ -160,6 +162,7 @@ def _check_fits(experiment: Experiment) -> None:
                 f"{setting} gives {experiment.method.name} a rank of {rank} on {layer.name} "
                 f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
             )
+    check_kinds(adapters, site.layers)
 
 
 def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, tuple[int, ...]]]:

@@ -28,6 +28,7 @@ from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.config import Section
+from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 
@@ -370,7 +371,10 @@ class Method:
         Raises:
             InputError: The budget does not fit the backbone.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define adapters()")
+        raise InputError(
+            f"method={self.config.name!r}: {plugins.named(type(self))} defines no adapters(): "
+            "define it, or extend a method that does, such as FedIT or FedAvg"
+        )
 
     @property
     def survey_plan(self) -> SurveyPlan | None:

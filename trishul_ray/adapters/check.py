@@ -1,0 +1,120 @@
+"""Whether a kind of adapter agrees with itself, tried on two rows of one random layer.
+
+Forward, merged weight and update say the same thing in three ways: a client trains by the first, a
+model is scored by the second and exported by the third. A layer of the true shape with random
+numbers shows a difference before anything is trained.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from trishul_ray.adapters.base import FrozenLinear, LayerAdapter, LayerSpec
+from trishul_ray.errors import InputError
+from trishul_ray.plugins import fault_of, named
+
+#: Largest difference of two outputs, relative to the largest entry. All is float32; the effect of
+#: the random trainables is far larger.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layer of an adapter with random numbers.
+
+    Attributes:
+        adapter: The adapter.
+        spec: The layer.
+        frozen: Its random weight, and the adapter's constants.
+        start: The trainables before the first step, by suffix.
+        params: Random trainables.
+        rows: [2, d_in].
+    """
+
+    adapter: LayerAdapter
+    spec: LayerSpec
+    frozen: FrozenLinear
+    start: dict[str, Tensor]
+    params: dict[str, Tensor]
+    rows: Tensor
+
+    @classmethod
+    def of(cls, adapter: LayerAdapter, spec: LayerSpec) -> "Trial":
+        """Draw the numbers, the same at every call."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        weight = draw(spec.d_out, spec.d_in) / spec.d_in**0.5
+        start = adapter.initial(spec, 0)
+        shapes = adapter.shapes(spec)
+        if {name: tuple(value.shape) for name, value in start.items()} != shapes:
+            raise InputError("initial() does not return the tensors that shapes() names")
+        params = {name: value + 0.1 * draw(*value.shape) for name, value in start.items()}
+        frozen = FrozenLinear(weight, None, adapter.constants(spec, 0))
+        return cls(adapter, spec, frozen, start, params, draw(2, spec.d_in))
+
+    def starts_at_the_frozen_layer(self) -> None:
+        """Check that the initial trainables change nothing."""
+        found = self.adapter.forward(self.rows, self.frozen, self.start)
+        _equal(found, linear(self.rows, self.frozen.weight), "initial() changes the layer")
+
+    def forward_is_the_merged_weight(self) -> None:
+        """Check that the forward is a product with the merged weight."""
+        merged = self.adapter.merged_weight(self.frozen.weight, self.frozen.constants, self.params)
+        _equal(self._trained, linear(self.rows, merged), "forward() is not that of merged_weight()")
+
+    def factors_are_the_update(self) -> None:
+        """Check that the LoRA pair, or else the update of the weight, is what the forward adds."""
+        given = (self.frozen.weight, self.frozen.constants, self.params)
+        pair, rows = self.adapter.lora_factors(*given), self.rows.double()
+        if pair is None:
+            name, added = "delta()", rows @ self.adapter.delta(*given).mT
+        else:
+            name, added = "lora_factors()", rows @ pair[1].mT @ pair[0].mT
+        plain = linear(rows, self.frozen.weight.double())
+        _equal(self._trained, plain + added, f"forward() is not that of the update by {name}")
+
+    @property
+    def _trained(self) -> Tensor:
+        return self.adapter.forward(self.rows, self.frozen, self.params)
+
+
+def check_kinds(adapters: Mapping[str, LayerAdapter], layers: Iterable[LayerSpec]) -> None:
+    """Try a layer of every kind of adapter that is not of this package, of every shape.
+
+    Raises:
+        InputError: Its forward, merged weight and update differ, or one of them fails.
+    """
+    tried = set()
+    for spec in layers:
+        adapter = adapters.get(spec.name)
+        kind = type(adapter)
+        if adapter is None or kind.__module__.startswith("trishul_ray."):  # tested here
+            continue
+        key = kind, spec.d_out, spec.d_in
+        if key in tried or not adapter.shapes(spec):
+            continue
+        tried.add(key)
+        try:
+            trial = Trial.of(adapter, spec)
+            trial.forward_is_the_merged_weight()
+            trial.factors_are_the_update()
+        except Exception as error:
+            raise InputError(
+                f"adapter {named(kind)} cannot be exported: on a layer of {spec.d_out}x{spec.d_in} "
+                f"{fault_of(error)}"
+            ) from error
+
+
+def _equal(found: Tensor, expected: Tensor, fault: str) -> None:
+    found, expected = found.detach().double(), expected.detach().double()
+    if found.shape != expected.shape:
+        raise InputError(f"{fault}: {tuple(found.shape)} in place of {tuple(expected.shape)}")
+    away, size = float((found - expected).abs().max()), float(expected.abs().max())
+    if not away <= TOLERANCE * size:  # nor is NaN
+        raise InputError(f"{fault}: outputs of up to {size:.3g} differ by {away:.2g}")
