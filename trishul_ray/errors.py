@@ -21,6 +21,10 @@ class FailsAgainError(RunError):
     """A run that the same command would fail in the same way; the message says what helps."""
 
 
+class ArtifactsError(RunError):
+    """Figures and model of a finished run that could not be written; its scores are kept."""
+
+
 class CorruptFileError(InputError):
     """An unreadable file; the message names the file and the fault."""
 

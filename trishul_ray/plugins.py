@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from trishul_ray.errors import InputError, first_line
+from trishul_ray.errors import InputError, RunError, first_line
 
 #: Entry points of installed packages that are plug-ins.
 GROUP = "trishul_ray.plugins"
@@ -280,7 +280,7 @@ def named(cls: type) -> str:
 
 def fault_of(error: BaseException) -> str:
     """Return the message of an error of ours; of another one its type, and the plug-in's line."""
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | RunError):
         return str(error)
     files = {vars(sys.modules[n])["__file__"]: p for n, p in _owners.items() if n in sys.modules}
     frames = traceback.extract_tb(error.__traceback__)

@@ -76,7 +76,7 @@ def test_small_updates_reach_the_output(kind, path, trains):
     """An update of a thousandth of the weight, from the adapter or the base. Rounding the summed
     weight to bfloat16, or adding to a rounded output, would lose half of it or more."""
     layer, params, base = layer_of(KINDS[kind], path)
-    delta = layer.adapter.delta(linear.weight, layer.constants, params)
+    delta = layer.adapter.delta(layer.weight, layer.constants, params)
     x = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(2)).to(LOW)
     bound = {k: v.clone().requires_grad_(trains) for k, v in params.items()}
     for bound_base, update in ((None, delta), (base, delta + base.double())):

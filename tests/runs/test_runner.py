@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from tiny_run import TINY
 
-from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError
+from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, RunError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.summary import TABLES, RunSummary, read_metrics
@@ -352,13 +352,26 @@ def test_a_file_in_the_place_of_the_folder_is_wrong_input(tiny):
     assert place.read_text() == "mine"
 
 
-def test_a_full_disk_under_the_model_is_named(tiny, monkeypatch):
+def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
+    experiment = tiny()
+    home = run_folder(experiment)
     monkeypatch.setattr("trishul_ray.runs.export.export_peft", full)
-    with pytest.raises(StorageError, match=r"cannot write the model in .*No space left"):
-        run_experiment(tiny(), quiet())
+    for _ in range(2):  # the second call tries figures and model alone
+        with pytest.raises(ArtifactsError, match=r"cannot write the model in .*No space left") as e:
+            run_experiment(experiment, quiet())
+        assert f"scores are kept in {home.place('result.json')}" in str(e.value)
+        result = RunSummary.read(home)
+        assert result.files == sorted(TABLES) and result.damaged_files(home) == {}
+        assert not home.exists("figures") and not home.exists("adapter")
+        monkeypatch.setattr("trishul_ray.federation.server.Server.step", None)
+    monkeypatch.undo()
+    again = run_experiment(experiment, quiet())
+    assert again.repeated and again.summary.damaged_files(home) == {}
+    assert home.exists("adapter/adapter_model.safetensors")
+    assert again.summary.state_sha256 == result.state_sha256
 
 
 def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):

@@ -273,9 +273,9 @@ class AdaptedModel:
         return {name: views[HEAD_PREFIX + name] for name in self._direct}
 
     def frozen_weight(self, name: str, trained: Trained) -> Tensor:
-        """Return the weight that an adapter acts on, with its base: [d_out, d_in], at least float32.
+        """Return the weight that an adapter acts on, [d_out, d_in] in float32 at least.
 
-        A quantized weight is dequantized.
+        It has the layer's base, and is dequantized.
         """
         layer = self._layers[name]
         weight = layer.weight if layer.stored is None else layer.stored.weight

@@ -1,23 +1,27 @@
 """What earlier runs mean for a call: a finished run is read and mended, a shorter one extended."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trishul_ray.errors import CorruptFileError, InputError, RunError, first_of
+from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, RunError, first_of
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
+from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import depends_on_rounds
 from trishul_ray.files import Json, scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
+from trishul_ray.plugins import fault_of
 from trishul_ray.report.summary import (
     TABLES,
     RunSummary,
@@ -28,6 +32,9 @@ from trishul_ray.report.summary import (
 from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
+
+if TYPE_CHECKING:
+    from trishul_ray.runs.export import Export
 
 #: How many finished runs a new one is compared with.
 _COMPARED_RUNS = 50
@@ -74,6 +81,9 @@ def restore_files(
     """Write damaged files of a finished run again, from its last checkpoint; return its result.
 
     With ``extras``, also those that a run without them left out; result.json then lists them.
+
+    Raises:
+        ArtifactsError: Those cannot be made.
     """
     listed = summary.files
     damaged = summary.damaged_files(home)
@@ -99,11 +109,7 @@ def restore_files(
                     on_ray=False,
                 )
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                # Imports matplotlib and PEFT, which takes seconds.
-                from trishul_ray.runs.artifacts import write_artifacts
-
-                coverage = coverage_of(experiment, prepared.dataset)
-                export = write_artifacts(experiment, prepared, result, folder, coverage)
+                export = _make_artifacts(experiment, prepared, result, folder)
                 summary = replace(summary, export=asdict(export))
             hashes = file_hashes(folder)
             if adds:
@@ -119,10 +125,63 @@ def restore_files(
                 home.write("result.json", summary.to_json())
                 mark_finished(home)
     except (InputError, RunError, FileNotFoundError) as error:
+        if adds and isinstance(error, ArtifactsError):
+            raise
         progress.note(f"{faults} in {home.uri} and cannot be restored: {names} ({error})")
     else:
         progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
     return summary
+
+
+def add_artifacts(
+    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, summary: RunSummary
+) -> RunSummary:
+    """Write figures and model of a finished run into an empty ``folder``, and from there into its.
+
+    Returns its new result, which is written, too.
+
+    Raises:
+        ArtifactsError: They cannot be made or stored; the result stays as it was.
+    """
+    home = run_folder(experiment)
+    export = _make_artifacts(experiment, prepared, result, folder)
+    hashes = file_hashes(folder)
+    summary = replace(
+        summary,
+        export=asdict(export),
+        files=sorted({*summary.files, *hashes}),
+        sha256=summary.sha256 | hashes,
+    ).written()
+    with _no_score_lost(experiment):
+        home.upload_folder(folder)
+        home.write("result.json", summary.to_json())
+        mark_finished(home)
+    return summary
+
+
+def _make_artifacts(
+    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path
+) -> "Export":
+    with _no_score_lost(experiment):
+        # Imports matplotlib and PEFT, which takes seconds.
+        from trishul_ray.runs.artifacts import write_artifacts
+
+        coverage = coverage_of(experiment, prepared.dataset)
+        return write_artifacts(experiment, prepared, result, folder, coverage)
+
+
+@contextmanager
+def _no_score_lost(experiment: Experiment) -> Iterator[None]:
+    """Raise whatever fails inside, of a plug-in, a disk or a bug, as an ArtifactsError."""
+    try:
+        yield
+    except Exception as error:
+        raise ArtifactsError(
+            f"figures and model of run {experiment.id} could not be written: {fault_of(error)}. "
+            "The run has finished: its scores are kept in "
+            f"{run_folder(experiment).place('result.json')}, and repeating it tries figures and "
+            "model alone"
+        ) from error
 
 
 def note_differences(experiment: Experiment, home: Store, progress: RunProgress) -> None:

@@ -7,11 +7,12 @@ loop of both is :func:`_train`.
 
 import errno
 import json
+import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Timer
 
@@ -22,7 +23,14 @@ from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.edge.fleet import check_files, clock_line
-from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError, at_loss
+from trishul_ray.errors import (
+    ArtifactsError,
+    BusyError,
+    InputError,
+    StorageError,
+    StorageRefusedError,
+    at_loss,
+)
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.experiment.fit import (
@@ -52,6 +60,7 @@ from trishul_ray.report.summary import (
     unmark_finished,
 )
 from trishul_ray.runs.earlier import (
+    add_artifacts,
     check_sources,
     extend_shorter,
     note_differences,
@@ -278,37 +287,39 @@ def _run(
             folder = Path(scratch)
             state = result.checkpoint
             write_tables(experiment, state, folder)
-            export = None
-            if options.extras:
-                # Imports matplotlib and PEFT, which takes seconds.
-                from trishul_ray.runs.artifacts import write_artifacts
-
-                export = write_artifacts(experiment, prepared, result, folder, coverage)
             home.upload_folder(folder)
             before = [r for r in state.records if r.round <= earlier]
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
             hashes = file_hashes(folder)
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
-                export=None if export is None else asdict(export),
                 privacy=privacy_report(experiment, state.edge, state.records[-1]),
                 files=list(hashes),
                 sha256=hashes,
                 logged_to=tracker.place,
                 unread_fields=unread,
             ).written()
-            content = summary.to_json()
-            # The last file of all: its presence marks the run as finished.
-            home.write("result.json", content)
+            # Its presence marks the run as finished, whatever becomes of figures and model.
+            home.write("result.json", summary.to_json())
             mark_finished(home)
             home.remove(FAILURE)
-            (folder / "result.json").write_bytes(content)
+            status, lost = "FINISHED", None
+            if options.extras:
+                try:
+                    with scratch_folder("results") as scratch:
+                        new = Path(scratch)
+                        summary = add_artifacts(experiment, prepared, result, new, summary)
+                        shutil.copytree(new, folder, dirs_exist_ok=True)
+                except ArtifactsError as error:
+                    lost = error
+            (folder / "result.json").write_bytes(summary.to_json())
             tracker.log_artifacts(folder)
             log_totals(tracker, summary)
-        status = "FINISHED"
+        if lost is not None:
+            raise lost
         return FinishedRun(summary, home, False, tracker.ui_command(experiment.id))
     except (KeyboardInterrupt, GeneratorExit):
-        status = "KILLED"
+        status = "KILLED" if status == "FAILED" else status
         raise
     finally:
         for refused in tracker.finish(status):  # type: ignore[arg-type]  # three literals
