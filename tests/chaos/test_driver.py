@@ -74,7 +74,7 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     (group,) = [e for e in client.search_experiments() if e.name == "trishul"]
     (run,) = client.search_runs([group.experiment_id])
     assert run.info.status == "FINISHED"
-    history = client.get_metric_history(run.info.run_id, "accuracy")
+    history = client.get_metric_history(run.info.run_id, "Score/accuracy")
     assert sorted((point.step, point.value) for point in history) == list(enumerate(accuracies))
 
 

@@ -51,7 +51,7 @@ def assert_one_mlflow_run_each(tmp_path):
     ids = sorted(path.parent.name for path in tmp_path.glob("runs/*/result.json"))
     assert sorted(run.data.tags["trishul.id"] for run in children) == ids and len(ids) == CELLS
     for run in children:
-        history = client.get_metric_history(run.info.run_id, "accuracy")
+        history = client.get_metric_history(run.info.run_id, "Score/accuracy")
         assert sorted(point.step for point in history) == list(range(ROUNDS + 1))
         home = tmp_path / "runs" / run.data.tags["trishul.id"]
         assert json.loads((home / "result.json").read_text())["mlflow_run_id"] == run.info.run_id

@@ -108,13 +108,13 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
         group = client.get_experiment_by_name(name)
         (run,) = client.search_runs([group.experiment_id])
         assert run.data.tags["trishul.reused"] == "True" and run.info.status == "FINISHED"
-        history = client.get_metric_history(run.info.run_id, "accuracy")
+        history = client.get_metric_history(run.info.run_id, "Score/accuracy")
         assert sorted(point.step for point in history) == [0, 1, 2]
         assert run.data.params["federation.rounds"] == "2"
         assert run.data.params["task.kind"] == "auto" and "task.template" not in run.data.params
         assert run.info.run_name == "trishul λ=0.01 α=0.3 rank=4 seed=0 quickstart"
         assert run.data.tags["mlflow.note.content"].startswith("trishul (λ=0.01) on digits")
-        assert run.data.metrics.keys() >= {"accuracy", "traffic/uploaded_bytes", "svt/zeroed"}
+        assert run.data.metrics.keys() >= {"Score/accuracy", "traffic/uploaded_bytes", "svt/zeroed"}
         assert "result.json" in {file.path for file in client.list_artifacts(run.info.run_id)}
     client = MlflowClient(elsewhere[0][0])
     group = client.get_experiment_by_name("trishul")

@@ -159,7 +159,9 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     assert parent.info.status == "FAILED"
     assert parent.data.params["axis.case"].startswith("trishul, other seed")
     counts = {"finished": 4, "failed": 1, "stopped": 0, "missing": 0}
-    assert parent.data.metrics == {f"cells.{status}": n for status, n in counts.items()}
+    assert {name: parent.data.tags[f"cells.{name}"] for name in counts} == {
+        name: str(n) for name, n in counts.items()
+    }
     children = {run.data.tags["trishul.id"]: run for run in runs if run is not parent}
     assert len(children) == len(runs) - 1 == 5
     assert children[broken.id].info.status == "FAILED"
@@ -171,7 +173,7 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
         assert (tags["sweep"], tags["profile"], tags["table"]) == ("mine", "custom", "mine")
         assert (tags["row"], tags["column"], tags["seed"]) == (label, "", str(experiment.seed))
         assert child.info.run_name == child.data.params["axis.case"] == label
-        history = client.get_metric_history(child.info.run_id, "accuracy")
+        history = client.get_metric_history(child.info.run_id, "Score/accuracy")
         rows = read_metrics(run_folder(experiment))
         assert [(p.step, p.value) for p in sorted(history, key=lambda p: p.step)] == [
             (row["round"], row["accuracy"]) for row in rows
@@ -185,12 +187,20 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     assert result.ran == 1 and list(again.ended) == [broken.id] and again.retries == []
     assert {id: files_of(e) for id, e in experiments.items()} == before
     _, runs = logged_runs(tmp_path)
-    assert len(runs) == 7  # a second parent
+    assert len(runs) == 8  # a second parent, and its short run of the shared cell
     (scaffold,) = [r for r in runs if r.data.tags.get("trishul.id") == experiments["scaffold"].id]
     assert scaffold.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert scaffold.data.tags["sweep"] == "mine"
     assert scaffold.data.tags["sweep.shared"] == "custom"
-    assert result.outcomes[1].cells[0].value == scaffold.data.metrics["accuracy"]
+    (short,) = [r for r in runs if r.data.tags.get("trishul.shared_id")]
+    assert short.data.tags["trishul.shared_run"] == scaffold.info.run_id
+    assert short.data.tags["sweep"] == "shared" and "trishul.id" not in short.data.tags
+    assert short.data.tags["mlflow.parentRunId"] != parent.info.run_id
+    assert short.data.metrics["Score/accuracy"] == scaffold.data.metrics["Score/accuracy"]
+    labels = {name for name in short.data.params if name.startswith("axis.")}
+    assert labels == set()  # nothing varies in this sweep; axis.case is the other's
+    assert short.data.params["method.name"] == "scaffold"
+    assert result.outcomes[1].cells[0].value == scaffold.data.metrics["Score/accuracy"]
 
 
 def test_damaged_cells_are_restored_and_run_again_only_without_a_checkpoint(sweep_file, tmp_path):

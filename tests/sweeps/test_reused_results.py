@@ -30,4 +30,4 @@ def test_a_reused_result_is_a_run_below_the_sweep_once(tmp_path, cache):
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert child.data.tags["trishul.reused"] == "True" and child.data.tags["sweep"] == "mine"
         assert child.info.status == "FINISHED"
-        assert len(client.get_metric_history(child.info.run_id, "accuracy")) == 3
+        assert len(client.get_metric_history(child.info.run_id, "Score/accuracy")) == 3

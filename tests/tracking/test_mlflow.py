@@ -509,10 +509,14 @@ def test_every_run_is_settled_by_what_its_cell_became(uri):
     completed = runs["killed-at-the-end"].info.run_id
     history = client.get_metric_history(completed, "accuracy")
     assert sorted((p.step, p.value) for p in history) == [(0, 0.1), (1, 0.2)]
-    assert runs[None].data.metrics == {f"cells.{name}": n for name, n in counts.items()}
+    assert runs[None].data.metrics == {}
+    assert {name: runs[None].data.tags[f"cells.{name}"] for name in counts} == {
+        name: str(n) for name, n in counts.items()
+    }
     assert runs["stopped"].data.tags["trishul.stopped"] == "stopped early after round 1"
     # A run of its own keeps that it has no parent.
-    assert runs["single"].data.tags.items() >= tags.items()
+    assert runs["single"].data.tags["sweep.first"] == "smoke"
+    assert "table" not in runs["single"].data.tags  # nor is its place that of this sweep
     assert "mlflow.parentRunId" not in runs["single"].data.tags
     assert "table" not in runs["done"].data.tags  # its tags were set when it began
 
@@ -554,7 +558,7 @@ def test_a_sweep_ends_while_its_server_is_gone_for_a_moment(uri):
     store = MlflowClient(uri)
     runs = [store.get_run(run.run_id) for run in (parent, cell, single)]
     assert [run.info.status for run in runs] == ["FINISHED"] * 3
-    assert runs[0].data.metrics == {"cells.finished": 2}
+    assert runs[0].data.tags["cells.finished"] == "2"
     assert [p.value for p in store.get_metric_history(cell.run_id, "accuracy")] == [0.1]
     assert runs[2].data.tags.items() >= tags.items()
 
@@ -572,17 +576,21 @@ def test_the_printed_command_opens_the_page_of_the_run_and_leaves_nothing(start,
     (printed,) = re.findall(r"^MLflow +(.*)$", said, re.MULTILINE)
     assert printed.startswith(".venv/bin/trishul ui ")
 
+    for name in ("mlflow.py", "random.py"):  # of the user, and none of MLflow's
+        (tmp_path / name).write_text("raise RuntimeError('not a library')")
     page = start(*shlex.split(printed), PATH="/usr/bin:/bin")
     line = page.process.stdout.readline()
     address = re.match(r"MLflow +(http://127\.0\.0\.1:\d+)(/#\S+)", line)
     assert address, line
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert address[2] == f"/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+    page_of_it = f"/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}?"
+    assert address[2].startswith(page_of_it)
     with urllib.request.urlopen(address[1], timeout=30) as answer:
         assert "MLflow" in answer.read().decode()
     page.process.send_signal(signal.SIGINT)
-    assert page.end()[0] == 130
+    code, _, error = page.end()
+    assert (code, error) == (130, ""), error
     assert page.left_behind() == []
 
 
@@ -601,6 +609,39 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match="run 'nosuch' is not in sqlite:"):
         page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "nosuch")
     assert page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "") == "/"
+
+
+def test_the_page_of_a_store_is_its_list_of_training_runs_with_scores(uri):
+    run = open_run(uri, tags={ID_TAG: "abc"})
+    number, tags = run._experiment.experiment_id, run._experiment.tags
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    view = json.loads(tags["mlflow.sharedViewState.trishul"])
+    columns = json.loads(view["state"])["selectedColumns"]
+    assert "metrics.`Score/accuracy`" in columns and "params.`method.name`" in columns
+    query = "workflowType=machine_learning"
+    assert page_of_run(uri, "") == (
+        f"/#/experiments/{number}/runs?{query}&viewStateShareKey=trishul"
+    )
+    assert page_of_run(uri, "abc") == f"/#/experiments/{number}/runs/{run.run_id}?{query}"
+    MlflowRun.open(uri, "other", "def", "a run", {}, {ID_TAG: "def"})
+    assert page_of_run(uri, "") == f"/#/experiments?{query}"
+
+
+def test_an_experiment_of_an_earlier_version_becomes_one_of_training_runs(uri):
+    client = MlflowClient(uri)
+    client.create_experiment("trishul")
+    client.create_experiment("mine", tags={"mlflow.experimentKind": "regression"})
+    for name, kind in (("trishul", "custom_model_development"), ("mine", "regression")):
+        get_or_create_experiment(client, name, None)
+        tags = client.get_experiment_by_name(name).tags
+        assert tags["mlflow.experimentKind"] == kind and "mlflow.sharedViewState.trishul" in tags
+
+
+def test_the_page_of_a_run_is_found_without_writing_into_its_folder(uri, tmp_path):
+    run = open_run(uri, tags={ID_TAG: "abc1"})
+    (tmp_path / "runs" / "mlflow.db.lock").unlink()
+    assert run.run_id in page_of_run(uri, "abc1")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mlflow.db"]
 
 
 def test_the_page_of_a_run_is_found_by_the_beginning_of_its_id(uri):

@@ -58,7 +58,7 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     (group,) = client.search_experiments(filter_string="name = 'trishul'")
     (run,) = client.search_runs([group.experiment_id])
     assert run.info.run_id == first.run_id and run.info.status == "FINISHED"
-    history = client.get_metric_history(run.info.run_id, "accuracy")
+    history = client.get_metric_history(run.info.run_id, "Score/accuracy")
     assert sorted((point.step, point.value) for point in history) == [(0, 0.25), (1, 0.5)]
     found = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert found == {"figures", "result.json"}

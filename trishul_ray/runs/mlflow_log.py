@@ -21,7 +21,10 @@ from trishul_ray.report.summary import RunSummary, flatten, read_metrics
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import (
+    AXIS_TAG,
+    CELL_TAG,
     ID_TAG,
+    SCORES,
     MlflowRun,
     Tracker,
     has_finished,
@@ -32,9 +35,6 @@ from trishul_ray.tracking.mlflow import (
 )
 from trishul_ray.version import versions
 
-#: Tags of a sweep's cell: its name, and the beginning of those of its labels, by axis. The latter
-#: are parameters, too: MLflow compares runs by the first that differ, in the order of names.
-CELL_TAG, AXIS_TAG = "cell", "axis."
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
 #: Tag of a private run: what it promises, and what in it is outside the guarantee.
@@ -133,7 +133,7 @@ def run_name(experiment: Experiment) -> str:
 def grouped_metrics(record: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a round by the names that MLflow shows in groups, ``group/name``.
 
-    Scores and losses are in no group: ``accuracy``, ``loss``, ``train_loss``.
+    Scores and losses are in the first one: ``Score/accuracy``, ``Score/loss``.
     """
     return {_grouped(name): value for name, value in record.items() if name != "round"}
 
@@ -151,7 +151,7 @@ def _grouped(name: str) -> str:
     for prefix in ("svt", "delta", "validation", "privacy"):
         if name.startswith(f"{prefix}_"):
             return f"{prefix}/{name.removeprefix(f'{prefix}_')}"
-    return name
+    return f"{SCORES}{name}"
 
 
 def log_data(tracker: Tracker, data: Coverage, sources: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of, read_metrics
-from trishul_ray.runs.mlflow_log import AXIS_TAG, CELL_TAG, grouped_metrics, log_reused
+from trishul_ray.runs.mlflow_log import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import (
     Cell,
@@ -29,6 +29,8 @@ from trishul_ray.sweeps.cells import (
 )
 from trishul_ray.sweeps.status import CellState, collect, examine, read_failure
 from trishul_ray.tracking.mlflow import (
+    AXIS_TAG,
+    CELL_TAG,
     SWEEP_TAG,
     Status,
     SweepRun,
@@ -216,11 +218,10 @@ class _Work:
         return cell_name(part.sweep, part.cells[id])
 
     def tags(self, id: str) -> dict[str, str]:
-        """Return the tags of a cell's MLflow run; the first sweep that has it wins."""
-        tags: dict[str, str] = {}
-        for part in self.holders[id]:
-            tags = cell_tags(part.sweep, part.cells[id]) | tags
-        return tags
+        """Return the tags of a cell's MLflow run: those of the first sweep, and who else has it."""
+        first, *others = self.holders[id]
+        marks = {f"{SWEEP_TAG}{part.sweep.name}": part.sweep.profile for part in others}
+        return marks | cell_tags(first.sweep, first.cells[id])
 
     def examine(self) -> None:
         """Look up the results of all cells that are not known to have finished."""
@@ -284,6 +285,9 @@ class _Work:
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
             rejected = part.parent.settle(tags, finished, self._has_failed, self._rounds, stopped)
             rejected += self._log_reused(part, tags)
+            if status != "KILLED":
+                done = {id: tags[id] for id in finished}
+                rejected += part.parent.add_shared(done, self._rounds)
             counts = {status: found[status] for status in ("finished", "failed", "stopped")}
             counts["missing"] = len(part.cells) - sum(counts.values())
             rejected += part.parent.close(counts, status)

@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 import tenacity
@@ -56,6 +57,18 @@ STOPPED_TAG = "trishul.stopped"
 #: Beginning of the tag of the run of a cell that names a sweep; the value is the profile.
 SWEEP_TAG = "sweep."
 PARENT_TAG = "mlflow.parentRunId"
+#: Tag of a short run in a sweep: the MLflow run of the same cell, which has everything.
+SHARED_TAG = "trishul.shared_run"
+#: Tag of a short run: the id of its experiment, whose run it is not.
+SHARED_ID_TAG = "trishul.shared_id"
+#: Tag of a sweep's cell: its name.
+CELL_TAG = "cell"
+#: Beginning of the tags of a cell's labels, by axis. They are parameters, too: MLflow compares runs
+#: by the first that differ, in the order of names.
+AXIS_TAG = "axis."
+#: Group of scores and losses. MLflow shows groups in ASCII order, and metrics in no group after
+#: all groups: a capital comes first.
+SCORES = "Score/"
 #: Metric logged last in every round: a round that has it was logged completely.
 ROUND_METRIC = "round"
 
@@ -68,8 +81,34 @@ OUTAGE_SECONDS = 300.0
 #: takes 20 ms for a request of any size, which is much beside a round of a small model.
 ROUNDS_SECONDS = 1.0
 
+#: Name of the view of the list of runs that :func:`page_of_run` opens.
+VIEW = "trishul"
+#: Columns of that view, for as far as the runs have them; the scores are tasks' headlines.
+_COLUMNS = (
+    *(f"metrics.`{SCORES}{name}`" for name in ("accuracy", "f1", "loss")),
+    *(f"params.`{name}`" for name in ("method.name", "method.lam", "partition.alpha", "seed")),
+    "attributes.`Duration`",
+)
+#: Tags of an experiment: its page is one of training runs, not of language model applications, and
+#: has a view, in the form in which MLflow saves those of its menu *Views*.
+_EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    f"mlflow.sharedViewState.{VIEW}": json.dumps(
+        {
+            "name": "Scores and settings",
+            "createdAt": 0,
+            "state": json.dumps({"selectedColumns": _COLUMNS}),
+        }
+    ),
+}
+#: What MLflow's page needs to know in its address: it opens as one of language model applications.
+_TRAINING = "workflowType=machine_learning"
+
 #: MLflow's own port, which is tried first for its page.
 FIRST_PORT = 5000
+
+#: Characters that have a meaning in a pattern or end a text.
+_NO_PATTERN = str.maketrans("", "", "'%_\\")
 
 _PARAM_VALUE_LIMIT = 6000  # MLflow's MAX_PARAM_VAL_LENGTH
 _TAG_VALUE_LIMIT = 5000  # the smallest limit among MLflow's stores
@@ -238,12 +277,13 @@ def get_or_create_experiment(
     """Return the MLflow experiment ``name``; create it if it does not exist.
 
     The artifacts of a new one go to ``mlartifacts/`` beside the database, or are left to a server.
-    A deleted one is an InputError.
+    It is marked as one of training runs, and has the view :data:`VIEW`. A deleted one is an
+    InputError.
     """
     if (experiment := client.get_experiment_by_name(name)) is None:
         artifacts = (database.parent / "mlartifacts").absolute().as_uri() if database else None
         try:
-            client.create_experiment(name, artifact_location=artifacts)
+            client.create_experiment(name, artifact_location=artifacts, tags=_EXPERIMENT_TAGS)
         except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
@@ -253,6 +293,9 @@ def get_or_create_experiment(
             f"tracking.experiment={name!r} was deleted in MLflow: restore it there or choose "
             "another name"
         )
+    for key, value in _EXPERIMENT_TAGS.items():
+        if key not in experiment.tags:  # that of an earlier version
+            client.set_experiment_tag(experiment.experiment_id, key, value)
     return experiment
 
 
@@ -289,13 +332,18 @@ def has_finished_in(file: Path, attempt: str) -> bool:
         "select 1 from tags join runs using (run_uuid) where tags.key = ? and tags.value = ?"
         " and runs.status = 'FINISHED' and runs.lifecycle_stage = 'active'"
     )
+    return bool(_read(file, wanted, (ATTEMPT_TAG, attempt)))
+
+
+def _read(file: Path, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """Return the rows of a query; none if the database is missing, busy, or not MLflow's."""
     try:
         with contextlib.closing(
             sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=1)
         ) as database:
-            return database.execute(wanted, (ATTEMPT_TAG, attempt)).fetchone() is not None
+            return database.execute(query, values).fetchall()
     except sqlite3.Error:
-        return False
+        return []
 
 
 def replace_run(uri: str, experiment_name: str, attempt: str, by: str) -> None:
@@ -581,7 +629,7 @@ class MlflowRun(Tracker):
 
     def ui_command(self, run: str = "") -> str:
         """Return the command that shows the run with this id, or its address on a server."""
-        page = f"#/experiments/{self._experiment.experiment_id}/runs/{self._id}"
+        page = f"#/experiments/{self._experiment.experiment_id}/runs/{self._id}?{_TRAINING}"
         uri = self._store.uri
         return f"{redact(uri).rstrip('/')}/{page}" if is_server(uri) else ui_command(uri, run)
 
@@ -613,7 +661,10 @@ class SweepRun(MlflowRun):
     """The run of one sweep, the parent of the runs of its cells. Create it with :meth:`open`.
 
     A cell's run is found by the tag ``sweep.<name>`` with the sweep's profile as value. A run that
-    another sweep or a single run has logged keeps its parent, and gets that tag, too.
+    another sweep or a single run has logged keeps its parent, and gets that tag, too. As MLflow
+    shows a run below one parent, this sweep then gets a short run in its place: with this sweep's
+    labels as name, parameters and tags, the parameters and scores of the cell, and the tag
+    :data:`SHARED_TAG`, but without :data:`ID_TAG`, by which every experiment has one run.
     """
 
     def settle(
@@ -629,7 +680,7 @@ class SweepRun(MlflowRun):
         A run that is still open is completed if its cell has finished (its process was killed after
         it had written the result), and otherwise ends as ``FAILED`` or ``KILLED``; so does one that
         ended as ``FAILED`` although its cell did not fail. Cells that were logged by another sweep
-        or a single run get the tags of this sweep.
+        or a single run get the tag of this sweep, which gets a short run for each.
 
         ``cells`` are the tags of each cell, ``finished`` the MLflow run of each finished one, as in
         its result, and ``stopped`` why early stopping ended one, all by id. ``failed`` tells
@@ -659,12 +710,91 @@ class SweepRun(MlflowRun):
             self._add_tags(children[id].info.run_id, {STOPPED_TAG: stopped[id]})
         for id, found in finished.items():
             if id not in children and found is not None:
-                self._add_tags(found, cells[id])
+                marks = {k: v for k, v in cells[id].items() if k.startswith(SWEEP_TAG)}
+                self._add_tags(found, marks)
         return rejected
+
+    def add_shared(
+        self,
+        cells: Mapping[str, Mapping[str, str]],
+        records: Callable[[str], Sequence[Mapping[str, float]] | None],
+    ) -> list[str]:
+        """Give this sweep a short run for each finished cell whose run is not below its own.
+
+        ``cells`` are the tags of each cell, and ``records`` gives its rounds, both by id. The short
+        run of a cell that was run afresh since is replaced. Returns what the tracking store did not
+        accept.
+        """
+        try:
+            with _refusals(self._store.uri):
+                runs, shorts = self._store.wait_for(self._cells_and_shorts)
+                for id, tags in cells.items():
+                    whole, short = runs.get(id), shorts.get(id)
+                    below = whole is not None and whole.data.tags.get(PARENT_TAG) == self._id
+                    current = (
+                        whole is not None
+                        and short is not None
+                        and (
+                            short.data.tags[SHARED_TAG] == whole.info.run_id
+                            and short.info.status == "FINISHED"
+                        )
+                    )
+                    if short is not None and (below or not current):
+                        self._store.client.delete_run(short.info.run_id)
+                    if whole is None or below or current:
+                        continue
+                    if whole.info.status == "FINISHED" and (rounds := records(id)) is not None:
+                        self._add_short(id, whole, tags, rounds)
+        except (mlflow.MlflowException, InputError) as error:
+            return [f"runs of shared cells ({redact(first_line(error))})"]
+        return []
+
+    def _add_short(
+        self,
+        id: str,
+        whole: "Run",
+        tags: Mapping[str, str],
+        rounds: Sequence[Mapping[str, float]],
+    ) -> None:
+        marks = {
+            **{k: v for k, v in tags.items() if not k.startswith(SWEEP_TAG)},
+            PARENT_TAG: self._id,
+            SHARED_TAG: whole.info.run_id,
+            SHARED_ID_TAG: id,
+            "mlflow.note.content": "Scores of a run that this sweep shares. All of it: "
+            f"[{whole.info.run_name}](#/experiments/{self._experiment.experiment_id}/runs/"
+            f"{whole.info.run_id}?{_TRAINING})",
+        }
+        axes = {k: v for k, v in tags.items() if k.startswith(AXIS_TAG)}
+        params = {k: v for k, v in whole.data.params.items() if not k.startswith(AXIS_TAG)}
+        client, began = self._store.client, whole.info.start_time
+        number, name = self._experiment.experiment_id, tags.get(CELL_TAG, whole.info.run_name)
+        short = client.create_run(number, began, _public(marks, _TAG_VALUE_LIMIT), name)
+        run = MlflowRun(self._store, self._experiment, short, logged=set())
+        run._log_params({**_public(axes, _PARAM_VALUE_LIMIT), **params})
+        points = [
+            point
+            for each in rounds
+            for point in _points(
+                {k: v for k, v in each.items() if k.startswith(SCORES)}, int(each["round"])
+            )
+        ]
+        for batch in _batches(points, _METRICS_PER_BATCH):
+            client.log_batch(run._id, metrics=batch)
+        client.set_terminated(run._id, "FINISHED", whole.info.end_time)
+
+    def _cells_and_shorts(self) -> "tuple[dict[str, Run], dict[str, Run]]":
+        """Return the runs of this sweep's cells, and the short ones below it, by experiment id."""
+        client, experiment = self._store.client, self._experiment
+        below = _all_runs(client, experiment, f"tags.`{PARENT_TAG}` = '{self._id}'")
+        shorts = {
+            run.data.tags[SHARED_ID_TAG]: run for run in below if SHARED_ID_TAG in run.data.tags
+        }
+        return self._children(), shorts
 
     def close(self, counts: Mapping[str, int], status: Status) -> list[str]:
         """Log how many cells are in which state, and end the run; return what was not accepted."""
-        self.log_totals(0, {f"cells.{name}": count for name, count in counts.items()}, {})
+        self.log_totals(0, {}, {f"cells.{name}": count for name, count in counts.items()})
         return self.finish(status)
 
     def _children(self) -> "dict[str, Run]":
@@ -742,7 +872,8 @@ class SweepTracking:
         )
 
     def _logged(self, results: Mapping[str, str]) -> dict[str, object]:
-        return {"uri": redact(self.uri), "experiment": self.experiment, "results": dict(results)}
+        place = {"uri": redact(self.uri), "experiment": self.experiment}
+        return {**place, "results": dict(results), "shared": True}  # as add_shared logs them
 
     @property
     def _notes(self) -> Store:
@@ -793,23 +924,53 @@ def ui_command(uri: str, run: str = "") -> str:
 def page_of_run(uri: str, run: str) -> str:
     """Return the page of a run in a store, as the part of its address after the server's.
 
-    Without a run, it is the page of all. A store or run that is not there is an InputError.
+    Without a run, it is the list of runs, in the view :data:`VIEW` if the store has one experiment.
+    A store or run that is not there is an InputError. A SQLite store is read without MLflow, which
+    would write into its folder.
     """
     file = sqlite_file(uri)
     if file is not None and not file.is_file():
         raise InputError(f"{file} does not exist: no run has logged to it; name the folder of runs")
     if not run:
-        return "/"
-    with store_lock(uri):
-        client = open_client(uri)
-    experiments = [each.experiment_id for each in client.search_experiments()]
-    quoted = run.replace("'", "")
-    found = client.search_runs(experiments, f"tags.`{ID_TAG}` LIKE '{quoted}%'", max_results=100)
-    if not found:
+        found = {one.experiment for one in _listed(uri, "")}
+        if len(found) != 1:
+            return f"/#/experiments?{_TRAINING}" if found else "/"
+        return f"/#/experiments/{found.pop()}/runs?{_TRAINING}&viewStateShareKey={VIEW}"
+    listed = _listed(uri, run)
+    if not listed:
         raise InputError(f"run {run!r} is not in {redact(uri)}")
-    if len(ids := sorted({each.data.tags[ID_TAG] for each in found})) > 1:
+    if len(ids := sorted({one.id for one in listed})) > 1:
         raise InputError(f"run {run!r}: several begin so: {first_of(ids, 5)}")
-    return f"/#/experiments/{found[0].info.experiment_id}/runs/{found[0].info.run_id}"
+    return f"/#/experiments/{listed[0].experiment}/runs/{listed[0].run}?{_TRAINING}"
+
+
+class _Listed(NamedTuple):
+    """A run of a store: the ids of its experiment here, in MLflow, and of its MLflow experiment."""
+
+    id: str
+    run: str
+    experiment: str
+
+
+def _listed(uri: str, beginning: str) -> list[_Listed]:
+    """Return the runs of a store whose id begins so, the newest first."""
+    file, wanted = sqlite_file(uri), beginning.translate(_NO_PATTERN)
+    if file is None:
+        client = open_client(uri)
+        with _refusals(uri):
+            numbers = [each.experiment_id for each in client.search_experiments()]
+            found = client.search_runs(numbers, f"tags.`{ID_TAG}` LIKE '{wanted}%'")
+        return [
+            _Listed(run.data.tags[ID_TAG], run.info.run_id, run.info.experiment_id) for run in found
+        ]
+    rows = _read(
+        file,
+        "select tags.value, run_uuid, experiment_id from tags join runs using (run_uuid)"
+        " where tags.key = ? and tags.value like ? and runs.lifecycle_stage = 'active'"
+        " order by runs.start_time desc",
+        (ID_TAG, f"{wanted}%"),
+    )
+    return [_Listed(id, run, str(experiment)) for id, run, experiment in rows]
 
 
 def free_port(first: int = FIRST_PORT) -> int:
@@ -825,26 +986,49 @@ def free_port(first: int = FIRST_PORT) -> int:
 def serve_ui(uri: str, port: int, ready: Callable[[str], None]) -> None:
     """Run ``mlflow ui`` for a SQLite store on localhost until it is interrupted.
 
-    ``ready`` is called with the address once it answers. No process is left behind. A server that
-    does not start, or ends by itself, is a RunError.
+    ``ready`` is called with the address once it answers. What MLflow says before is shown only if
+    it does not start. No process is left behind. A server that does not start, or ends by itself,
+    is a RunError.
     """
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--uvicorn-opts", "--log-level warning"]
+    # Python and uvicorn would take mlflow.py or random.py in the working directory for a library.
+    library = Path(str(mlflow.__file__)).parent.parent
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    command = [sys.executable, "-P", "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--uvicorn-opts", f"--log-level warning --app-dir {shlex.quote(str(library))}"]
     # In a session of its own: MLflow does not end its workers when it is ended itself.
-    # Its lines go to standard error.
     process = subprocess.Popen(
-        command, env={**os.environ, **quiet}, start_new_session=True, stdout=2
+        command,
+        env={**os.environ, **quiet, "PYTHONSAFEPATH": "1"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
+    early: deque[str] = deque(maxlen=100)
+    answers = Event()
+
+    def relay() -> None:
+        for line in process.stdout or ():
+            if answers.is_set():
+                sys.stderr.write(line)
+            else:
+                early.append(line)
+
+    reader = Thread(target=relay, daemon=True)
+    reader.start()
     address = f"http://127.0.0.1:{port}"
     try:
         while process.poll() is None:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{address}/health", timeout=1).close()
+                answers.set()
                 ready(address)
                 process.wait()
             time.sleep(0.2)
+        reader.join(timeout=1)
+        sys.stderr.writelines(map(redact, early if not answers.is_set() else ()))
         raise RunError(f"MLflow's page has ended with exit code {process.returncode}")
     finally:
         with contextlib.suppress(ProcessLookupError):
