@@ -1,5 +1,6 @@
 """The identity of an experiment: what can change its numbers, and nothing else."""
 
+import json
 import pickle
 
 import pytest
@@ -69,3 +70,18 @@ def test_a_copy_has_the_id_of_its_own_fields():
     assert first.model_copy() == first and first.model_copy().id == first.id
     assert pickle.loads(pickle.dumps(first)).id == first.id
     assert "id" not in first.to_dict()
+
+
+def test_credentials_of_stores_reach_another_process_and_no_file():
+    places = {
+        "storage.runs": "s3://key:hunter2@bucket/runs",
+        "tracking.uri": "http://me:hunter2@host:5000",
+    }
+    experiment = load_experiment(None, [f"{name}={value}" for name, value in places.items()])
+    assert b"hunter2" not in experiment.to_yaml()
+    assert "hunter2" not in json.dumps(experiment.to_dict())
+    sent = pickle.loads(pickle.dumps(experiment))
+    for other in (sent, Experiment.model_validate(experiment.to_dict(sources=True))):
+        assert other.storage.runs == places["storage.runs"]
+        assert other.tracking.uri == places["tracking.uri"]
+    assert Experiment.model_validate(experiment.to_dict()).id == experiment.id

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 MASK = "***"
 # Words in the name of a secret field; "tokens" and "tokenizer" are not secret.
@@ -10,7 +11,8 @@ _SECRET_WORDS = frozenset(
 )
 
 _SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
-_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+# Up to the last @ of the host: a password may have one, too.
+_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s]+@")
 
 _QUERY = re.compile(
     r"(?P<name>[?&;][\w.-]*(?:token|secret|password|signature|credential|api_?key|access_key|sig)"
@@ -36,3 +38,12 @@ def redact(text: str) -> str:
     text = _USERINFO.sub(rf"\g<scheme>{MASK}@", text)
     text = _QUERY.sub(rf"\g<name>{MASK}", text)
     return _KNOWN_TOKENS.sub(MASK, text)
+
+
+def redact_fields(fields: Any) -> Any:
+    """Return plain JSON values with :func:`redact` applied to every text in them."""
+    if isinstance(fields, dict):
+        return {name: redact_fields(value) for name, value in fields.items()}
+    if isinstance(fields, list):
+        return [redact_fields(value) for value in fields]
+    return redact(fields) if isinstance(fields, str) else fields

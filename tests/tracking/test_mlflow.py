@@ -1,5 +1,6 @@
 """Runs in MLflow: the store, the run of an experiment and of a sweep, and the page of them."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -64,6 +66,8 @@ def test_a_folder_of_any_name_may_hold_a_store(name, tmp_path):
     [
         (None, "s3://bucket/runs", "storage.runs='s3://bucket/runs' is remote"),
         ("mlruns", "runs", "no longer writes folders of files"),
+        ("databricks", "runs", "a server of Databricks is not supported"),
+        ("ftp://me:hunter2@host", "runs", "tracking.uri='ftp://***@host': name sqlite:///"),
         ("file:///tmp/mlruns", "runs", "no longer writes folders of files"),
         ("sqlite://", "runs", "name a file"),
         ("sqlite:///:memory:", "runs", "name a file"),
@@ -77,6 +81,41 @@ def test_a_wrong_store_is_refused_in_one_line(uri, runs, message):
     assert message in str(caught.value)
     assert "tracking.uri" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["databricks", "./mlruns", "file:///tmp/mlruns", "sqlite://"])
+def test_a_wrong_store_of_the_environment_is_called_by_its_variable(uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(InputError, match=f"^MLFLOW_TRACKING_URI='{re.escape(uri)}': name "):
+        tracking_uri(None, "runs")
+
+
+@pytest.mark.parametrize(
+    ("uri", "package"),
+    [
+        ("postgresql+psycopg2://me:hunter2@127.0.0.1:1/db", "psycopg2-binary"),
+        ("mysql+pymysql://me:hunter2@127.0.0.1:1/db", "pymysql"),
+    ],
+)
+def test_a_database_without_its_driver_names_the_package(uri, package, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(InputError, match=rf"^MLFLOW_TRACKING_URI=.*pip install {package}$") as said:
+        open_client(uri)
+    assert "hunter2" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [
+        ("fffffffffffd", r"is of a newer MLflow than \d.*: pip install --upgrade mlflow, or name"),
+        ("451aebb31d03", r"is of an earlier MLflow than \d.* mlflow db upgrade sqlite:///"),
+    ],
+)
+def test_a_database_of_another_mlflow_is_named_with_what_to_do(uri, version, advice):
+    with contextlib.closing(sqlite3.connect(sqlite_file(uri))) as database, database:
+        database.execute("update alembic_version set version_num = ?", (version,))
+    with pytest.raises(InputError, match=advice):
+        open_client(uri)
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path):
@@ -137,6 +176,7 @@ def test_a_folder_that_cannot_exist_is_named(tmp_path):
     [
         ("postgresql://me:pw@db/mlflow", "postgresql://***@db/mlflow"),
         ("s3://key:secret@bucket/runs", "s3://***@bucket/runs"),
+        ("http://me:p@ss@host:5000", "http://***@host:5000"),
         ("https://h/p?token=abc&x=1", "https://h/p?token=***&x=1"),
         ("https://h/p?x=1&X-Amz-Signature=abc", "https://h/p?x=1&X-Amz-Signature=***"),
         ("hf_" + "a" * 30, "***"),
@@ -148,6 +188,14 @@ def test_a_folder_that_cannot_exist_is_named(tmp_path):
 def test_redact(text, clean):
     assert redact(text) == clean
     assert redact(clean) == clean
+
+
+def test_credentials_that_a_run_has_masked_come_from_the_environment(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(InputError, match=r"credentials, which are never written; name them again"):
+        tracking_uri("http://***@host:5000", "runs")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@host:5000")
+    assert tracking_uri("http://***@host:5000", "runs") == "http://me:hunter2@host:5000"
 
 
 def test_names_of_secrets():

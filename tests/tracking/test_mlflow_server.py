@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 from mlflow.tracking import MlflowClient
 from ports import free_port
+from tiny_run import TINY
 
 from trishul_ray.tracking.mlflow import MlflowRun
 
@@ -58,11 +59,31 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     (group,) = client.search_experiments(filter_string="name = 'trishul'")
     (run,) = client.search_runs([group.experiment_id])
     assert run.info.run_id == first.run_id and run.info.status == "FINISHED"
-    history = client.get_metric_history(run.info.run_id, "Score/accuracy")
+    history = client.get_metric_history(run.info.run_id, "accuracy")
     assert sorted((point.step, point.value) for point in history) == [(0, 0.25), (1, 0.5)]
     found = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert found == {"figures", "result.json"}
     address = f"{server}/#/experiments/{group.experiment_id}/runs/{run.info.run_id}"
-    assert second.ui_command() == address
+    assert second.ui_command() == f"{address}?workflowType=machine_learning"
     # MLflow prints no address of the run.
     assert capfd.readouterr().out == ""
+
+
+def test_a_password_in_the_address_is_written_nowhere(server, start, tmp_path):
+    address = server.replace("http://", "http://me:hunter2@")
+    command = [sys.executable, "-m", "trishul_ray.cli", "run"]
+    words = [*TINY, "tracking.mlflow=true", f"tracking.uri={address}"]
+    code, shown, errors = start(*command, "--show", *words).end()
+    assert code == 0 and "http://***@" in shown and "hunter2" not in shown + errors
+    code, said, errors = start(*command, *words).end()
+    assert code == 0 and "hunter2" not in said + errors, errors
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"result.json", "server.db"} <= {path.name for path in kept}
+    assert [path for path in kept if b"hunter2" in path.read_bytes()] == []
+
+    # The file that the run has written is run again, with the credentials of the environment.
+    code, _, errors = start(*command, config).end()
+    assert code == 2 and "credentials, which are never written" in errors
+    code, _, errors = start(*command, config, MLFLOW_TRACKING_URI=address).end()
+    assert code == 0, errors

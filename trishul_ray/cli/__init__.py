@@ -21,6 +21,7 @@ import typer
 from trishul_ray.cli import cluster, data, lazy, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error
+from trishul_ray.redaction import redact
 from trishul_ray.version import NUMERICS, __version__
 
 __all__ = ["app", "main"]
@@ -127,7 +128,7 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {redact(message)}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 import trishul_ray.cli.lazy as lazy
 from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
+from trishul_ray.redaction import redact
 
 # Names of a user are shown as they are: "[red]" is no markup, and ":a:" no picture.
 plain_console = partial(Console, markup=False, emoji=False, highlight=False)
@@ -100,7 +101,8 @@ def resumable(progress: "lazy.progress.RunProgress", how: Callable[[bool], str])
 
     def print_last(why: str) -> None:  # this process is about to be ended
         progress.__exit__()
-        print(f"error: {wrapped(f'{why}. {how(False)}')}", file=sys.stderr, flush=True)
+        line = redact(wrapped(f"{why}. {how(False)}"))
+        print(f"error: {line}", file=sys.stderr, flush=True)
 
     with progress, at_loss(print_last):
         try:
@@ -126,8 +128,8 @@ def print_field(label: str, text: object) -> None:
 
 
 def typed() -> str:
-    """Return the command of this process, so that it can be copied."""
-    return as_typed(shlex.join(["trishul", *sys.argv[1:]]))
+    """Return the command of this process to be copied, without the credentials in it."""
+    return as_typed(redact(shlex.join(["trishul", *sys.argv[1:]])))
 
 
 def as_typed(command: str) -> str:

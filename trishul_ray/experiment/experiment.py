@@ -50,6 +50,7 @@ from trishul_ray.errors import did_you_mean
 from trishul_ray.files import Json
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
+from trishul_ray.redaction import redact_fields
 from trishul_ray.tasks.base import task_kinds
 from trishul_ray.version import AUDIT_NUMERICS, EDGE_NUMERICS, NUMERICS
 
@@ -366,9 +367,12 @@ class Experiment(Section):
     def to_dict(self, *, sources: bool = False) -> Json:
         """Return all fields as plain JSON values, for ``Experiment.model_validate``.
 
-        With ``sources``, also the texts of plug-ins, so that another process can load them.
+        Credentials in addresses of stores are masked, since files and pages show these values. With
+        ``sources``, for another process, they are not, and the texts of plug-ins are there, too.
         """
         fields = self.model_dump(mode="json")
+        if not sources:
+            fields |= redact_fields({name: fields[name] for name in ("storage", "tracking")})
         for section in EDGE_SECTIONS:
             if getattr(self, section) == type(self).model_fields[section].default:
                 del fields[section]

@@ -17,6 +17,7 @@ from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.messages import changed_sources, comparable
+from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.report.summary import (
     FAILURE,
@@ -159,7 +160,8 @@ def record_failure(
 
     ``status`` is ``failed``, or ``stopped`` by early stopping.
     """
-    note = {"id": experiment.id, "status": status, "reason": reason, "attempts": attempts}
+    why = redact(reason)
+    note = {"id": experiment.id, "status": status, "reason": why, "attempts": attempts}
     run_folder(experiment).write(FAILURE, json.dumps(note, indent=2).encode())
 
 

@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 import socket
@@ -40,7 +41,7 @@ from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError, RunError, first_line, first_of
 from trishul_ray.lazy import mlflow
-from trishul_ray.redaction import is_secret_name, redact
+from trishul_ray.redaction import MASK, is_secret_name, redact
 from trishul_ray.storage import Store
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ _TRAINING = "workflowType=machine_learning"
 #: MLflow's own port, which is tried first for its page.
 FIRST_PORT = 5000
 
+#: The variable that names a store where no field does, and the kinds of stores that there are.
+_VARIABLE = "MLFLOW_TRACKING_URI"
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
+#: Packages by the names of modules that drive databases, where these differ.
+_DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "psycopg[binary]", "MySQLdb": "mysqlclient"}
 #: Characters that have a meaning in a pattern or end a text.
 _NO_PATTERN = str.maketrans("", "", "'%_\\")
 
@@ -137,10 +143,17 @@ def tracking_uri(uri: str | None, runs: str) -> str:
     environment variable ``MLFLOW_TRACKING_URI``, else ``<runs>/mlflow.db``.
 
     Raises:
-        InputError: The store is a folder of files (which MLflow no longer writes) or an in-memory
-            database; or there is no ``uri`` and ``runs`` is remote.
+        InputError: The store is neither a database nor a server, or an in-memory database; or there
+            is no ``uri`` and ``runs`` is remote.
     """
-    uri = uri if uri is not None else os.environ.get("MLFLOW_TRACKING_URI") or None
+    named = os.environ.get(_VARIABLE) or None
+    if uri is None or (named is not None and uri == redact(named)):  # as a run has written it
+        uri = named
+    if uri is not None and f"://{MASK}@" in uri:
+        raise InputError(
+            f"tracking.uri={uri!r}: {MASK} is in the place of credentials, which are never "
+            f"written; name them again, by tracking.uri or {_VARIABLE}"
+        )
     if uri is None:
         if "://" in runs and not runs.startswith("file://"):
             raise InputError(
@@ -149,16 +162,23 @@ def tracking_uri(uri: str | None, runs: str) -> str:
             )
         return sqlite_uri(Path(runs.removeprefix("file://")).absolute() / "mlflow.db")
     scheme = urlsplit(uri).scheme
-    if scheme == "file" or (not scheme and not uri.endswith(".db")):
-        raise InputError(
-            f"tracking.uri={uri!r}: MLflow no longer writes folders of files; "
-            "name sqlite:///<file>.db or http(s)://<server>"
-        )
-    if not scheme:
+    if not scheme and uri.endswith(".db"):
         return sqlite_uri(Path(uri).absolute())
+    if scheme.partition("+")[0] not in _SCHEMES:
+        raise InputError(
+            f"{_as_set(uri)}: name sqlite:///<file>.db, http(s)://<server>, or a postgresql://, "
+            "mysql+pymysql:// or mssql+pyodbc:// database (MLflow no longer writes folders of "
+            "files, and a server of Databricks is not supported)"
+        )
     if scheme == "sqlite" and sqlite_file(uri) is None:
-        raise InputError(f"tracking.uri={uri!r}: name a file, sqlite:///<path>.db")
+        raise InputError(f"{_as_set(uri)}: name a file, sqlite:///<path>.db")
     return uri
+
+
+def _as_set(uri: str) -> str:
+    """Return a URI, without credentials, with the variable or the field that has set it."""
+    name = _VARIABLE if os.environ.get(_VARIABLE) == uri else "tracking.uri"
+    return f"{name}={redact(uri)!r}"
 
 
 def sqlite_uri(file: Path) -> str:
@@ -189,7 +209,8 @@ def open_client(uri: str) -> "MlflowClient":
     """Return an MLflow client whose store exists and answers; the caller holds its lock.
 
     Raises:
-        InputError: The store cannot be created, is not a database, or does not answer.
+        InputError: The store cannot be created, is not a database, is one of another version of
+            MLflow, does not answer, or needs a package that is not installed.
     """
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -213,11 +234,34 @@ def open_client(uri: str) -> "MlflowClient":
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
         if new is not None:
             new.unlink(missing_ok=True)
-        cause = (str(getattr(error, "orig", None) or error).splitlines() or [""])[0][:300]
+        cause = redact((str(getattr(error, "orig", None) or error).splitlines() or [""])[0])
+        fault = _other_version(uri, cause) or f"the MLflow store does not answer: {cause[:300]}"
+        raise InputError(f"{_as_set(uri)}: {fault}") from error
+    except ImportError as error:
+        module = error.name or first_line(error)
+        package = shlex.quote(_DRIVERS.get(module, module))
         raise InputError(
-            f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {redact(cause)}"
+            f"{_as_set(uri)}: this database needs a package that is not installed: "
+            f"pip install {package}"
         ) from error
     return client
+
+
+def _other_version(uri: str, cause: str) -> str:
+    """Return what to do about a database of another version of MLflow; empty if it is not that."""
+    found = re.search(r"database schema \(found version (\w+)", cause)
+    if found is None:
+        return ""
+    steps = Path(str(mlflow.__file__)).parent / "store" / "db_migrations" / "versions"
+    if any(steps.glob(f"{found[1]}_*.py")):
+        return (
+            f"its database is of an earlier MLflow than {mlflow.__version__}: back it up, then run "
+            f"mlflow db upgrade {shlex.quote(redact(uri))}"
+        )
+    return (
+        f"its database is of a newer MLflow than {mlflow.__version__}, which cannot read it: "
+        "pip install --upgrade mlflow, or name another store"
+    )
 
 
 @contextlib.contextmanager
@@ -267,8 +311,8 @@ def _refusals(uri: str) -> Iterator[None]:
     try:
         yield
     except mlflow.MlflowException as error:
-        where, cause = redact(uri), redact(first_line(error))[:300]
-        raise InputError(f"tracking.uri={where!r}: the MLflow store refuses: {cause}") from error
+        cause = redact(first_line(error))[:300]
+        raise InputError(f"{_as_set(uri)}: the MLflow store refuses: {cause}") from error
 
 
 def get_or_create_experiment(
@@ -993,13 +1037,14 @@ def serve_ui(uri: str, port: int, ready: Callable[[str], None]) -> None:
     # Python and uvicorn would take mlflow.py or random.py in the working directory for a library.
     library = Path(str(mlflow.__file__)).parent.parent
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    command = [sys.executable, "-P", "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    stores = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_REGISTRY_STORE_URI": uri}
+    command = [sys.executable, "-P", "-m", "mlflow", "ui"]  # every user can see its arguments
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--uvicorn-opts", f"--log-level warning --app-dir {shlex.quote(str(library))}"]
     # In a session of its own: MLflow does not end its workers when it is ended itself.
     process = subprocess.Popen(
         command,
-        env={**os.environ, **quiet, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, **quiet, **stores, "PYTHONSAFEPATH": "1"},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,6 +11,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from trishul_ray.redaction import redact
+
 #: Minimum seconds between two plain lines about one preparation; its last line always appears.
 PLAIN_INTERVAL = 5.0
 #: How often the same note is printed before repeats are only counted.
@@ -222,6 +224,7 @@ class RunProgress:
         return "  ".join(parts)
 
     def _print(self, text: str, *, passing: bool = False) -> None:
+        text = redact(text)
         if self._notebook is not None:
             self._notebook.show(text, passing=passing)
             return
