@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 import types
 
 import pytest
@@ -38,6 +39,28 @@ def plain():
 
 def lines(console):
     return console.file.getvalue().splitlines()
+
+
+def test_a_log_is_told_what_goes_on_when_nothing_else_is_printed(monkeypatch):
+    monkeypatch.setattr(module, "LOG_INTERVAL", 0.05)
+    console = Console(file=io.StringIO(), width=200)
+    with SweepProgress(console) as progress:
+        for expected in ("starting Ray: ", "cells 1/3 done, 1 running, their rounds 2/4"):
+            if expected.startswith("cells"):
+                for id in "abc":
+                    progress.add(id, f"cell {id}", 4)
+                for id in "ab":
+                    progress.start(id)
+                    progress.round(id, 0, {})
+                progress.end("a")
+                progress.round("b", 2, {})
+            else:
+                progress.phase("starting Ray")
+            while not any(line.startswith(expected) for line in lines(console)[-1:]):
+                time.sleep(0.01)
+    printed = len(lines(console))
+    time.sleep(0.2)
+    assert len(lines(console)) == printed  # it ends with the display
 
 
 @pytest.mark.parametrize(

@@ -398,13 +398,15 @@ def _write_report(
     tables: "Sequence[lazy.tables.SweepTable] | None" = None,
 ) -> str:
     """Write a report into a folder or to a URI, and return the address of its page."""
-    if "://" not in place:
-        return str(lazy.page.write_report(outcomes, Path(place), tables))
-    store = lazy.storage.Store.open(place, field="--report")
-    with scratch_folder("report") as folder:
-        page = lazy.page.write_report(outcomes, Path(folder), tables)
-        store.upload_folder(page.parent)
-    return store.place(page.name)
+    with lazy.progress.RunProgress(1, err) as progress:
+        progress.phase("writing the page")
+        if "://" not in place:
+            return str(lazy.page.write_report(outcomes, Path(place), tables))
+        store = lazy.storage.Store.open(place, field="--report")
+        with scratch_folder("report") as folder:
+            page = lazy.page.write_report(outcomes, Path(folder), tables)
+            store.upload_folder(page.parent)
+        return store.place(page.name)
 
 
 def _describe_failures(result: "lazy.reproduce.Reproduced") -> str:

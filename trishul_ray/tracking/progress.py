@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Event, Thread
 from typing import Any, Self
 
 from rich.console import Console
@@ -15,6 +16,8 @@ from trishul_ray.redaction import redact
 
 #: Minimum seconds between two plain lines about one preparation; its last line always appears.
 PLAIN_INTERVAL = 5.0
+#: Seconds without a line after which a log is told what is going on.
+LOG_INTERVAL = 60.0
 #: How often the same note is printed before repeats are only counted.
 MAX_REPEATS = 3
 #: Number of running cells of a sweep that are shown on a terminal.
@@ -92,7 +95,8 @@ class RunProgress:
 
     On a terminal it is one live bar with the finished rounds, accuracy, loss, uploaded parameters
     and remaining time, in a notebook one line that changes; elsewhere (a file, CI, a pipe) one
-    plain line per round. It is not thread-safe: call it from the driver only.
+    plain line per round, and one that says what is going on for each minute without any. It is not
+    thread-safe: call it from the driver only.
 
     Attributes:
         headline: The metric that is shown beside the loss; see ``Task.headline``.
@@ -112,6 +116,10 @@ class RunProgress:
         self._latest: dict[str, float] = {}
         self._recent_seconds: deque[float] = deque(maxlen=10)
         self._previous = time.monotonic()
+        self._doing = "starting"
+        self._began_doing = self._printed = time.monotonic()
+        self._log = not self._live and self._notebook is None and not self._console.quiet
+        self._ended = Event()
         self._notes: dict[str, int] = {}
         self._printed_at: dict[str, float] = {}
         self._bar = Progress(
@@ -127,9 +135,12 @@ class RunProgress:
 
     def __enter__(self) -> Self:
         self._bar.start()
+        if self._log:
+            Thread(target=self._break_silence, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         self._bar.stop()  # leaves the bar on the screen and restores the cursor
         if self._notebook is not None and self._last_line:
             self._notebook.show(self._last_line, passing=True)
@@ -139,6 +150,7 @@ class RunProgress:
 
     def phase(self, text: str) -> None:
         """Show what the run does before its first round or after its last."""
+        self._do(text)
         if self._live:
             self._bar.update(self._task, description=text)
         else:
@@ -165,6 +177,8 @@ class RunProgress:
             left = Pace.of(self._recent_seconds).seconds_for(self._total - round_)
             eta = f"{format_duration(left)} left"
         title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
+        following = f"round {round_ + 1}/{self._total}" if round_ < self._total else "last round"
+        self._do(following + (f", {eta}" if eta else ""))
         if self._live:
             self._bar.update(
                 self._task,
@@ -201,6 +215,7 @@ class RunProgress:
         def report(text: str, share: float) -> None:
             share = min(1.0, max(0.0, share))
             line = f"{label}: {text} {share:4.0%}"
+            self._do(label)
             if self._live:
                 self._bar.update(self._task, description=line)
                 return
@@ -213,6 +228,21 @@ class RunProgress:
 
         return report
 
+    def _do(self, what: str) -> None:
+        if what != self._doing:
+            self._doing, self._began_doing = what, time.monotonic()
+
+    def _break_silence(self) -> None:
+        """Print what is going on whenever nothing has been printed for :data:`LOG_INTERVAL`."""
+        while not self._ended.wait(max(0.1, self._printed + LOG_INTERVAL - time.monotonic())):
+            if time.monotonic() >= self._printed + LOG_INTERVAL:
+                self._print(self._state())
+
+    def _state(self) -> str:
+        """Return what is going on, as a line of a log."""
+        since = format_duration(time.monotonic() - self._began_doing)
+        return f"{self._doing}: {since} so far"
+
     def _figures(self, values: Mapping[str, float]) -> str:
         parts = [f"{name} {value:.2%}" for name, value in values.items() if name != "loss"]
         if "loss" in values:
@@ -224,7 +254,7 @@ class RunProgress:
         return "  ".join(parts)
 
     def _print(self, text: str, *, passing: bool = False) -> None:
-        text = redact(text)
+        text, self._printed = redact(text), time.monotonic()
         if self._notebook is not None:
             self._notebook.show(text, passing=passing)
             return
@@ -247,7 +277,7 @@ class SweepProgress(RunProgress):
     """Progress display of many federated runs, as a context manager.
 
     On a terminal it is a live bar with one line for each running cell; elsewhere one plain line per
-    finished cell.
+    finished cell, and one for each minute without any.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -341,14 +371,29 @@ class SweepProgress(RunProgress):
         seconds = pace.seconds_for(self._rounds_left)
         return f"about {format_duration(seconds)} left" if math.isfinite(seconds) else ""
 
+    def _counts(self) -> tuple[str, list[str]]:
+        """Return how many cells are done, and how many are running and have failed."""
+        failed = list(self._done.values()).count(False)
+        parts = [f"{len(self._running)} running", f"{failed} failed" if failed else ""]
+        return f"cells {len(self._done)}/{self._total_cells}", parts
+
+    def _state(self) -> str:
+        if not self._running:
+            return super()._state()
+        done, parts = self._counts()
+        # The driver may begin or end a cell meanwhile.
+        running = [(id, cell.round) for id, cell in list(self._running.items())]
+        rounds = sum(round_ for _, round_ in running), sum(self._cells[id][1] for id, _ in running)
+        parts += [f"their rounds {rounds[0]}/{rounds[1]}", self._eta()]
+        return f"{done} done, {', '.join(filter(None, parts))}"
+
     def _show(self) -> None:
         if not self._live:
             return
-        failed = list(self._done.values()).count(False)
-        parts = [f"{len(self._running)} running", f"{failed} failed" if failed else ""]
+        done, parts = self._counts()
         self._bar.update(
             self._task,
-            description=f"cells {len(self._done)}/{self._total_cells}",
+            description=done,
             total=self._total_cells,
             completed=len(self._done),
             figures=", ".join(filter(None, parts)),
