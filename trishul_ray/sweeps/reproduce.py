@@ -266,6 +266,8 @@ class _Work:
 
     def close_parents(self, status: Status) -> None:
         """End the MLflow runs of the sweeps, and of cells that were being driven."""
+        if any(part.parent is not None for part in self.parts):
+            self.progress.phase("logging to MLflow")
         for part in self.parts:
             if part.parent is None:
                 continue

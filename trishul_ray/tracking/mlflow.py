@@ -771,7 +771,7 @@ class SweepRun(MlflowRun):
         """
         try:
             with _refusals(self._store.uri):
-                runs, shorts = self._store.wait_for(self._cells_and_shorts)
+                runs, shorts = self._store.wait_for(partial(self._cells_and_shorts, cells))
                 for id, tags in cells.items():
                     whole, short = runs.get(id), shorts.get(id)
                     below = whole is not None and whole.data.tags.get(PARENT_TAG) == self._id
@@ -827,14 +827,20 @@ class SweepRun(MlflowRun):
             client.log_batch(run._id, metrics=batch)
         client.set_terminated(run._id, "FINISHED", whole.info.end_time)
 
-    def _cells_and_shorts(self) -> "tuple[dict[str, Run], dict[str, Run]]":
+    def _cells_and_shorts(
+        self, cells: Mapping[str, Mapping[str, str]]
+    ) -> "tuple[dict[str, Run], dict[str, Run]]":
         """Return the runs of this sweep's cells, and the short ones below it, by experiment id."""
         client, experiment = self._store.client, self._experiment
         below = _all_runs(client, experiment, f"tags.`{PARENT_TAG}` = '{self._id}'")
         shorts = {
             run.data.tags[SHARED_ID_TAG]: run for run in below if SHARED_ID_TAG in run.data.tags
         }
-        return self._children(), shorts
+        runs = self._children()
+        for id in cells.keys() - runs.keys():  # logged from its files, for another sweep
+            for run in _all_runs(client, experiment, f"tags.`{ID_TAG}` = '{id}'"):
+                runs[id] = run
+        return runs, shorts
 
     def close(self, counts: Mapping[str, int], status: Status) -> list[str]:
         """Log how many cells are in which state, and end the run; return what was not accepted."""
