@@ -148,7 +148,7 @@ def test_the_table_shows_what_the_paper_prints(full):
     ]
     body = [row for row in table.find("tr") if row.find("th", scope="row")]
     assert len(body) == 15
-    ours = next(row for row in body if row.find("th", scope="row")[0].words == "TRISHUL")
+    ours = next(row for row in body if row.find("th", scope="row")[0].text == "TRISHUL")
     first = ours.find("td")[0]
     number = r"\d\d\.\d\d ± \d\.\d\d paper 85\.13 [+−]\d+\.\d\d (within|outside)"
     assert re.fullmatch(number, first.words)
@@ -158,11 +158,51 @@ def test_the_table_shows_what_the_paper_prints(full):
     for text in (
         "○ reference",
         "seeds needed",
-        "✓ worse, decided p = 0.0",
+        "▼ worse, decided p = 0.0",
         "? undecided p = 0.",
         "against TRISHUL",
     ):
         assert text in verdicts
+
+
+def test_a_verdict_stands_under_the_name_where_there_is_no_room_beside_it(full):
+    page, _ = full
+    for row in page.find("figure", id="paper-vision")[0].find("table")[0].find("tr"):
+        for name in row.find("th", scope="row"):
+            verdict = row.find("td")[-1]
+            (under,) = (e for e in name.iter() if "under" in e.classes)
+            assert under.words.split(", p")[0] in verdict.words and under.words[:1] in "★=▼?○"
+    styles = page.find("style")[0].words
+    narrow = styles[styles.index("@media (max-width: 40rem)") :]
+    assert (
+        ".results .verdict { display: none; }" in narrow and ".under { display: block; }" in narrow
+    )
+
+
+def test_what_says_nothing_about_methods_is_not_judged(report, tmp_path):
+    """No verdict, no best number and no tick; departures once for a sweep."""
+    sweep = part_of(sensitivity(seeds=3, profile="smoke"), "cifar100")
+    page = report(sweep)
+    texts = [page.find("main")[0].words]
+    texts.append((tmp_path / "out" / "report.md").read_text())
+    texts.append((tmp_path / "out" / "tables" / "claims.csv").read_text())
+    for text in texts:
+        for word in ("decided", "best mean", "★", "✓", "reversed,", " seen,"):
+            assert word not in text
+        assert "not judged" in text
+    (section,) = (
+        s for s in page.find("section") if s.attrib["aria-labelledby"].startswith("sweep")
+    )
+    assert section.words.count("500 of 10,000 test rows scored") == 1
+    assert not section.find("strong") and not section.find("figcaption")[0].find("b")
+
+
+def test_figures_have_the_colours_of_the_page(report):
+    svg = '<svg id="x"><path style="fill: #ffffff; stroke: #222222"></path>'
+    svg += '<path style="fill: #d55e00"></path></svg>'
+    page = report(sensitivity(figures=[FIGURE]), figures=lambda *_: DrawnFigure(svg, b"", ""))
+    styles = [path.attrib["style"] for path in page.find("path")]
+    assert styles == ["fill: var(--page, #ffffff); stroke: var(--ink, #222222)", "fill: #d55e00"]
 
 
 def test_a_table_names_that_of_the_paper_and_its_slips(full):

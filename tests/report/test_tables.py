@@ -81,7 +81,8 @@ def test_the_best_of_a_column_in_its_group_but_no_reference_is_bold():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0.00"), (-0.0, "0.00"), (-0.004, "0.00"), (-1.5, "−1.50")]
+    ("value", "text"),
+    [(0.0, "0.00"), (-0.0, "0.00"), (-0.004, "−0.0040"), (1e-12, "0.00"), (-1.5, "−1.50")],
 )
 def test_differences_have_a_sign(value, text):
     cell = TableCell((), {}, percent=True)

@@ -15,7 +15,7 @@ from trishul_ray.report.paper import (
     paper_keys,
     paper_value,
 )
-from trishul_ray.sweeps.cells import distinct, find_sweeps
+from trishul_ray.sweeps.cells import BEYOND, distinct, find_sweeps
 from trishul_ray.sweeps.reproduce import cell_name
 
 #: The paper's numbers: label by label, with ``metric`` and ``value``, by table.
@@ -132,6 +132,26 @@ def test_tables_figures_and_counts(profile):
     tables = [table.paper for sweep in found for table in sweep.tables if table.paper]
     assert len(tables) == len(set(tables)) == 10
     assert {*tables, "fig:overhead"} == {*paper_keys()}
+
+
+#: Datasets that titles name, by how their names begin.
+NAMED = {
+    "CIFAR-100": "cifar100", "SVHN": "svhn", "GLUE": "glue/", "20 Newsgroups": "20newsgroups",
+    "MRQA": "mrqa",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_titles_name_what_is_shown(profile):
+    for sweep in [*sweeps(profile), *find_sweeps(sorted(BEYOND), profile)]:
+        used = {cell.experiment.data.name for cell in sweep.cells}
+        read_by = {cell.metric or "accuracy" for cell in sweep.cells}
+        for title in (sweep.title, *(each.title for each in (*sweep.tables, *sweep.figures))):
+            if "ccuracy" in title:
+                assert not any("loss" in metric for metric in read_by), (sweep.name, title)
+            for name, dataset in NAMED.items():
+                there = any(each.startswith(dataset) for each in used)
+                assert name not in title or there or "stand-ins" in title, (sweep.name, title)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

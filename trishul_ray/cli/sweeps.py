@@ -289,6 +289,8 @@ def claims(
     findings = lazy.claims.judge(outcomes)
     print_table(lazy.claims.claims_table(findings))
     print_line(f"{profile}: {lazy.page.comparable(outcomes)}")
+    if departures := lazy.page.departures(outcomes):
+        print_line(f"departures: {'; '.join(departures)}")
     missing = dict.fromkeys(finding.command for finding in findings if finding.command)
     for command in missing:
         place = f" {shlex.quote(f'storage.runs={runs}')}" if runs is not None else ""

@@ -35,7 +35,7 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from trishul_ray.config import Section
-from trishul_ray.errors import typed_line
+from trishul_ray.errors import first_line, typed_line
 from trishul_ray.report.formats import csv_text
 from trishul_ray.report.outcomes import (
     SEED,
@@ -47,10 +47,12 @@ from trishul_ray.report.outcomes import (
     is_loss,
 )
 from trishul_ray.report.paper import figure_numbers, table_number
-from trishul_ray.report.statistics import complete_block, estimate
+from trishul_ray.report.statistics import complete_block, decimals_for, estimate, with_sign
 
 VerdictName = Literal["seen", "not seen", "reversed", "undecided", "no runs"]
 VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)
+#: The verdict of a profile whose numbers say nothing about methods.
+NOT_JUDGED = "not judged"
 Side = Literal["higher", "lower"]
 Interval = tuple[float, float]
 #: Labels of the cells that are compared, each with its sign.
@@ -202,11 +204,12 @@ class Part:
 
     def format(self, value: float) -> str:
         """Return a number as text, with its sign but for a bound on all runs."""
-        if self.measure in RATIOS:
-            return f"{100 * value:+.1f} %".replace("-", "−")
         if self.measure == "aggregation_error":
             return f"{value:.2g}"
-        return (f"{value:+.2f}" if self.percent else f"{value:+.4f}").replace("-", "−")
+        numbers = [number for number in (self.number, *(self.interval or ())) if number is not None]
+        if self.measure in RATIOS:
+            return f"{with_sign(100 * value, decimals_for([100 * n for n in numbers], 1))} %"
+        return with_sign(value, decimals_for(numbers, 2 if self.percent else 4))
 
     @property
     def shown(self) -> str:
@@ -277,15 +280,43 @@ class Finding:
             return self.command
         part = self.decisive
         text = f"{part.text}: {part.shown}"
-        count = self.verdicts.count("seen")
-        return text if len(self.parts) == 1 else f"{text}; {count} of {len(self.parts)} seen"
+        if len(self.parts) == 1:
+            return text
+        if not self.decides:
+            return f"{text}; one of {len(self.parts)} comparisons"
+        return f"{text}; {self.verdicts.count('seen')} of {len(self.parts)} seen"
+
+    @property
+    def decides(self) -> bool:
+        """Whether its numbers say anything about methods."""
+        return self.profile != "smoke"
+
+    @property
+    def told(self) -> str:
+        """The verdict as it is displayed, which needs numbers that say something of methods."""
+        return self.verdict if self.decides or self.verdict == "no runs" else NOT_JUDGED
+
+    @property
+    def told_parts(self) -> list[str]:
+        """What each part says alone, as it is displayed."""
+        return [v if self.decides or v == "no runs" else NOT_JUDGED for v in self.verdicts]
+
+    @property
+    def setting(self) -> str:
+        """How the setting of the sweep differs, in sentences."""
+        lacks = f"Not in the sweep: {', '.join(self.left_out)}." if self.left_out else ""
+        return " ".join(filter(None, (self.claim.differs, lacks)))
 
     @property
     def differs(self) -> str:
-        """How our setting differs, in sentences."""
-        lacks = f"Not in the sweep: {', '.join(self.left_out)}." if self.left_out else ""
+        """How our setting differs, in sentences, with the departures of its runs."""
         departs = f"Departures: {'; '.join(self.departures)}." if self.departures else ""
-        return " ".join(filter(None, (self.claim.differs, lacks, departs)))
+        return " ".join(filter(None, (self.setting, departs)))
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return in a line why files of runs cannot be used; a missing column has no sentence."""
+    return first_line(error) if isinstance(error, OSError | ValueError) else typed_line(error)
 
 
 def judge(sweeps: Sequence[SweepOutcome]) -> tuple[Finding, ...]:
@@ -313,7 +344,10 @@ def _findings(claim: Claim, sweep: SweepOutcome) -> Iterator[Finding]:
             parts = tuple(_parts(claim, sweep, cells))
         # One file of a run that is unreadable, or has other columns, must not cost the whole page.
         except (OSError, ValueError, LookupError, TypeError) as error:
-            parts, problem = (Part(claim.title, SCORE, "higher", percent=True),), typed_line(error)
+            parts, problem = (
+                (Part(claim.title, SCORE, "higher", percent=True),),
+                why_unreadable(error),
+            )
         if not parts:
             continue
         missing = any(part.number is None for part in parts)
@@ -465,7 +499,7 @@ def claims_table(findings: Sequence[Finding]) -> Table:
     for finding in findings:
         claim = finding.claim
         head = ("", "") if claim is last else (claim.title, claim.place)
-        row = (*head, finding.label, finding.summary, finding.verdict)
+        row = (*head, finding.label, finding.summary, finding.told)
         table.add_row(*map(RichText, row))
         last = claim
     return table
@@ -479,8 +513,8 @@ def claims_csv(findings: Sequence[Finding]) -> str:
     for finding in findings:
         claim = finding.claim
         first = [claim.name, claim.says, claim.paper or "", claim.line, finding.profile]
-        first += [claim.sweep, finding.label, finding.verdict]
-        for part, verdict in zip(finding.parts, finding.verdicts, strict=True):
+        first += [claim.sweep, finding.label, finding.told]
+        for part, verdict in zip(finding.parts, finding.told_parts, strict=True):
             number = "" if part.number is None else repr(part.number)
             low, high = map(repr, part.interval) if part.interval else ("", "")
             last = (part.seeds, part.columns, finding.differs)

@@ -241,7 +241,7 @@ def to_rich(table: SweepTable, width: int) -> Group:
     views = [_rich_part(table, columns, part, left) for part in parts]
     if table.judged:
         views.append(_rich_verdicts(table))
-    views[0].title = Text(f"{table.layout.title} [{table.profile}]")
+    views[0].title = Text(f"{table.layout.title}: {table.unit} [{table.profile}]")
     views[-1].caption = Text(caption(table))
     return Group(*views)
 

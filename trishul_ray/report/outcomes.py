@@ -73,7 +73,9 @@ class TableLayout(Section):
     """How cells form a table; axes in neither ``rows`` nor ``columns`` are averaged over."""
 
     name: FileName = Field(description="identifies the table, also as a file name")
-    title: Title = Field(description="caption; by default the name")
+    title: Title = Field(
+        description="caption; by default that of the sweep, or the name of several"
+    )
     rows: tuple[Text, ...] = Field((), description="axes whose labels name a row")
     columns: tuple[Text, ...] = Field((), description="axes whose labels name a column")
     paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
@@ -209,6 +211,11 @@ class SweepHead:
     tables: tuple[TableLayout, ...]
     figures: tuple[FigureLayout, ...]
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def decides(self) -> bool:
+        """Whether its numbers say anything about methods: those of the profile smoke do not."""
+        return self.profile != "smoke"
 
     def shown_label(self, axis: str, label: str) -> str:
         """Return how a label is displayed."""

@@ -7,6 +7,7 @@ elements with the attribute ``data-time``: without them, the pages of two repeti
 import hashlib
 import itertools
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.errors import typed_line
 from trishul_ray.files import digest, write_file
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge
+from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
     CellOutcome,
@@ -110,6 +110,12 @@ _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.al
 #: More values than these are counted instead of listed.
 MOST_VALUES = 6
 _STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
+#: Variables of ``report.css`` for the colours of a figure that are those of type and paper.
+_OF_PAGE = {
+    "#000000": "--ink", "#222222": "--ink", "#555555": "--muted", "#b0b0b0": "--line",
+    "#ffffff": "--page", "#0072b2": "--blue",
+}  # fmt: skip
+_FIGURE_COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
 
@@ -139,8 +145,8 @@ class Drawing:
 
     @property
     def markup(self) -> Markup:
-        """The SVG text, to be put into HTML as it is."""
-        return Markup(self.image.svg if self.image else "")
+        """The SVG text, to be put into HTML as it is, in the colours of the page."""
+        return Markup(_FIGURE_COLOUR.sub(_as_of_page, self.image.svg) if self.image else "")
 
     @property
     def number(self) -> str:
@@ -162,6 +168,11 @@ class SweepPart:
     def states(self) -> Counter[str]:
         """Number of its runs by state."""
         return Counter(run.status for _, run in _distinct([self.sweep]))
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """How its runs depart from the profile."""
+        return self.sweep.departures(self.sweep.cells)
 
     @property
     def problems(self) -> list[tuple[CellStatus, str, list[CellOutcome]]]:
@@ -187,12 +198,17 @@ class Page:
         return self.parts[0].sweep.title if len(self.parts) == 1 else "Tables and figures"
 
     @property
-    def profiles(self) -> tuple[tuple[str, str], ...]:
-        """Profiles, and what their numbers may be compared with."""
+    def profiles(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+        """Profiles, what their numbers may be compared with, and how runs depart from them."""
         sweeps: dict[str, list[SweepOutcome]] = {}
         for part in self.parts:
             sweeps.setdefault(part.sweep.profile, []).append(part.sweep)
-        return tuple((name, comparable(group)) for name, group in sweeps.items())
+        return tuple((name, comparable(each), departures(each)) for name, each in sweeps.items())
+
+    @property
+    def decides(self) -> bool:
+        """Whether some numbers say anything about methods."""
+        return any(part.sweep.decides for part in self.parts)
 
     @cached_property
     def runs(self) -> list[tuple[SweepOutcome, CellOutcome]]:
@@ -269,13 +285,15 @@ def comparable(sweeps: Sequence[SweepOutcome]) -> str:
     """Return what the numbers of sweeps of one profile may be compared with."""
     profile = sweeps[0].profile
     text = COMPARABLE.get(profile, COMPARABLE["custom"])
-    found = dict.fromkeys(reason for s in sweeps for reason in s.departures(s.cells))
-    if not found:
-        return text + _private(sweeps)
-    if profile == "paper":
+    if profile == "paper" and departures(sweeps):
         text = "The paper's protocol, but not all of it: no table or figure that says so may be "
         text += "compared with the paper's."
-    return f"{text} Departures: {'; '.join(found)}.{_private(sweeps)}"
+    return text + _private(sweeps)
+
+
+def departures(sweeps: Sequence[SweepOutcome]) -> tuple[str, ...]:
+    """Return how runs of sweeps depart from their profile: overrides, and parts of datasets."""
+    return tuple(dict.fromkeys(reason for s in sweeps for reason in s.departures(s.cells)))
 
 
 def _private(sweeps: Sequence[SweepOutcome]) -> str:
@@ -413,9 +431,15 @@ def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str
         image = draw(layout, sweep)
     # One file of a run that is unreadable, or has other columns, must not cost the whole page.
     except (OSError, ValueError, LookupError, TypeError) as error:
-        why = f"It could not be drawn: {typed_line(error)}"
+        why = f"It could not be drawn: {why_unreadable(error)}"
         return Drawing(layout, slug, None, why, broken=True)
     return Drawing(layout, slug, image, "" if image else "No finished run has what it shows.")
+
+
+def _as_of_page(found: re.Match[str]) -> str:
+    """Return a colour in SVG as the page's own, which follows the dark mode, if it has that."""
+    name, colour = found.groups()
+    return f"{name}: var({_OF_PAGE[colour]}, {colour})" if colour in _OF_PAGE else found.group()
 
 
 def _distinct(sweeps: Sequence[SweepOutcome]) -> list[tuple[SweepOutcome, CellOutcome]]:

@@ -52,6 +52,21 @@ class Estimate:
         return self.mean - half, self.mean + half
 
 
+def decimals_for(values: Iterable[float], least: int) -> int:
+    """Return how many decimals show two digits of the largest of some values, at least ``least``.
+
+    A value below 1e-9 is a rounding error.
+    """
+    largest = max(map(abs, values), default=0.0)
+    return max(least, 1 - math.floor(math.log10(largest))) if largest >= 1e-9 else least
+
+
+def with_sign(value: float, decimals: int) -> str:
+    """Return a difference as text, with its sign; one that is displayed as 0 has none."""
+    size = f"{abs(value):.{decimals}f}"
+    return size if float(size) == 0 else f"{'−' if value < 0 else '+'}{size}"
+
+
 def estimate(values: ArrayLike) -> Estimate | None:
     """Return mean and spread over seeds [seeds], NaN left out; None if nothing is left."""
     numbers = np.asarray(values, dtype=np.float64)

@@ -30,7 +30,9 @@ from trishul_ray.report.statistics import (
     Comparison,
     Estimate,
     compare_rows,
+    decimals_for,
     estimate,
+    with_sign,
 )
 
 #: The column of the mean over all others; also the paper's label of it.
@@ -131,18 +133,22 @@ class TableCell:
         gaps = {run.gap for run in self.runs if run.value is None}
         return next((gap for gap in GAPS if gap in gaps), "incomplete")
 
+    def rounded(self, value: float) -> float:
+        """Return a value as it is displayed."""
+        return round(value, self._decimals_of(value))
+
     def format(self, value: float) -> str:
         """Return a value as text, without unit."""
-        if self.decimals is None:
-            digits = 3 - math.floor(math.log10(abs(value))) if value else 0
-            return f"{value:.{max(0, digits)}f}"
-        return f"{value:.{self.decimals}f}"
+        return f"{value:.{self._decimals_of(value)}f}".replace("-", "−")
 
     def format_difference(self, value: float) -> str:
-        """Return a difference as text, with its sign; one that is displayed as 0 has none."""
-        size = self.format(abs(value))
-        sign = "" if float(size) == 0 else "−" if value < 0 else "+"
-        return sign + size
+        """Return a difference as text, with its sign and, unless it is 0, with its digits."""
+        return with_sign(value, decimals_for([value], self._decimals_of(value)))
+
+    def _decimals_of(self, value: float) -> int:
+        if self.decimals is not None:
+            return self.decimals
+        return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,8 @@ class SweepTable:
         metrics: Metrics that are shown, in order.
         cells: The runs that it shows.
         judged: Whether rows are compared. They are not if columns have different units, or are
-            several measures of the same runs, whose average would be a measure of nothing.
+            several measures of the same runs, whose average would be a measure of nothing; nor in
+            the profile smoke, whose numbers say nothing about methods.
         pairs: Number of pairs of rows that its verdicts are about.
     """
 
@@ -294,6 +301,14 @@ class SweepTable:
         if self.comparable:
             return ""
         return "; ".join(("not comparable with the paper's numbers", *self.departures))
+
+    @property
+    def note(self) -> str:
+        """The reservation beside a table on a page, which names departures once for a sweep.
+
+        In the profile paper, where other tables may be compared, they are named here as well.
+        """
+        return self.reservation if self.profile == "paper" else self.reservation.partition(";")[0]
 
     @property
     def paper_table(self) -> str:
@@ -470,7 +485,7 @@ def _verdict(
     # A difference over some of the runs alone is not that of the means that are displayed.
     whole = comparison.seeds * comparison.columns == row.measured == best_row.measured
     if not comparison.decided and whole:
-        tied = float(row.cells[0].format(abs(comparison.difference))) == 0
+        tied = row.cells[0].rounded(comparison.difference) == 0
         kind = "tied" if tied else "undecided"
     return Verdict(kind, best, replace(comparison, difference=sign * comparison.difference))
 
@@ -532,7 +547,8 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
             f"{axis}: {sweep.shown_label(axis, name)}"
             for axis, name in zip(layout.rows[:-1], head, strict=True)
         )
-        groups.append(RowGroup(label, _mark_best(table_rows)))
+        marked = _mark_best(table_rows) if sweep.decides else tuple(table_rows)
+        groups.append(RowGroup(label, marked))
     names = [
         tuple(_head(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
         or ("",)
@@ -543,7 +559,7 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
     one_unit = len(set(map(unit_of, metrics))) == 1
     one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
-    judged = one_unit and one_measure and all(map(has_order, metrics))
+    judged = sweep.decides and one_unit and one_measure and all(map(has_order, metrics))
     return SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), judged)
 
 
@@ -621,7 +637,7 @@ def _mark_column(cells: Sequence[TableCell], skip: Sequence[bool]) -> list[Table
     most = max(map(_size, known), default=(0, 0))
     known = [cell for cell in known if _size(cell) == most]
     values = {
-        id(cell): float(cell.format(cell.estimate.mean)) * (1 if cell.percent else -1)
+        id(cell): cell.rounded(cell.estimate.mean) * (1 if cell.percent else -1)
         for cell in known
         if cell.estimate is not None and len(set(map(_content, known))) == 1
     }

@@ -361,6 +361,8 @@ def _build(
             "axes",
         )
     tables = _checked_tables(file, name, title, cells)
+    if len(tables) == 1 and "title" not in tables[0].model_fields_set:
+        tables = [tables[0].model_copy(update={"title": title})]
     _check_figures(file, cells)
     stopping = file.early_stopping and _checked_stopping(file, search, cells)
     if stopping is not None and stopping.on == "test":
