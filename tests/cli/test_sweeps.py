@@ -106,6 +106,16 @@ def test_a_report_shows_what_has_finished_and_runs_nothing(called, monkeypatch, 
     page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
     assert "1 of 4 runs finished, 3 missing" in page
     assert "Profile custom." in page
+    # It can go where other machines see it, as the report of a job does.
+    monkeypatch.setenv("TRISHUL_REPORT", f"file://{tmp_path}/shared/page")
+    code, out, error = called("report", "mine.yaml", *TINY)
+    assert f"report    file://{tmp_path}/shared/page/report.html" in out, error
+    names = [
+        {path.relative_to(folder) for path in folder.rglob("*")}
+        for folder in (tmp_path / "page", tmp_path / "shared/page")
+    ]
+    assert names[0] == names[1]
+    monkeypatch.delenv("TRISHUL_REPORT")
     # Of other runs, there is nothing.
     code, out, error = called("report", "mine.yaml", "--runs", "elsewhere", *TINY)
     assert (code, "0 of 4 finished" in out) == (0, True), error

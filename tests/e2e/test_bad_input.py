@@ -62,6 +62,8 @@ COMMAND_LINES = [
     (["run", "partition.min_size=500"], "partition.min_size"),
     (["run", "federation.clients=2000"], "federation.clients"),
     (["run", "storage.runs=nosuch://x"], "storage.runs='nosuch://x' cannot be opened"),
+    (["run", "storage.runs=s3://"], "storage.runs='s3://': name a bucket or folder"),
+    (["table", "vision", "--report", "nosuch://x"], "--report='nosuch://x' cannot be opened"),
     (["run", "tracking.uri=file:///x", "tracking.mlflow=true"], "tracking.uri='file:///x'"),
     (["run", "dataset=cifar100", "model=vit-digits", "budget=4"], "storage.hub or TRISHUL_HUB"),
     (["run", "storage.hub=/no/such/place"], "is not a folder"),
