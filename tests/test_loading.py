@@ -59,6 +59,7 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (["lora_rank=8"], "did you mean 'adapter.rank'?"),
         (["federation.cilents=3"], "did you mean 'federation.clients'?"),
         (["nonsense=3"], "unknown field 'nonsense'; `trishul run --fields` lists all fields"),
         (["fedration.clients=3"], "did you mean 'federation.clients'?"),

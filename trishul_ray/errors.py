@@ -61,6 +61,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def how_to_install(extra: str, requirement: str) -> str:
+    """Return how to install a package that an extra asks for, in a clone or anywhere else."""
+    return f"pip install '.[{extra}]' in a clone of the repository, or pip install '{requirement}'"
+
+
 def first_of(names: Sequence[str], most: int) -> str:
     """Return the first names, separated by commas, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

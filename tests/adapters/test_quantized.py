@@ -207,7 +207,7 @@ def test_a_model_without_blocks_is_refused():
 def test_without_the_library_the_message_names_the_extra(monkeypatch):
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     quantize_layers(nn.Sequential(nn.Linear(2, 2)), "none", torch.float32)
-    with pytest.raises(InputError, match=r"pip install 'trishul-ray\[quant\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[quant\]'"):
         quantize_layers(nn.Sequential(nn.Linear(2, 2)), "int8", torch.float32)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -78,3 +79,10 @@ def test_what_a_run_refuses_has_no_id(called, monkeypatch, tmp_path, words, mess
     (tmp_path / "notes.xlsx").write_bytes(b"PK")
     code, out, error = called("run", *words, *["--show"] * show)
     assert (code, out) == (2, "") and message in error
+
+
+def test_the_shell_completes_commands(start):
+    words = {"COMP_WORDS": "trishul pl", "COMP_CWORD": "1", "_TRISHUL_COMPLETE": "complete_bash"}
+    trishul = Path(sys.executable).with_name("trishul")
+    code, out, error = start(trishul, **words).end()
+    assert (code, out.split()) == (0, ["plan"]), error

@@ -457,6 +457,8 @@ def test_a_sweep_may_have_no_table_and_a_table_no_column(report):
     page = report(dataclasses.replace(sweep, tables=(bare,)))
     (row,) = page.find("table")[0].find("tbody")[0].find("tr")
     assert row.find("th")[0].words == "Bare"
+    heads = [head.words for head in page.find("table")[0].find("thead")[0].find("th")]
+    assert heads == ["", "accuracy, %", "against the best"]
 
 
 def test_markdown_has_every_table(full):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, how_to_install
 
 # It warns of missing kernels for fused products, which are not used here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -131,8 +131,8 @@ def check_library(kind: Storage) -> None:
     """Raise InputError if bitsandbytes, which stores a weight so, is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
-            f"model.quantize={kind!r} needs bitsandbytes: install the extra "
-            "(pip install 'trishul-ray[quant]')"
+            f"model.quantize={kind!r} needs bitsandbytes: "
+            + how_to_install("quant", "bitsandbytes>=0.50.2,<0.51")
         )
 
 

@@ -30,7 +30,6 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="trishul",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

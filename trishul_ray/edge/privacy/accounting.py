@@ -27,7 +27,7 @@ from typing import Any
 
 from trishul_ray.edge.draws import uniform_cohort
 from trishul_ray.edge.privacy.config import SMALLEST_NOISE, PrivacyConfig, Sampling
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.lazy import scipy
 
 #: Orders of Rényi divergences: integers, for which there is a closed form.
@@ -47,8 +47,8 @@ def _library() -> Any:
         return import_module("dp_accounting")
     except ImportError:
         raise InputError(
-            "the section privacy needs dp-accounting: install the extra "
-            "(pip install 'trishul-ray[privacy]')"
+            "the section privacy needs dp-accounting: "
+            + how_to_install("privacy", "dp-accounting>=0.6,<0.7")
         ) from None
 
 
