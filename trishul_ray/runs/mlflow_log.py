@@ -143,7 +143,7 @@ def _grouped(name: str) -> str:
         return {"seconds": "seconds/round", "client_seconds": "seconds/client"}[name]
     if name.startswith(("uploaded_", "downloaded_")) or name == "refused_uploads":
         return f"traffic/{name}"
-    if name in DIAGNOSTICS:
+    if name in DIAGNOSTICS or name == "aggregation_error":
         return f"cores/{name}"
     if name in CLOCK_NUMBERS:
         return f"clock/{name}"
