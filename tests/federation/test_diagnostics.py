@@ -14,7 +14,7 @@ from trishul_ray.federation.diagnostics import append_round
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.lam_rules import LamRule
+from trishul_ray.lab.trishul.server_rules import LamRule
 from trishul_ray.methods.trishul import Trishul
 from trishul_ray.spectral.svt import singular_values
 

@@ -17,7 +17,7 @@ from tiny_run import TINY
 from trishul_ray.api import load
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.methods import slots
+from trishul_ray.lab.trishul import slots
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.spectral.allocation import (

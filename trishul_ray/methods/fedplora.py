@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.lab.trishul.limited import over_holders
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import LocalRun, Round, State, Tensors, exact_share, register
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.limited import over_holders
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,6 +31,12 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.config import COMPUTE_LEVELS, in_id_if_set
+from trishul_ray.lab.trishul.limited import (
+    average_leading,
+    leading_entries,
+    leading_rank,
+    level_of,
+)
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import FIELDS_READ, core_rank
 from trishul_ray.methods.base import (
@@ -43,12 +49,6 @@ from trishul_ray.methods.base import (
     Tensors,
     exact_share,
     register,
-)
-from trishul_ray.methods.limited import (
-    average_leading,
-    leading_entries,
-    leading_rank,
-    level_of,
 )
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 

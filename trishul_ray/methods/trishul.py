@@ -37,10 +37,9 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.config import in_id_if_set
-from trishul_ray.lazy import torch
-from trishul_ray.methods import slots
-from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
-from trishul_ray.methods.lam_rules import (
+from trishul_ray.lab.trishul import slots
+from trishul_ray.lab.trishul.limited import leading_rank
+from trishul_ray.lab.trishul.server_rules import (
     DECAY,
     LEVELS,
     LamRule,
@@ -48,7 +47,8 @@ from trishul_ray.methods.lam_rules import (
     next_shares,
     rank_shares,
 )
-from trishul_ray.methods.limited import leading_rank
+from trishul_ray.lazy import torch
+from trishul_ray.methods.base import LocalRun, Round, Site, State, SurveyPlan, Tensors, register
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import (
     geometric_ranks,
@@ -252,8 +252,8 @@ class Trishul(Ravan):
         found = super().adapters(site)
         if self.config.head_ranks == "equal":
             return found
-        from trishul_ray.adapters.mixed import MixedHeads  # imports torch
         from trishul_ray.adapters.multihead import MultiHead
+        from trishul_ray.lab.trishul.mixed import MixedHeads  # imports torch
 
         for layer in site.layers:
             equal = found[layer.name]

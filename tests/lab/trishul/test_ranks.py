@@ -8,9 +8,9 @@ import torch
 from method_runs import Recording, run
 from pydantic import ValidationError
 
-from trishul_ray.adapters.mixed import MixedHeads
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.lab.trishul.mixed import MixedHeads
 from trishul_ray.methods.trishul import TrishulConfig
 
 GEOMETRIC = "method.head_ranks=geometric"

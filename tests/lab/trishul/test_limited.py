@@ -12,7 +12,7 @@ from trishul_ray.config import COMPUTE_LEVELS
 from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.methods.limited import leading_rank
+from trishul_ray.lab.trishul.limited import leading_rank
 from trishul_ray.methods.trishul import TrishulConfig
 
 RANKS = ("method.limits=ranks", "federation.compute=uniform", "federation.local_steps=3")

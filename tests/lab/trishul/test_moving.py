@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.methods import slots
+from trishul_ray.lab.trishul import slots
 from trishul_ray.methods.base import Round
 from trishul_ray.methods.trishul import TrishulConfig
 

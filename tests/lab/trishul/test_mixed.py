@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from trishul_ray.adapters.base import FrozenLinear, LayerSpec
-from trishul_ray.adapters.mixed import MixedHeads
+from trishul_ray.lab.trishul.mixed import MixedHeads
 
 SPEC = LayerSpec("layer", "layer", 17, 14)
 

@@ -1,0 +1,1 @@
+"""Extensions of TRISHUL and RAVAN: methods with names of their own."""
