@@ -93,6 +93,22 @@ def small(cache, tmp_path):
 
 
 @pytest.fixture(scope="session")
+def executor(cache):
+    """``executor("method=ravan", ...)`` -> an inline executor with its experiment, without Ray."""
+    from trishul_ray.experiment.loading import load_experiment
+    from trishul_ray.federation.inline import InlineExecutor
+    from trishul_ray.federation.prepare import prepare_run
+
+    @functools.cache
+    def make(*overrides):
+        here = ["federation.rounds=2", "resources.backend=inline", f"storage.cache={cache}"]
+        experiment = load_experiment(None, [*SMALL, *here, *overrides])
+        return InlineExecutor(experiment, prepare_run(experiment))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def inline_result(cache, tmp_path_factory):
     """``inline_result(experiment)`` -> what the same run gives in one process, computed once."""
     from trishul_ray.experiment.loading import build_experiment

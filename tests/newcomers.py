@@ -18,7 +18,7 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 def unloaded_after():
     """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
     # The built-in ones are registered before.
-    base.method_names(), tasks.task_classes(), codecs.codec_names()
+    base.method_classes(), tasks.task_classes(), codecs.codec_names()
     registries = base.METHODS, codecs.CODECS, cohorts.COHORTS
     tables = [tasks._REGISTRY, *(each.classes for each in registries)]
     tables += [plugins._owners, plugins._providers, plugins._newest, plugins._loose]

@@ -1,15 +1,18 @@
 """Imports go one way, from the algebra and the methods to the commands."""
 
 import ast
+import importlib
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import trishul_ray
-from trishul_ray.methods.base import method_class
+from trishul_ray import plugins
+from trishul_ray.methods.base import METHODS, method_class
 
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -33,7 +36,15 @@ MAY_IMPORT = {
     "edge": {"adapters", "config", "methods", "spectral"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
+    # Plug-ins: what the guides document, and nothing imports them.
+    "lab": {"adapters", "config", "methods", "spectral"},
 }
+#: What is in the lab, as other parts would name it.
+EXTENSIONS = (
+    *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
+    *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
+    *("trishul-rules", "trishul-moving", "trishul-private", "trishul-ranks", "ravan-"),
+)
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}
 #: What a part may not import: the parts above it.
@@ -144,6 +155,47 @@ def test_no_folder_imports_back():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+def test_nothing_imports_the_lab_or_names_what_is_in_it():
+    files = [path for path in FILES if module(path).split(".")[0] != "lab"]
+    for path in files:
+        assert not {name.split(".")[0] for name in ours(path, ast.walk)} & {"lab"}, module(path)
+    texts = [*files, *ROOT.rglob("*.yaml"), *ROOT.rglob("*.html")]
+    named = {
+        (path.name, word)
+        for path in texts
+        for word in EXTENSIONS
+        if word in path.read_text(encoding="utf-8")
+    }
+    assert not named
+
+
+def test_entry_points_name_what_the_lab_registers():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"][f"{plugins.GROUP}.method"]
+    for name, where in declared.items():
+        assert importlib.import_module(where) and method_class(name).__module__ == where
+    for path in of_part("lab"):
+        importlib.import_module(f"trishul_ray.{module(path)}")
+    registered = {n for n, cls in METHODS.classes.items() if "trishul_ray.lab." in cls.__module__}
+    assert registered == declared.keys()
+
+
+def test_a_run_imports_only_what_it_names_of_the_lab():
+    script = (
+        "import sys\n"
+        "from trishul_ray.experiment.loading import load_experiment\n"
+        "for method in ('trishul', 'trishul-private'):\n"
+        "    load_experiment(None, [f'method={method}', 'rounds=3']).id\n"
+        "    parts = (name.rpartition('trishul_ray.lab.') for name in sys.modules)\n"
+        "    print(method, *sorted(end for _, found, end in parts if found and '.' in end))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["trishul", "trishul-private trishul.private"]
+
+
 def test_no_circle_among_files():
     """Nor where imports in functions, or for annotations alone, would hide one."""
     known = {module(path) for path in FILES if module(path)}
@@ -170,7 +222,7 @@ ANCESTORS = {
     "trishul": "ravan",
     "fedprox": "fedavg",
     **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora", "rolora"), "fedit"),
-    **dict.fromkeys(("fedsa", "fedsvd", "fedrot", "fedrpca", "fedplora", "frlora"), "fedit"),
+    **dict.fromkeys(("fedsa", "fedsvd", "fedrot", "fedrpca", "frlora"), "fedit"),
 }
 
 

@@ -5,7 +5,8 @@ import json
 import subprocess
 import sys
 import textwrap
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 from newcomers import FOLDER, unloaded_after
@@ -17,7 +18,7 @@ from trishul_ray import plugins
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import method_class, register
+from trishul_ray.methods.base import METHODS, method_class, register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment
@@ -62,7 +63,7 @@ def test_a_method_that_extends_a_plugin_notes_both(mine, tmp_path):
     trishul_ray.load_plugin(mine())
     child = tmp_path / "child.py"
     child.write_text(
-        "from trishul_ray.methods.base import method_class, register\n"
+        "from trishul_ray.methods.base import METHODS, method_class, register\n"
         "Config = method_class('mine').Config\n"
         "@register('child')\n"
         "class Child(method_class('mine')):\n"
@@ -254,18 +255,27 @@ def test_sweeps_take_plugins(called, mine, tmp_path):
     assert code == 0 or "unknown method 'mine'" in error  # loaded before, in this process
 
 
-def test_installed_packages_are_found(monkeypatch, tmp_path):
+@pytest.fixture
+def installed(monkeypatch):
+    """``installed(entry, ...)`` -> these are the entry points of all packages."""
+
+    def set_to(*entries):
+        monkeypatch.setattr(plugins, "_installed", lambda: EntryPoints(entries))
+        monkeypatch.setattr(plugins, "_faults", None)
+
+    return set_to
+
+
+def test_installed_packages_are_found(installed, monkeypatch, tmp_path):
     package = tmp_path / "their_methods"
     package.mkdir()
     text = (FOLDER / "fedmedian.py").read_text().replace("fedmedian", "theirs")
     (package / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    entries = [
+    installed(
         EntryPoint("theirs", "their_methods", plugins.GROUP),
         EntryPoint("broken", "nowhere_to_be_found", plugins.GROUP),
-    ]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
-    monkeypatch.setattr(plugins, "_faults", None)
+    )
     made = load_experiment(None, ["method=theirs"])
     (noted,) = made.plugins
     assert noted.name.startswith("their_methods") and noted.source is None
@@ -277,6 +287,93 @@ def test_installed_packages_are_found(monkeypatch, tmp_path):
     with pytest.raises(InputError, match="has changed"):
         build_experiment(changed)
     sys.modules.pop("their_methods", None)
+
+
+def test_an_entry_point_by_name_is_loaded_when_it_is_named(installed, monkeypatch, tmp_path):
+    text = (FOLDER / "fedmedian.py").read_text()
+    (tmp_path / "named_package").mkdir()
+    (tmp_path / "named_package" / "__init__.py").write_text("")
+    (tmp_path / "named_package" / "one.py").write_text(text.replace("fedmedian", "one"))
+    (tmp_path / "named_package" / "other.py").write_text("raise OSError('no disk')")
+    monkeypatch.syspath_prepend(tmp_path)
+    group = f"{plugins.GROUP}.method"
+    installed(
+        EntryPoint("one", "named_package.one", group),
+        EntryPoint("other", "named_package.other", group),
+        EntryPoint("empty", "named_package", group),
+    )
+    assert {"one", "other", "empty"} <= {*METHODS.names()}
+    assert not any(name.startswith("named_package") for name in sys.modules)
+    (noted,) = load_experiment(None, ["method=one"]).plugins
+    assert noted.name.startswith("named_package") and "named_package.other" not in sys.modules
+    with pytest.raises(InputError, match=r"plug-in other \(named_package.other\): OSError: no"):
+        load_experiment(None, ["method=other"])
+    with pytest.raises(InputError, match=r"plug-in empty \(named_package\) registers no 'empty'"):
+        load_experiment(None, ["method=empty"])
+    # Lists of methods leave faulty ones out, and say so.
+    assert "one" in METHODS.all() and "other" not in METHODS.all()
+    assert sum("no disk" in fault for fault in plugins.faults()) == 1
+    with pytest.raises(ValueError, match=r"method name 'other' is taken by named_package.other"):
+        register("other")(type("Mine", (FedIT,), {}))
+    for name in [name for name in sys.modules if name.startswith("named_package")]:
+        del sys.modules[name]
+
+
+def test_an_installation_older_than_its_source_says_how_to_install_again(installed, called):
+    assert plugins.faults() == []
+    installed()
+    with pytest.raises(InputError) as caught:
+        load_experiment(None, ["method=trishul-rulez"])
+    (fault,) = plugins.faults()
+    assert str(caught.value).endswith(fault)
+    assert "was installed before its source changed, without fedplora" in fault
+    assert f"-m pip install --no-deps --editable {Path(plugins.__file__).parents[1]}`" in fault
+    code, said, error = called("methods")
+    assert code == 0 and "ravan" in said and fault.split(",")[0] in error
+
+
+@pytest.mark.parametrize(
+    ("words", "write"),
+    [
+        (["lam_rule=relative"], "write method=trishul-rules method.rule=relative"),
+        (["method.reallocate_every=2"], "write method=trishul-moving method.move_every=2"),
+        (["method.head_ranks=geometric"], "write method=trishul-ranks method.ranks_by=head"),
+        (["method.allocation=ranks"], "write method=trishul-ranks method.ranks_by=block"),
+        (["method=ravan", "private_heads=2"], "method=ravan-private method.private_heads=2"),
+        (["method=ravan", "method.limits=ranks"], "write method=ravan-ranks"),
+        (
+            ["method.limits=ranks", "method.lam_rule=entropy", "method.lam_level=0.2"],
+            "write method=trishul-ranks-rules method.level=0.2 method.limits=ranks method.rule=ent",
+        ),
+        (
+            ["method.limits=ranks", "method.lam_rule=unknown", "method.private_heads=1"],
+            "no method combines private, ranks, rules",
+        ),
+    ],
+)
+def test_a_field_that_has_moved_is_refused_with_its_new_place(words, write):
+    with pytest.raises(InputError, match=f"moved to a method of its own; .*{write}"):
+        load_experiment(None, words)
+
+
+def test_a_stored_run_may_name_fields_that_are_gone_and_had_no_effect():
+    plain = load_experiment(None, ["method=trishul"])
+    gone = {"lam_rule": "fixed", "lam_level": None, "reallocate_every": 0, "spare_heads": 2}
+    gone |= {"head_ranks": "equal", "limits": "heads", "private_heads": 0}
+    fields = plain.to_dict()
+    again = build_experiment(fields | {"method": fields["method"] | gone})
+    assert again.id == plain.id and again.method == plain.method
+
+
+def test_numerics_of_a_folder_are_in_the_ids_of_what_it_defines(monkeypatch):
+    lab = sys.modules[method_class("trishul-rules").__module__.rpartition(".trishul.")[0]]
+    before = [load_experiment(None, [f"method={m}"]) for m in ("trishul", "trishul-rules")]
+    ids = [each.id for each in before]
+    assert "lab_numerics" not in before[1].identity()
+    monkeypatch.setattr(lab, "NUMERICS", 3)
+    after = [load_experiment(None, [f"method={m}"]) for m in ("trishul", "trishul-rules")]
+    assert after[1].identity()["lab_numerics"] == 3 and after[1].plugins == ()
+    assert [each.id == id for each, id in zip(after, ids, strict=True)] == [True, False]
 
 
 @pytest.mark.slow

@@ -1,11 +1,16 @@
 """Methods, tasks and datasets from outside the package: your own files, and installed packages.
 
-A plug-in is a Python file, or a module that an installed package names under the entry point group
-``trishul_ray.plugins``. Loading it runs its code, which registers what it defines; a dataset is a
-``PublicDataset`` at its top level. An experiment notes the plug-ins that it uses with the hash of
-their content, which is part of its id. The text of a file travels with the experiment to its
-workers, but is not stored with a run: a run's folder names a plug-in, and never runs one. A YAML
-file of an experiment or sweep may name plug-ins (``plugins: [mine.py]``): who loads it runs them.
+A plug-in is a Python file, or a module that an installed package names as an entry point. Loading
+it runs its code, which registers what it defines; a dataset is a ``PublicDataset`` at its top
+level. An experiment notes the plug-ins that it uses with the hash of their content, which is part
+of its id. The text of a file travels with the experiment to its workers, but is not stored with a
+run: a run's folder names a plug-in, and never runs one. A YAML file of an experiment or sweep may
+name plug-ins (``plugins: [mine.py]``): who loads it runs them.
+
+Entry points of the group ``trishul_ray.plugins`` are loaded whenever something is looked up. Those
+of ``trishul_ray.plugins.<field>``, such as ``trishul_ray.plugins.method``, have the name of what
+they register, and are loaded when that is named. This package has such entry points, too. Their
+content is versioned with it: in place of a hash, ids have the number ``NUMERICS`` of the folder.
 """
 
 import hashlib
@@ -15,12 +20,13 @@ import inspect
 import linecache
 import pkgutil
 import sys
+import tomllib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -35,6 +41,9 @@ UNKNOWN = "unknown"
 
 #: Beginning of the names of the modules that files become.
 _PREFIX = "trishul_plugin_"
+
+#: Where a checkout of this package says which entry points it has.
+_SOURCE = Path(__file__).parents[1] / "pyproject.toml"
 
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
@@ -147,18 +156,115 @@ def load_installed() -> None:
     if _faults is not None:
         return
     _faults = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+    for entry in _installed():
         try:
             package = entry.module.partition(".")[0]
-            _owners[package] = _of_package(entry, package)
-            entry.load()
+            if not _is_ours(entry.module):
+                _owners[package] = _of_package(entry, package)
+            if entry.group == GROUP:
+                entry.load()
         except Exception as error:
-            _faults.append(f"plug-in {entry.name} ({entry.value}): {_reason(error)}")
+            _faults.append(_fault(entry, error))
 
 
 def faults() -> list[str]:
-    """Return why installed plug-ins could not be loaded, one line each."""
-    return list(_faults or ())
+    """Return why installed plug-ins could not be loaded, or cannot be known, one line each."""
+    outdated = _outdated()
+    return [*(_faults or ()), *([outdated] if outdated else [])]
+
+
+@cache
+def _installed() -> EntryPoints:
+    """Return the entry points of all installed packages that are plug-ins, by group and name."""
+    every = entry_points()
+    ours = [group for group in every.groups if f"{group}.".startswith(f"{GROUP}.")]
+    found = (each for group in ours for each in every.select(group=group))
+    return EntryPoints(sorted(found, key=lambda each: (each.group, each.name)))
+
+
+def _named(field: str) -> dict[str, EntryPoint]:
+    """Return the entry points that register what a field may name, by that name."""
+    return {entry.name: entry for entry in _installed().select(group=f"{GROUP}.{field}")}
+
+
+def _fault(entry: EntryPoint, error: Exception) -> str:
+    return f"plug-in {entry.name} ({entry.value}): {_reason(error)}"
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("trishul_ray.")
+
+
+def _outdated() -> str | None:
+    """Say how to install a checkout again whose entry points are not those it is installed with.
+
+    Installing writes them down; pulling newer source does not.
+    """
+    try:
+        project = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError):
+        return None  # no checkout
+    if project.get("name") != "trishul-ray":
+        return None
+    declared = {
+        (group, name, value)
+        for group, entries in project.get("entry-points", {}).items()
+        for name, value in entries.items()
+    }
+    known = {(each.group, each.name, each.value) for each in _installed()}
+    if not (unknown := sorted(declared - known)):
+        return None
+    names = ", ".join(name for _, name, _ in unknown[:3]) + ", ..." * (len(unknown) > 3)
+    return (
+        f"trishul-ray was installed before its source changed, without {names}: run "
+        f"`{sys.executable} -m pip install --no-deps --editable {_SOURCE.parent}`"
+    )
+
+
+@dataclass(frozen=True)
+class Older:
+    """How older versions wrote a section of an experiment.
+
+    It is an entry point of the group ``trishul_ray.plugins.older`` with the name of the section.
+
+    Attributes:
+        fields: Names of fields that the section does not have any more.
+        of_today: Return the fields of the section without those that are gone where they have no
+            effect. Raise a ValueError for the others, which names what to write in their place.
+    """
+
+    fields: frozenset[str]
+    of_today: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def of_today(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section of an experiment in today's fields, given one of an older version.
+
+    Raises:
+        ValueError: A field is gone; names what to write in its place.
+    """
+    found = dict(fields)
+    if (entry := _named("older").get(section)) is not None:
+        older: Older = entry.load()
+        found = older.of_today(found)
+    return found
+
+
+def older_fields() -> list[str]:
+    """Return the dotted names of fields that older versions had."""
+    found = ((name, entry.load()) for name, entry in _named("older").items())
+    return [f"{section}.{field}" for section, older in found for field in sorted(older.fields)]
+
+
+def numerics(cls: type) -> dict[str, int]:
+    """Return the number ``NUMERICS`` of each folder of this package that a class is made of.
+
+    Folders without one, or with 0, are left out: they have that of the whole package.
+    """
+    folders = {".".join(base.__module__.split(".")[:2]) for base in cls.__mro__}
+    ours = sorted(name for name in folders if _is_ours(name) and name in sys.modules)
+    found = {name.partition(".")[2]: getattr(sys.modules[name], "NUMERICS", 0) for name in ours}
+    return {name: number for name, number in found.items() if number}
 
 
 @cache
@@ -188,7 +294,7 @@ def claim(field: str, cls: type, registered: type | None, title: str) -> None:
         ValueError: The name is taken.
     """
     old = registered or cls
-    ours = old.__module__ != cls.__module__ and old.__module__.startswith("trishul_ray.")
+    ours = old.__module__ != cls.__module__ and _is_ours(old.__module__)
     if ours or old.__qualname__ != cls.__qualname__:
         raise ValueError(f"{title} is taken by {old.__qualname__}")
     owner, before = _owner_of(cls.__module__), _providers.get(field)
@@ -197,7 +303,7 @@ def claim(field: str, cls: type, registered: type | None, title: str) -> None:
     modules = [base.__module__ for base in cls.__mro__]
     _providers[field] = tuple(dict.fromkeys(filter(None, map(_owner_of, modules))))
     _loose.pop(field, None)
-    if owner is None and not cls.__module__.startswith("trishul_ray."):
+    if owner is None and not _is_ours(cls.__module__):
         _loose[field] = cls
 
 
@@ -224,6 +330,10 @@ class Registry(Generic[_T]):
         title = f"{self._title} {name!r}"
         if name in self._taken:
             raise ValueError(f"{title} is taken")
+        if not _is_ours(cls.__module__) and name not in self.classes:
+            entry = _named(self._field).get(name)
+            if entry is not None and entry.module.split(".")[0] != cls.__module__.split(".")[0]:
+                raise ValueError(f"{title} is taken by {entry.value}")
         claim(f"{self._field}={name}", cls, self.classes.get(name), title)
         self.classes[name] = cls
 
@@ -240,12 +350,37 @@ class Registry(Generic[_T]):
         load_installed() if self._package is None else load_all(self._package)
 
     def names(self) -> list[str]:
-        """Return all names, sorted, after importing the package and all plug-ins."""
+        """Return all names, sorted; plug-ins that are loaded when they are named stay unloaded."""
         self._load()
-        return sorted(self.classes)
+        return sorted({*self.classes, *_named(self._field)})
+
+    def all(self) -> dict[str, type[_T]]:
+        """Return all classes by name, sorted, without those of faulty plug-ins (:func:`faults`)."""
+        found = {}
+        for name in self.names():
+            try:
+                found[name] = self[name]
+            except InputError as error:
+                if _faults is not None and str(error) not in _faults:
+                    _faults.append(str(error))
+        return found
 
     def __getitem__(self, name: str) -> type[_T]:
+        """Return the class of a name.
+
+        Raises:
+            KeyError: There is none.
+            InputError: The plug-in that should register it cannot be loaded, or does not.
+        """
         self._load()
+        entry = None if name in self.classes else _named(self._field).get(name)
+        if entry is not None:
+            try:
+                entry.load()
+            except Exception as error:
+                raise InputError(_fault(entry, error)) from error
+            if name not in self.classes:
+                raise InputError(f"plug-in {entry.name} ({entry.value}) registers no {name!r}")
         return self.classes[name]
 
 

@@ -46,9 +46,9 @@ BASE = (
 
 LIMITED = "federation.compute=uniform"
 OWN = "evaluation.per_client=true"
-#: Heads that certainly move.
-MOVING = "method.reallocate_every=1 method.allocation=uniform federation.rounds=5"
 RANKS = f"method.limits=ranks {LIMITED}"
+#: Heads that certainly move.
+MOVES = "method.move_every=1 method.allocation=uniform federation.rounds=5"
 
 #: Overrides by name. A name stays when its spelling changes.
 CONFIGURATIONS = {
@@ -84,49 +84,50 @@ CONFIGURATIONS = {
     "frlora": "method=frlora",
     "rolora": "method=rolora",
     # What TRISHUL and RAVAN can do beyond their papers.
-    "relative": "method.lam_rule=relative method.lam_level=0.1 method.prox_every=2",
-    "entropy": f"method.lam_rule=entropy {LIMITED}",
-    "continuation": "method.lam_rule=continuation",
-    "unknown": "method.lam_rule=unknown method.prox_on=change",
-    "edge": "method.lam_rule=edge method.head_fraction=0.5",
-    "sure": "method.lam_rule=sure method.prox_on=change",
-    "moving": f"{MOVING} {LIMITED}",
-    "private": f"method.private_heads=2 {OWN}",
-    "all private": f"method.private_heads=4 {OWN}",
-    "ranks by block": "method.allocation=ranks",
-    "ranks by head": "method.head_ranks=geometric",
-    "ranks of clients": f"{RANKS} method.lam=1",
-    "ravan, private": f"method=ravan method.private_heads=1 {OWN}",
-    "ravan, ranks of clients": f"method=ravan {RANKS}",
+    "relative": "method=trishul-rules method.level=0.1 method.prox_every=2",
+    "entropy": f"method=trishul-rules method.rule=entropy {LIMITED}",
+    "continuation": "method=trishul-rules method.rule=continuation",
+    "unknown": "method=trishul-rules method.rule=unknown method.prox_on=change",
+    "edge": "method=trishul-rules method.rule=edge method.head_fraction=0.5",
+    "sure": "method=trishul-rules method.rule=sure method.prox_on=change",
+    "moving": f"method=trishul-moving {MOVES} {LIMITED}",
+    "private": f"method=trishul-private method.private_heads=2 {OWN}",
+    "all private": f"method=trishul-private method.private_heads=4 {OWN}",
+    "ranks by block": "method=trishul-ranks method.ranks_by=block",
+    "ranks by head": "method=trishul-ranks method.ranks_by=head",
+    "ranks of clients": f"method=trishul-ranks {RANKS} method.lam=1",
+    "ravan, private": f"method=ravan-private {OWN}",
+    "ravan, ranks of clients": f"method=ravan-ranks {LIMITED}",
     # Two of these at once.
-    "moving, entropy": f"{MOVING} method.lam_rule=entropy",
-    "moving, edge": f"{MOVING} method.lam_rule=edge",
-    "private, entropy": f"method.private_heads=1 method.lam_rule=entropy {OWN}",
-    "private, sure": "method.private_heads=1 method.lam_rule=sure",
-    "private, moving": f"{MOVING} method.private_heads=1",
-    "private, ranks by block": "method.private_heads=1 method.allocation=ranks",
-    "ranks by head and of clients": f"method.head_ranks=geometric {RANKS}",
-    "ranks of clients, relative": f"{RANKS} method.lam_rule=relative method.prox_on=change",
-    "ranks of clients, entropy": f"{RANKS} method.lam_rule=entropy",
-    "ranks of clients, moving": f"{RANKS} {MOVING}",
+    "moving, entropy": f"method=trishul-moving-rules method.rule=entropy {MOVES}",
+    "moving, edge": f"method=trishul-moving-rules method.rule=edge {MOVES}",
+    "private, entropy": f"method=trishul-private-rules method.rule=entropy {OWN}",
+    "private, sure": "method=trishul-private-rules method.rule=sure",
+    "private, moving": f"method=trishul-private-moving {MOVES}",
+    "private, ranks by block": "method=trishul-private-ranks method.ranks_by=block",
+    "ranks by head and of clients": f"method=trishul-ranks method.ranks_by=head {RANKS}",
+    "ranks of clients, relative": f"method=trishul-ranks-rules method.prox_on=change {RANKS}",
+    "ranks of clients, entropy": f"method=trishul-ranks-rules method.rule=entropy {RANKS}",
+    "ranks of clients, moving": f"method=trishul-ranks-moving {MOVES} {RANKS}",
     # Each section that is off by default.
     "codecs": "uploads.codec=int4 uploads.error_feedback=true downloads.codec=int8",
     "topk": "method=scaffold uploads.codec=topk downloads.codec=topk",
     "skeleton": "uploads.codec=skeleton method.lam=5 server.optimizer=yogi",
     "ring": "server.sum=ring server.optimizer=sgd",
-    "ring, entropy": f"server.sum=ring method.lam_rule=entropy {LIMITED}",
+    "ring, entropy": f"server.sum=ring method=trishul-rules method.rule=entropy {LIMITED}",
     "adagrad": "method=fedit server.optimizer=adagrad",
-    "moving, adam": f"{MOVING} server.optimizer=adam uploads.codec=int8",
+    "moving, adam": f"method=trishul-moving {MOVES} server.optimizer=adam uploads.codec=int8",
     "clock": "devices.kind=lognormal cohort.extra=1.3",
     "clock, partial": "devices.kind=lognormal cohort.deadline=600 cohort.late=partial "
     "cohort.select=oort cohort.dropout=0.1 devices.availability=diurnal",
     "privacy": "privacy.noise=0.3 privacy.adaptive=true privacy.bit_noise=1 uploads.codec=int8",
     "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
-    "privacy, private": f"method.private_heads=2 privacy.noise=1 privacy.sampling=fixed {OWN}",
+    "privacy, private": "method=trishul-private method.private_heads=2 privacy.noise=1 "
+    f"privacy.sampling=fixed {OWN}",
     # How a client computes.
     "stacked": "federation.stacked=2",
-    "stacked, private": f"federation.stacked=3 method.private_heads=2 {OWN}",
-    "stacked, ranks": f"federation.stacked=2 method=ravan {RANKS}",
+    "stacked, private": f"federation.stacked=3 method=trishul-private method.private_heads=2 {OWN}",
+    "stacked, ranks": f"federation.stacked=2 method=ravan-ranks {LIMITED}",
     "quantized": "model.quantize=nf4 adapter.path=factored",
     "held out": f"federation.held_out=0.25 {OWN} method=fedsa",
     "diagnosed": "evaluation.diagnostics_cohort=all method=ravan federation.weighting=size",

@@ -14,6 +14,7 @@ from contract.digests import (
     usable,
 )
 
+from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
@@ -81,5 +82,4 @@ def test_two_actors_one_of_which_is_killed_give_the_inline_bytes(name, made, loc
         os.kill(driver.processes()[1], signal.SIGKILL)
         while not driver.step().finished:
             pass
-        result = driver.final()
-    assert outcome(result.checkpoint) == inline
+    assert outcome(open_checkpoints(experiment).newest()) == inline

@@ -210,7 +210,7 @@ def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
     "words",
     [
         ["method=fedit", "server.sum=ring"],
-        ["method=trishul", "method.lam_rule=edge"],
+        ["method=trishul-rules", "method.rule=edge"],
     ],
 )
 def test_a_round_has_as_many_clients_as_its_sum_or_its_method_needs(edge_run, words):

@@ -1,7 +1,5 @@
 """What a run records of its clients' uploads, for the figures."""
 
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from trishul_ray.federation.diagnostics import append_round
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.lab.trishul.server_rules import LamRule
 from trishul_ray.methods.trishul import Trishul
 from trishul_ray.spectral.svt import singular_values
 
@@ -36,9 +33,13 @@ def test_spectra_of_what_is_sent_are_recorded_with_and_without_a_prox(small, inl
         np.testing.assert_allclose(values[:, 0], final.checkpoint.spectra["after"][:, 0], rtol=0.2)
 
 
-@pytest.mark.parametrize("rule", get_args(LamRule))
+@pytest.mark.parametrize(
+    "rule", ["fixed", "relative", "entropy", "continuation", "unknown", "edge", "sure"]
+)
 def test_spectra_before_and_after_are_recorded_wherever_a_rule_shrinks(small, inline_result, rule):
-    final = inline_result(small("method=trishul", f"method.lam_rule={rule}", *INLINE))
+    words = ["method=trishul"] if rule == "fixed" else ["method=trishul-rules"]
+    words += [f"method.rule={rule}"] * (rule != "fixed")
+    final = inline_result(small(*words, *INLINE))
     found = final.checkpoint.spectra
     before, after, tau = (found[name] for name in ("before", "after", "threshold"))
     assert before.shape == after.shape == found["uploaded"].shape

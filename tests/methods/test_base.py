@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import Recording, run, server_of
+from method_runs import SINGLE, Recording, run, server_of
 from newcomers import NEWCOMERS, unloaded_after
 
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
-from trishul_ray.methods.base import exact_share, method_class, method_names, register
+from trishul_ray.methods.base import build_method, exact_share, method_class, register
 from trishul_ray.methods.fedit import FedIT
 
-LIMITED = [name for name in method_names() if method_class(name).takes_limits]
+
+def takes_limits(name):
+    """Whether a method with its defaults takes limited clients."""
+    return build_method(method_class(name).Config(name=name)).takes_limits
+
+
+LIMITED = [name for name in SINGLE if takes_limits(name)]
 
 
 @pytest.mark.parametrize("name", LIMITED)
@@ -50,7 +56,7 @@ def carried(server, bench, broadcast, client):
 
 @pytest.mark.parametrize(
     "options",
-    [[f"method={name}"] for name in method_names()]
+    [[f"method={name}"] for name in SINGLE]
     + [[f"method={name}", "federation.compute=skewed-right"] for name in LIMITED]
     + [["method=flexlora", "method.truncate=false", "federation.compute=uniform"]]
     + [["method=trishul", "method.allocation=gradient"]],

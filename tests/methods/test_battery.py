@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from method_runs import resumed, run, server_of
+from method_runs import SINGLE, resumed, run, server_of
 from newcomers import NEWCOMERS
 from peft import PeftModel
 from pydantic import ValidationError
@@ -20,9 +20,9 @@ from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import Outcome, TrainJob, to_tensor
 from trishul_ray.federation.reduce import rejection_reason, round_units
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.base import method_class
 
-METHODS = [*method_names(), *NEWCOMERS]
+METHODS = [*SINGLE, *NEWCOMERS]
 #: Methods whose clients send nothing, so that the global model stays as it was.
 SILENT = {"local"}
 

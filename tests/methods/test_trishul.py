@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from method_runs import local_run, run, server_of
+from method_runs import local_run, server_of
 from pydantic import ValidationError
 
 from trishul_ray.adapters.model import Trained
@@ -150,30 +150,3 @@ def test_the_prox_on_the_change_shrinks_the_change(executor, share):
         u, s, vt = torch.linalg.svd(change.double())
         shrunk = u @ torch.diag_embed((s - 2 * 0.01).clamp(min=0)) @ vt
         torch.testing.assert_close(new.double(), old.double() + shrunk, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("words", [("budget=4",), ("budget=2", "adapter.overflow=independent")])
-def test_ranks_are_by_the_score_of_a_block_within_the_budget(executor, words):
-    bench = executor("method.allocation=ranks", *words).bench
-    number = {block: i for i, block in enumerate(bench.site.blocks())}
-    layers = {layer.name: layer for layer in bench.site.layers}
-    norms = {name: 4.0 ** number[layer.block] for name, layer in layers.items()}
-    adapters = bench.method.adapters(replace(bench.site, squared_norms=norms))
-    equal = executor("method.allocation=uniform", *words).describe({}).parameters["adapter"]
-    used = sum(adapters[name].num_parameters(layer) for name, layer in layers.items())
-    assert 0.9 * equal < used <= equal
-    ranks = {layer.block: adapters[name].rank for name, layer in layers.items()}
-    assert [*ranks.values()] == sorted(ranks.values()) and len({*ranks.values()}) > 2
-    for name, layer in layers.items():
-        assert adapters[name].rank == ranks[layer.block] and adapters[name].heads == 4
-        if len(words) == 1:  # all heads are orthogonal
-            assert 4 * adapters[name].rank <= min(layer.d_out, layer.d_in)
-
-
-def test_equal_scores_have_the_equal_ranks_of_uniform_heads(executor, tmp_path):
-    words = ("budget=4", "federation.rounds=1")  # random weights: norms are all but the same
-    ranks = run(executor("method.allocation=ranks", *words), tmp_path).checkpoint
-    uniform = run(executor("method.allocation=uniform", *words), tmp_path)
-    assert {*uniform.blueprint.ranks.values()} == {11}  # floor of sqrt(4 (64 + 64) / 4 heads)
-    equal = uniform.checkpoint
-    assert torch.equal(*(torch.from_numpy(c.state.shared.copy()) for c in (ranks, equal)))

@@ -584,12 +584,12 @@ def test_styles_differ_without_colour():
 @pytest.fixture(scope="module")
 def real_sweep(tmp_path_factory):
     """Two real runs of two rounds: RAVAN and TRISHUL, with a private head, clipped, on digits."""
-    own = ["method.private_heads=1", "evaluation.per_client=true"]
+    own = ["evaluation.per_client=true"]
     runs = str(tmp_path_factory.mktemp("runs"))
     cells = []
     for label, fields in (
         ("RAVAN", ["method=ravan"]),
-        ("TRISHUL", ["method=trishul", "method.lam=1.0", *own]),
+        ("TRISHUL", ["method=trishul-private", "method.lam=1.0", *own]),
     ):
         words = [*TINY, *fields, "privacy.noise=0", f"storage.runs={runs}"]
         experiment = load_experiment(None, words)

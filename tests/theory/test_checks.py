@@ -297,15 +297,15 @@ def test_the_variance_of_one_upload_is_unbiased_and_one_alone_has_none(runs, tmp
 @pytest.mark.parametrize(("rule", "count"), [("relative", 2), ("edge", 1), ("sure", 1)])
 def test_what_the_server_has_shrunk_is_no_upload(rule, count):
     arrays = {f"spectrum_{name}": np.ones((3, 2)) for name in ("uploaded", "before", "after")}
-    method = {"scalar_max": 10.0, "lam_rule": rule}
+    method = {"name": "trishul-rules", "scalar_max": 10.0, "rule": rule}
     found = list(_variance_checks(1.0, arrays, "a round", method))
     assert [check.bound for check in found] == [2.0, 200.0][:count]
 
 
 def test_heads_that_have_moved_are_counted_where_they_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(slots, "MARGIN", 1.0)
-    moving = ["method.reallocate_every=1", "method.allocation=uniform", "federation.rounds=6"]
-    more = ["federation.local_steps=6", "budget=2", "adapter.overflow=cap"]
+    moving = ["method=trishul-moving", "method.move_every=1", "method.allocation=uniform"]
+    more = ["federation.rounds=6", "federation.local_steps=6", "budget=2", "adapter.overflow=cap"]
     experiment = load_experiment(None, [*TINY, *moving, *more, f"storage.runs={tmp_path}"])
     run_experiment(experiment, RunProgress(6, Console(file=io.StringIO())))
     home = Store.open(str(tmp_path)).child(experiment.id)

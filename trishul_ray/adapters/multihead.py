@@ -26,9 +26,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
 
-#: Name of the trainables of private heads.
-PRIVATE_CORE = "private_core"
-
 
 @dataclass(frozen=True)
 class MultiHead(LayerAdapter):
@@ -41,8 +38,6 @@ class MultiHead(LayerAdapter):
         sigma: standard deviation of the entries for ``rv_random_normal``.
         overflow: what to do where h r exceeds the width: raise, or draw independent bases.
         train_scale: train the scalars s_i instead of keeping them at 1.
-        private: how many of the heads, the last ones, are tensors of their own, without scalars.
-        spare: how many of the heads are not trained at first; they are no part of the budget.
     """
 
     heads: int
@@ -51,18 +46,11 @@ class MultiHead(LayerAdapter):
     sigma: float | None = None
     overflow: Overflow = "error"
     train_scale: bool = True
-    private: int = 0
-    spare: int = 0
-
-    @property
-    def trained_heads(self) -> int:
-        """Number of heads that are trained at first; the budget is theirs."""
-        return self.heads - self.spare
 
     @property
     def head_ranks(self) -> tuple[int, ...]:
-        """The rank of each head that is trained at first."""
-        return (self.rank,) * self.trained_heads
+        """The rank of each head."""
+        return (self.rank,) * self.heads
 
     @property
     def rank_or_ranks(self) -> int | list[int]:
@@ -76,18 +64,12 @@ class MultiHead(LayerAdapter):
             raise InputError(f"rank={self.rank}: must be at least 1")
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-        """Return ``core`` [h, r, r] and, if trained, ``scale`` [h]; nothing for h = 0.
-
-        The k private heads are not among them, but in ``private_core`` [k, r, r].
-        """
+        """Return ``core`` [h, r, r] and, if trained, ``scale`` [h]; nothing for h = 0."""
         if self.heads == 0:
             return {}
-        shared = self.heads - self.private
-        shapes: dict[str, tuple[int, ...]] = {"core": (shared, self.rank, self.rank)}
+        shapes: dict[str, tuple[int, ...]] = {"core": (self.heads, self.rank, self.rank)}
         if self.train_scale:
-            shapes["scale"] = (shared,)
-        if self.private:
-            shapes[PRIVATE_CORE] = (self.private, self.rank, self.rank)
+            shapes["scale"] = (self.heads,)
         return shapes
 
     def constants(
@@ -121,9 +103,8 @@ class MultiHead(LayerAdapter):
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return P_i = s_i H_i, [h, r, r]; of several clients [k, h, r, r]."""
-        scale, private = params.get("scale"), params.get(PRIVATE_CORE)
-        product = params["core"] if scale is None else scale[..., None, None] * params["core"]
-        return product if private is None else torch.cat([product, private], dim=-3)
+        scale = params.get("scale")
+        return params["core"] if scale is None else scale[..., None, None] * params["core"]
 
     def forward(
         self,
@@ -196,17 +177,9 @@ class MultiHead(LayerAdapter):
     def lora_factors(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return ``[B_1 s_1 H_1, ..., B_h s_h H_h]`` [d_out, h r] and A [h r, d_in], float64.
-
-        Where there are spare heads, those that are zero are left out.
-        """
+        """Return ``[B_1 s_1 H_1, ..., B_h s_h H_h]`` [d_out, h r] and A [h r, d_in], float64."""
         product = self.product({k: v.detach().double() for k, v in params.items()})
         basis_B, basis_A = constants["basis_B"].double(), constants["basis_A"].double()
-        if self.spare:  # a rank that only zeros use would be written for nothing
-            used = product.flatten(1).any(dim=1)
-            used[0] = True  # PEFT has no rank 0
-            entries = used.repeat_interleave(self.rank)
-            product, basis_B, basis_A = product[used], basis_B[:, entries], basis_A[entries]
         return mix_output(basis_B, product).t(), basis_A
 
     def multiplications(
@@ -225,12 +198,12 @@ class MultiHead(LayerAdapter):
         return call.costs()[choose_routes(call, path, low_precision=low_precision)]
 
     def num_parameters(self, spec: LayerSpec) -> int:
-        """Return h r^2, the entries of the cores that are trained at first."""
-        return self.trained_heads * self.rank**2
+        """Return h r^2, the entries of the cores."""
+        return self.heads * self.rank**2
 
     def num_scalars(self, spec: LayerSpec) -> int:
         """Return h if the scalars are trained, else 0."""
-        return self.trained_heads - self.private if self.train_scale else 0
+        return self.heads if self.train_scale else 0
 
 
 class Routes(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import trishul_ray.cli.lazy as lazy
+from trishul_ray import plugins
 from trishul_ray.cli.output import (
     Plugins,
     err,
@@ -48,6 +49,8 @@ def pretrain(
 def methods(plugin: Plugins = None) -> None:
     """List the methods: what they do, what they send, where they are published."""
     print_table(lazy.listing.methods_table())
+    for fault in plugins.faults():
+        print_line(f"warning: {fault}", err)
 
 
 def models(

@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
 from trishul_ray.edge.codecs.base import NONE, codec_names
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.base import method_classes, method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
 from trishul_ray.plugins import Plugin
@@ -51,8 +51,7 @@ _TYPES = {
 def methods_table() -> Table:
     """List every method with its communication and reference."""
     table = Table("name", "what it does", "communication", "reference")
-    for name in method_names():
-        method = method_class(name)
+    for name, method in method_classes().items():
         table.add_row(name, method.summary, method.communication, method.reference)
     return table
 

@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     SerializeAsAny,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -48,7 +49,13 @@ from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.edge.traffic import DownloadsConfig, UploadsConfig
 from trishul_ray.errors import did_you_mean
 from trishul_ray.files import Json
-from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_names
+from trishul_ray.methods.base import (
+    MethodConfig,
+    build_method,
+    method_class,
+    method_classes,
+    method_names,
+)
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.redaction import redact_fields
 from trishul_ray.tasks.base import task_kinds
@@ -86,7 +93,13 @@ def _validated_method(value: Any) -> Any:
         hint = did_you_mean(str(name), method_names())
         hint += "".join(f"; {fault}" for fault in plugins.faults())
         raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}{hint}")
-    return method_class(name).Config.model_validate({**fields, "name": name})
+    fields, config = {**fields, "name": name}, method_class(name).Config
+    try:
+        return config.model_validate(fields)
+    except ValidationError:
+        if (today := plugins.of_today("method", fields)) == fields:
+            raise
+        return config.model_validate(today)
 
 
 class Experiment(Section):
@@ -163,25 +176,10 @@ class Experiment(Section):
                 "scores those clients, too"
             )
         if fed.compute != "full" and not build_method(self.method).takes_limits:
-            supported = [name for name in method_names() if method_class(name).takes_limits]
+            supported = [name for name, cls in method_classes().items() if cls.takes_limits]
             raise ValueError(
                 f"federation.compute={fed.compute!r} needs a method that supports limited clients "
                 f"({', '.join(supported)}), not {self._method_as_set()}"
-            )
-        mixed = getattr(self.method, "head_ranks", "equal") != "equal"
-        if mixed and self.adapter.init not in (None, "gram_schmidt"):
-            raise ValueError(
-                f"adapter.init={self.adapter.init!r} cannot be set with method.head_ranks="
-                "'geometric', whose bases are orthonormal: gram_schmidt"
-            )
-        private = getattr(self.method, "private_heads", 0)
-        if private > self.adapter.heads:
-            raise ValueError(
-                f"method.private_heads={private} must be at most adapter.heads={self.adapter.heads}"
-            )
-        if private == self.adapter.heads and getattr(self.method, "reallocate_every", 0):
-            raise ValueError(
-                f"method.private_heads={private} leaves no head that method.reallocate_every moves"
             )
         if self.evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
             raise ValueError(
@@ -199,7 +197,7 @@ class Experiment(Section):
                 f"{self.method.name!r} trains them: use none, or a method with adapters"
             )
         if fed.stacked > 1 and method_class(self.method.name).train_all:
-            fitting = [name for name in method_names() if not method_class(name).train_all]
+            fitting = [name for name, cls in method_classes().items() if not cls.train_all]
             raise ValueError(
                 f"federation.stacked={fed.stacked} needs a method with adapters "
                 f"({', '.join(fitting)}), not method={self.method.name!r}, whose clients share no "
@@ -211,6 +209,7 @@ class Experiment(Section):
                 "of each client, which those who train together cannot have; set only one"
             )
         self._check_edge()
+        build_method(self.method).check(self)
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
                 "resources.actors and federation.clients_per_actor exclude each other; set only one"
@@ -252,28 +251,12 @@ class Experiment(Section):
             )
             if refused is not None:
                 raise ValueError(refused)
-            if getattr(self.method, "lam_rule", "fixed") == "entropy":
-                raise ValueError(
-                    "privacy: method.lam_rule='entropy' sends numbers beside the cores, far larger "
-                    "than changes, which clipping would leave alone in an upload"
-                )
             if (plan := method.survey_plan) is not None and plan.decides_adapters:
                 raise ValueError(
                     f"privacy: {self._method_as_set()} lets what clients measure before round 1 "
                     "decide the adapters, in clear; allowed for trishul: method.allocation="
-                    "waterfill, uniform or ranks"
+                    "waterfill or uniform"
                 )
-            if every := getattr(self.method, "reallocate_every", 0):
-                raise ValueError(
-                    f"privacy: method.reallocate_every={every} sends numbers beside the cores, "
-                    "which clipping would take for changes; set it to 0"
-                )
-        every, down = getattr(self.method, "reallocate_every", 0), self.downloads.codec
-        if every and down != NONE:
-            raise ValueError(
-                f"downloads.codec={down!r} sends all core heads in every round, and "
-                f"method.reallocate_every={every} those that move no more once; set only one"
-            )
         kept = {
             f"server.optimizer={self.server.optimizer!r}": self.server.remembers,
             "uploads.error_feedback=true": self.uploads.error_feedback,
@@ -283,15 +266,17 @@ class Experiment(Section):
                 f"{next(name for name, on in kept.items() if on)} adds to a change what earlier "
                 f"rounds left, and method={self.method.name!r} changes its bases between rounds"
             )
-        if method.mean_is_enough:
-            return
-        fitting = [name for name in method_names() if method_class(name).mean_is_enough]
-        for section in ON_CHANGES:
-            if getattr(self, section) != type(self).model_fields[section].default:
-                raise ValueError(
-                    f"{section}: needs a method whose next state is a function of the mean upload "
-                    f"({', '.join(fitting)}), not {self._method_as_set()}"
-                )
+        section = next(filter(self.is_set, ON_CHANGES), None)
+        if section is not None and not method.mean_is_enough:
+            fitting = [name for name, cls in method_classes().items() if cls.mean_is_enough]
+            raise ValueError(
+                f"{section}: needs a method whose next state is a function of the mean upload "
+                f"({', '.join(fitting)}), not {self._method_as_set()}"
+            )
+
+    def is_set(self, section: str) -> bool:
+        """Return whether a section that is off by default, such as ``privacy``, is on."""
+        return bool(getattr(self, section) != type(self).model_fields[section].default)
 
     def _method_as_set(self) -> str:
         """Return the method and, if its class alone would do, how it differs from the default."""
@@ -319,6 +304,8 @@ class Experiment(Section):
             kept["edge_numerics"] = EDGE_NUMERICS
         if self.privacy.canaries:
             kept["audit_numerics"] = AUDIT_NUMERICS
+        for folder, number in plugins.numerics(method_class(self.method.name)).items():
+            kept[f"{folder}_numerics"] = number
         if self.data.content_hash is not None:
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:
@@ -374,7 +361,7 @@ class Experiment(Section):
         if not sources:
             fields |= redact_fields({name: fields[name] for name in ("storage", "tracking")})
         for section in EDGE_SECTIONS:
-            if getattr(self, section) == type(self).model_fields[section].default:
+            if not self.is_set(section):
                 del fields[section]
         if self.model.quantize == "none":
             del fields["model"]["quantize"]

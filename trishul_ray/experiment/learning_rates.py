@@ -53,8 +53,7 @@ def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
     names = f"{dataset} {experiment.model.name}", dataset, dataset.partition("/")[0], "default"
     rows = next(table[name] for name in names if name in table)
     unpublished = table["unpublished"]
-    like = method_class(method).rates_like
-    known = next((m for m in (method, like) if m in rows or m in unpublished), None)
+    known = next((m for m in _lenders(method) if m in rows or m in unpublished), None)
     if known is None:
         return None
     borrowed = [] if known == method else [f"from {known}, for {method}"]
@@ -81,6 +80,14 @@ def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
             if experiment.model.name != rows["model"]:
                 borrowed.append(f"from {rows['model']}, for {experiment.model.name}")
     return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
+
+
+def _lenders(method: str) -> list[str]:
+    """Return the method, the one whose rates it uses if it has none, the one of that, and so on."""
+    found = [method]
+    while (like := method_class(found[-1]).rates_like) is not None and like not in found:
+        found.append(like)
+    return found
 
 
 class TunedRate(Section):
@@ -119,13 +126,14 @@ def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
     if optimizer.rates is None:
         return None
     file, method = Path(optimizer.rates).expanduser(), experiment.method.name
+    lenders = _lenders(method)
     alpha = partition.alpha if partition.kind == "dirichlet" else None
     meant = (experiment.data.name, experiment.lora_rank, partition.kind == "iid")
     found: list[tuple[int, str, TunedRate]] = []
     for tuned in _read_tuned_rates(file):
         if (tuned.dataset, tuned.rank, tuned.partition == "iid") != meant:
             continue
-        if tuned.method not in (method, method_class(method).rates_like):
+        if tuned.method not in lenders:
             continue
         differences = [
             f"{name} {theirs}, for {ours}"
@@ -140,7 +148,7 @@ def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
         ]
         borrowed = f"; borrowed from {'; '.join(differences)}" if differences else ""
         # The method's own rate before that of another, however close its setting is.
-        found.append((10 * (tuned.method != method) + len(differences), borrowed, tuned))
+        found.append((10 * lenders.index(tuned.method) + len(differences), borrowed, tuned))
     if not found:
         return None
     _, borrowed, best = min(found, key=lambda each: each[0])

@@ -126,6 +126,7 @@ def full_name(key: str, known: Sequence[str]) -> str:
     if "." in key or key in Experiment.model_fields or key in SHORT_FIELDS:
         return key
     meant = [name for name in known if name.rpartition(".")[2] == key]
+    meant = meant or [name for name in plugins.older_fields() if name.rpartition(".")[2] == key]
     # A section that is off by default takes no short name from another one.
     meant = [n for n in meant if n.partition(".")[0] not in EDGE_SECTIONS] or meant
     if len(meant) == 1:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import create_model
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from trishul_ray.config import AdapterConfig, OptimizerConfig
+    from trishul_ray.config import AdapterConfig, FederationConfig, OptimizerConfig
 
     A = TypeVarWithDefault("A", default=Tensor)
 else:
@@ -88,6 +88,26 @@ class MethodConfig(Section):
     """Base class of a method's hyper-parameters; :func:`register` gives it the method's name."""
 
     name: str
+
+    @property
+    def in_short(self) -> str:
+        """What to say of it beside the method's name in one line on a run; may be empty."""
+        return ""
+
+
+class Settings(Protocol):
+    """What a method may know of the experiment that it is part of, to refuse it."""
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        """The section ``adapter``."""
+
+    @property
+    def federation(self) -> FederationConfig:
+        """The section ``federation``."""
+
+    def is_set(self, section: str) -> bool:
+        """Return whether a section that is off by default, such as ``privacy``, is on."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +337,9 @@ class Method:
     needs_uploads: bool = False
     #: Smallest number of clients per round with which :meth:`aggregate` is useful.
     least_clients: int = 1
+    #: Whether :meth:`aggregate` reads ``round_.rounds``, so that a run does not begin as a shorter
+    #: one does.
+    reads_rounds: bool = False
     #: Names in ``extra`` of a contribution that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.
@@ -348,6 +371,13 @@ class Method:
     def __reduce__(self) -> tuple[Any, ...]:
         needed = plugins.used_by([f"method={self.config.name}"])
         return _restored, (needed, self.config.model_dump(), self.lora_alpha)
+
+    def check(self, settings: Settings) -> None:
+        """Refuse an experiment that the method cannot run (default: accept all).
+
+        Raises:
+            ValueError: Names the field, its value, and what is allowed.
+        """
 
     @property
     def fields_read(self) -> frozenset[str] | None:
@@ -573,8 +603,8 @@ def register(name: str) -> Callable[[_M], _M]:
     return add
 
 
-#: The names of all methods, and the class of a name.
-method_names, method_class = METHODS.names, METHODS.__getitem__
+#: The names of all methods, the class of a name, and all classes by name.
+method_names, method_class, method_classes = METHODS.names, METHODS.__getitem__, METHODS.all
 
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:

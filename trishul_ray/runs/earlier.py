@@ -19,6 +19,7 @@ from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import depends_on_rounds
 from trishul_ray.files import Json, scratch_folder
+from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.plugins import fault_of
@@ -227,12 +228,12 @@ def extend_shorter(
     """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
 
     Its rounds are the same where nothing but the end depends on that number: not with a schedule
-    over the run, noise for an epsilon of the run or heads that change place, nor where the last
+    over the run, noise for an epsilon of the run or a method that reads it, nor where the last
     round was diagnosed because it was the last, or rounds that are asked for have no score.
     """
     own = open_checkpoints(experiment)
     by_rounds = depends_on_rounds(experiment.optimizer) or experiment.privacy.epsilon is not None
-    by_rounds = by_rounds or getattr(experiment.method, "reallocate_every", 0) > 0
+    by_rounds = by_rounds or build_method(experiment.method).reads_rounds
     if by_rounds or own.store.names():
         return
     there = set(home.parent().names())

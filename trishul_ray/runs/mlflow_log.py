@@ -50,23 +50,13 @@ _NO_METRIC_NAME = re.compile(r"[^\w.\- :]")
 def describe(experiment: Experiment) -> str:
     """Return method, dataset, backbone, cohort, rounds and id of a run in one line."""
     fed = experiment.federation
-    strength = _strength(experiment)
+    strength = experiment.method.in_short
     method = experiment.method.name + (f" ({strength})" if strength else "")
     return (
         f"{method} on {experiment.data.name}, {experiment.model.name}, "
         f"{fed.clients_per_round} of {fed.clients} clients a round, {fed.rounds} rounds, "
         f"id {experiment.id}"
     )
-
-
-def _strength(experiment: Experiment) -> str:
-    """Return λ, or the rule in its place with its number; empty for a method without a prox."""
-    method = experiment.method
-    rule, level = getattr(method, "lam_rule", "fixed"), getattr(method, "lam_level", None)
-    if rule != "fixed":
-        return f"λ {rule}" + ("" if level is None else f"={level:g}")
-    lam = getattr(method, "lam", None)
-    return "" if lam is None else f"λ={lam:g}"
 
 
 def mlflow_command(experiment: Experiment) -> str | None:
@@ -116,7 +106,7 @@ def run_name(experiment: Experiment) -> str:
     data are named after it.
     """
     parts = [experiment.method.name]
-    if strength := _strength(experiment):
+    if strength := experiment.method.in_short:
         parts.append(strength)
     split = experiment.partition
     parts.append(f"α={split.alpha:g}" if split.kind == "dirichlet" else split.kind)

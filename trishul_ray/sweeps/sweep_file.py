@@ -38,6 +38,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
+from trishul_ray import plugins
 from trishul_ray.config import Section
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import InputError, did_you_mean
@@ -217,9 +218,13 @@ def _describe(value: Value) -> str:
 
 @cache
 def known_fields() -> frozenset[str]:
-    """Return the dotted names of all fields, of every method, and the short names."""
+    """Return the dotted names of all fields, of every method, and the short names.
+
+    Those that are gone are among them: they are refused with what to write instead, where the
+    experiment is made.
+    """
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
-    return frozenset(names) | SHORT_FIELDS.keys()
+    return frozenset([*names, *plugins.older_fields()]) | SHORT_FIELDS.keys()
 
 
 def field_of(name: str) -> str:

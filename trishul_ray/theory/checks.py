@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from trishul_ray import plugins
+from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
+from trishul_ray.methods.base import build_method, method_class, method_names
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.spectral.allocation import (
@@ -275,7 +278,7 @@ def run_checks(summary: RunSummary, home: "Store") -> list[Check]:
 def _final_heads(heads: Mapping[str, int], rows: Sequence[Mapping[str, float]]) -> list[int]:
     """Return the heads of each block in the last round, given those of round 1.
 
-    Where they change place, the rows count those that are not private.
+    The rows say how their numbers change where a method changes them.
     """
     trained = [row for row in rows if row["round"] > 0]
     first, last = trained[0], trained[-1]
@@ -290,7 +293,7 @@ def _variance_checks(
     statement = "variance of uploads (eq. variance_bound)"
     # s H and, after a client's prox, H itself, whose bound takes s_max.
     largest_scalars = {"uploaded": 1.0, "after": method.get("scalar_max")}
-    if method.get("lam_rule") in ("edge", "sure"):  # the server's, of the mean
+    if _reads_uploads(method):  # it is the server that shrinks, and their mean
         del largest_scalars["after"]
     for name, largest in largest_scalars.items():
         if f"spectrum_{name}" not in arrays or largest is None:
@@ -301,6 +304,19 @@ def _variance_checks(
         note = f"s_max={largest:g}" if name == "after" else "the scalars of that client"
         note += f"; mean rank {float(rank.double().mean()):.3g} of {values.shape[1]}"
         yield Check(statement, setting, variance, "<=", bound, note)
+
+
+def _reads_uploads(method: Json) -> bool:
+    """Return whether the server of a stored section ``method`` reads each upload."""
+    if method["name"] not in method_names():
+        return False
+    try:
+        fields = plugins.of_today("method", method)
+        return build_method(
+            method_class(method["name"]).Config.model_validate(fields)
+        ).needs_uploads
+    except ValueError as error:
+        raise InputError(f"the run's section method: {error}") from error
 
 
 def _adapter_checks(summary: RunSummary, content: bytes) -> Iterator[Check]:

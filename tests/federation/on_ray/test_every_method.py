@@ -5,11 +5,11 @@ import signal
 
 import numpy as np
 import pytest
-from method_runs import BY_MEAN
+from method_runs import BY_MEAN, CORE
 
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.base import method_class
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -39,18 +39,18 @@ EDGE = {
         *("cohort.deadline=600", "cohort.late=partial", "cohort.dropout=0.1"),
     ],
     # Heads change place after each round.
-    "moving": ["method.reallocate_every=1", "method.allocation=gradient", "federation.rounds=4"],
-    "halved": ["method.head_ranks=geometric", "method.limits=ranks"],
+    "moving": ["method.move_every=1", "method.allocation=gradient", "federation.rounds=4"],
+    "halved": ["method.ranks_by=head", "method.limits=ranks"],
     "in the ring": ["server.sum=ring", "server.optimizer=sgd", "devices.kind=lognormal"],
 }
-RUNS = [(name, "plain") for name in method_names()]
+RUNS = [(name, "plain") for name in [*CORE, "fedplora"]]
 #: Core heads that stay with the clients, which all have to train.
 PRIVATE_HEADS = ["method.private_heads=2", "evaluation.per_client=true"]
-RUNS += [("ravan", "with private heads"), ("trishul", "with private heads")]
+RUNS += [("ravan-private", "with private heads"), ("trishul-private", "with private heads")]
 RUNS += [
     (name, edge) for name in BY_MEAN for edge in EDGE if edge not in ("plain", "moving", "halved")
 ]
-RUNS += [("trishul", "moving"), ("trishul", "halved")]
+RUNS += [("trishul-moving", "moving"), ("trishul-ranks", "halved")]
 
 
 @pytest.mark.parametrize(("name", "edge"), RUNS)

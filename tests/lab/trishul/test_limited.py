@@ -13,17 +13,18 @@ from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.trishul.limited import leading_rank
-from trishul_ray.methods.trishul import TrishulConfig
+from trishul_ray.methods.base import method_class
 
-RANKS = ("method.limits=ranks", "federation.compute=uniform", "federation.local_steps=3")
+RANKS = ("federation.compute=uniform", "federation.local_steps=3")
+LIMITS = "method.limits=ranks"
 METHODS = [
-    ("method=ravan",),
-    ("method=trishul", "method.lam=1.0"),
-    ("method=trishul", "method.lam_rule=relative", "method.prox_on=change"),
-    ("method=trishul", "method.lam_rule=entropy", "optimizer.weight_decay=0.1"),
-    ("method=trishul", "method.lam_rule=unknown", "method.scalars=fixed"),
-    ("method=trishul", "method.reallocate_every=1", "federation.weighting=size"),
-    ("method=trishul", "method.head_ranks=geometric"),
+    ("method=ravan-ranks",),
+    ("method=trishul-ranks", LIMITS, "method.lam=1.0"),
+    ("method=trishul-ranks-rules", LIMITS, "method.prox_on=change"),
+    ("method=trishul-ranks-rules", LIMITS, "method.rule=entropy", "optimizer.weight_decay=0.1"),
+    ("method=trishul-ranks-rules", LIMITS, "method.rule=unknown", "method.scalars=fixed"),
+    ("method=trishul-ranks-moving", LIMITS, "method.move_every=1", "federation.weighting=size"),
+    ("method=trishul-ranks", LIMITS, "method.ranks_by=head"),
 ]
 
 
@@ -102,19 +103,13 @@ def test_traffic_counts_the_leading_part_up_and_all_of_it_down(words, executor, 
 
 
 def test_with_full_compute_it_is_the_method_to_the_bit(executor, tmp_path):
-    both = [run(executor("method.lam=1.0", w), tmp_path) for w in ("method.limits=ranks", "seed=0")]
-    assert np.array_equal(*(server.checkpoint.state.shared for server in both))
+    for ranks, plain in ((METHODS[0], ("method=ravan",)), (METHODS[1], ("method.lam=1.0",))):
+        both = [run(executor(*words), tmp_path) for words in (ranks, plain)]
+        assert np.array_equal(*(server.checkpoint.state.shared for server in both))
 
 
 def test_a_resumed_run_has_the_same_bytes(executor, tmp_path):
     resumed(executor(*METHODS[1], *RANKS), tmp_path)
-
-
-def test_by_default_heads_are_limited_and_the_id_stays():
-    for name in ("ravan", "trishul"):
-        one = load_experiment(None, ["dataset=digits", f"method={name}"])
-        other = load_experiment(None, ["dataset=digits", f"method={name}", "method.limits=heads"])
-        assert one.id == other.id and "limits" not in one.identity()["method"]
 
 
 @pytest.mark.parametrize(
@@ -129,14 +124,15 @@ def test_leading_ranks_by_hand(rank, expected):
     [
         ({"head_fraction": 0.5}, "head_fraction=0.5 has no effect with limits='ranks'"),
         ({"selection": "weight"}, "selection='weight' has no effect with limits='ranks'"),
-        ({"lam_rule": "edge"}, "limits='ranks' cannot be set with lam_rule='edge'"),
+        ({"rule": "edge"}, "limits='ranks' cannot be set with rule='edge'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
-        TrishulConfig(name="trishul", limits="ranks", **fields)
+        method_class("trishul-ranks-rules").Config(limits="ranks", **fields)
 
 
 def test_what_needs_the_mean_alone_is_refused():
-    with pytest.raises(InputError, match=r"uploads: .*method.limits='ranks'"):
-        load_experiment(None, ["dataset=digits", "method.limits=ranks", "uploads.codec=int8"])
+    for words in (["method=ravan-ranks"], ["method=trishul-ranks", LIMITS]):
+        with pytest.raises(InputError, match=r"uploads: .*method='(ravan|trishul)-ranks'"):
+            load_experiment(None, ["dataset=digits", *words, "uploads.codec=int8"])

@@ -4,22 +4,22 @@ import numpy as np
 import pytest
 import torch
 from method_runs import Recording, resumed, run, server_of, weights_of
-from pydantic import ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.trishul import slots
 from trishul_ray.methods.base import Round
-from trishul_ray.methods.trishul import TrishulConfig
 
 #: Six rounds in which heads certainly move: of gradients that differ much, from equal numbers.
 MOVING = (
-    "method.reallocate_every=1",
+    "method=trishul-moving",
+    "method.move_every=1",
     "method.allocation=uniform",
     "federation.rounds=6",
     "federation.local_steps=6",
     "budget=4",
 )
+RULED = ("method=trishul-moving-rules",)
 
 
 @pytest.fixture
@@ -42,17 +42,18 @@ def cores_of(server):
         (),
         ("federation.compute=uniform",),
         ("method.head_fraction=0.5", "optimizer.weight_decay=0.1", "federation.weighting=size"),
-        ("method.lam_rule=entropy", "method.selection=weight", "federation.compute=bell"),
-        ("method.lam_rule=edge", "method.scalars=fixed"),
+        (*RULED, "method.rule=entropy", "method.selection=weight", "federation.compute=bell"),
+        (*RULED, "method.rule=edge", "method.scalars=fixed"),
         ("uploads.codec=int8", "uploads.error_feedback=true", "server.optimizer=adam"),
-        ("method.private_heads=1",),
+        ("method=trishul-private-moving",),
         ("server.sum=ring", "server.optimizer=sgd", "server.momentum=0.9"),
     ],
 )
 def test_a_move_changes_no_bit_of_the_model_and_keeps_the_budget(more, executor, tmp_path, eager):
     inline = Recording(executor(*MOVING, *more))
     server = server_of(inline, tmp_path)
-    private, matrices = inline.bench.settings.method.private_heads, len(inline.bench.model.specs)
+    private = getattr(inline.bench.settings.method, "private_heads", 0)
+    matrices = len(inline.bench.model.specs)
     status, retired, moves = None, {}, 0
     while not server.finished:
         server.step()
@@ -113,7 +114,7 @@ def test_traffic_leaves_out_what_is_zero_or_known(executor, tmp_path, eager):
     """Up: active heads. Down: these, and a retired core once for each client that lacks it."""
     options = (*MOVING, "method.scalars=fixed")
     server = run(executor(*options), tmp_path)
-    still = run(executor("method.allocation=uniform", *options[2:]), tmp_path)
+    still = run(executor("method.allocation=uniform", *options[3:]), tmp_path)
     layout, n = server.blueprint.layout, len(server.checkpoint.state.extra["status"])
     sizes = slots.sizes(layout)
     status = torch.from_numpy(server.checkpoint.state.extra["status"])
@@ -183,14 +184,6 @@ def test_a_head_that_has_just_come_is_not_taken_for_a_weak_one(executor, eager):
     torch.testing.assert_close(extra["active"][active], expected[active])
 
 
-def test_off_has_the_id_and_the_state_it_had(executor, tmp_path):
-    one = load_experiment(None, ["dataset=digits", "method=trishul"])
-    assert one.id == load_experiment(None, ["dataset=digits", "method.reallocate_every=0"]).id
-    assert {"reallocate_every", "spare_heads"}.isdisjoint(one.identity()["method"])
-    state = run(executor("method=trishul"), tmp_path).checkpoint.state
-    assert state.extra == {}
-
-
 def test_an_exported_adapter_leaves_spare_heads_out_and_keeps_retired_ones(executor, tmp_path):
     inline = executor(*MOVING)
     server = run(inline, tmp_path)
@@ -216,7 +209,7 @@ def test_an_exported_adapter_leaves_spare_heads_out_and_keeps_retired_ones(execu
 
 
 def test_heads_that_must_be_orthogonal_leave_room_for_those_to_come(executor):
-    words = ("method.reallocate_every=2", "budget=2", "adapter.overflow=cap")
+    words = ("method=trishul-moving", "budget=2", "adapter.overflow=cap")
     bench = executor(*words).bench
     for spec in bench.model.specs:
         adapter = bench.model.adapters[spec.name]
@@ -225,15 +218,13 @@ def test_heads_that_must_be_orthogonal_leave_room_for_those_to_come(executor):
         np.testing.assert_allclose(basis @ basis.T, np.eye(len(basis)), atol=1e-5)
 
 
-def test_what_is_not_read_is_refused():
-    with pytest.raises(
-        ValidationError, match="spare_heads=3 has no effect with reallocate_every=0"
-    ):
-        TrishulConfig(name="trishul", spare_heads=3)
-
-
-def test_privacy_is_refused():
-    message = "privacy: method.reallocate_every=2 sends numbers beside the cores"
-    words = ["dataset=digits", "method=trishul", "method.reallocate_every=2", "privacy.noise=1"]
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("privacy.noise=1", "privacy: method='trishul-moving' sends numbers beside the cores"),
+        ("downloads.codec=int8", "downloads: a codec sends all core heads in every round"),
+    ],
+)
+def test_what_alters_or_hides_statistics_is_refused(word, message):
     with pytest.raises(InputError, match=message):
-        load_experiment(None, words)
+        load_experiment(None, ["dataset=digits", "method=trishul-moving", word])

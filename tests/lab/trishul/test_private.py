@@ -1,19 +1,20 @@
-"""Core heads that stay with their clients (``method.private_heads``)."""
+"""Core heads that stay with their clients (``method=trishul-private``)."""
 
 import numpy as np
 import pytest
 import torch
-from method_runs import Recording, initial_state, resumed, run, same_run, server_of
+from method_runs import Recording, initial_state, resumed, run, server_of
 from pydantic import ValidationError
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.adapters.multihead import PRIVATE_CORE
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.workbench import global_model
+from trishul_ray.lab.trishul.heads import PRIVATE_CORE
 
-METHODS = ["ravan", "trishul"]
+METHODS = ["ravan-private", "trishul-private"]
+TWO = ("method=trishul-private", "method.private_heads=2")
 
 
 def is_private(name):
@@ -53,19 +54,19 @@ def test_private_heads_are_kept_and_never_sent(executor, tmp_path, method):
 @pytest.mark.parametrize(
     "words",
     [
-        ["method=ravan"],
-        ["method=trishul"],
-        ["method.head_fraction=0.5", "optimizer.weight_decay=0.1"],
-        ["method.allocation=ranks", "method.prox_on=change"],
-        ["method.reallocate_every=1", "federation.rounds=5"],
-        ["method.lam_rule=entropy"],
-        ["method.lam_rule=edge"],
-        ["uploads.codec=skeleton", "server.optimizer=adam"],
-        ["server.sum=ring"],
+        ["method=ravan-private"],
+        ["method=trishul-private"],
+        ["method=trishul-private", "method.head_fraction=0.5", "optimizer.weight_decay=0.1"],
+        ["method=trishul-private-ranks", "method.ranks_by=block", "method.prox_on=change"],
+        ["method=trishul-private-moving", "method.move_every=1", "federation.rounds=5"],
+        ["method=trishul-private-rules", "method.rule=entropy"],
+        ["method=trishul-private-rules", "method.rule=edge"],
+        ["method=trishul-private", "uploads.codec=skeleton", "server.optimizer=adam"],
+        ["method=trishul-private", "server.sum=ring"],
     ],
 )
 def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_path, words):
-    inline = executor("method.private_heads=1", *words)
+    inline = executor(*words)
     server = run(inline, tmp_path)
     assert all(np.isfinite(record.train_loss) for record in server.checkpoint.records[1:])
     bench, broadcast = inline.bench, server.broadcast()
@@ -81,7 +82,7 @@ def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_p
 
 
 def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
-    inline = executor("method=trishul", "method.private_heads=2")
+    inline = executor(*TWO)
     server = run(inline, tmp_path)
     bench, layout = inline.bench, inline.bench.model.layout
     for state in server.checkpoint.client_states.values():
@@ -108,12 +109,15 @@ def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["method=ravan"],
-        ["method=trishul"],
-        ["method.head_fraction=0.5", "method.scalars=fixed", "federation.stacked=3"],
-        ["method.lam_rule=entropy", "method.prox_on=change"],
-        ["method.lam_rule=unknown", "model.train_head=false"],
-        ["method.lam_rule=sure"],
+        ["method=ravan-private"],
+        ["method=trishul-private"],
+        [
+            *("method=trishul-private", "method.head_fraction=0.5", "method.scalars=fixed"),
+            "federation.stacked=3",
+        ],
+        ["method=trishul-private-rules", "method.rule=entropy", "method.prox_on=change"],
+        ["method=trishul-private-rules", "method.rule=unknown", "model.train_head=false"],
+        ["method=trishul-private-rules", "method.rule=sure"],
     ],
 )
 def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
@@ -143,25 +147,20 @@ def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
 @pytest.mark.parametrize("method", METHODS)
 def test_a_first_round_trains_the_same_model_whether_heads_are_private_or_not(executor, method):
     found = []
-    for private in (0, 2):
-        fixed = ["method.scalars=fixed", *["method.lam=0"] * (method == "trishul")]
-        inline = executor(f"method={method}", f"method.private_heads={private}", *fixed)
+    plain, lam = method.removesuffix("-private"), ["method.lam=0"] * method.startswith("trishul")
+    for words in ([f"method={plain}"], [f"method={method}", "method.private_heads=2"]):
+        inline = executor(*words, "method.scalars=fixed", *lam)
         bench, before = inline.bench, initial_state(inline)
         upload, report = train_client(bench, before, TrainJob(1, 0))
-        assert bool(report.state) == bool(private)
+        assert bool(report.state) == (len(words) == 2)
         found.append(bench.model.deltas(global_model(bench, upload.arrays, 1, report.state)))
     for layer, delta in found[0].items():
         assert delta.abs().max() > 0
         torch.testing.assert_close(found[1][layer], delta, atol=0, rtol=1e-6)
 
 
-def test_no_private_heads_change_nothing(executor, tmp_path, small):
-    same_run(executor, tmp_path, ["method.private_heads=0"], [])
-    assert small("method.private_heads=0").id == small().id != small("method.private_heads=1").id
-
-
 def test_stop_and_resume_changes_nothing(executor, tmp_path):
-    words = ["method.private_heads=2", "federation.rounds=3", "evaluation.per_client=true"]
+    words = [*TWO, "federation.rounds=3", "evaluation.per_client=true"]
     whole, parts = resumed(executor(*words), tmp_path, stops=2)
     assert parts.client_states.keys() == whole.client_states.keys()
     for client, state in whole.client_states.items():
@@ -170,9 +169,9 @@ def test_stop_and_resume_changes_nothing(executor, tmp_path):
 
 
 def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tmp_path):
-    words = ["method.private_heads=2", "privacy.sampling=fixed", "privacy.noise=1"]
+    words = [*TWO, "privacy.sampling=fixed", "privacy.noise=1"]
     noisy = server_of(executor(*words), tmp_path)
-    plain = server_of(executor(words[0]), tmp_path)
+    plain = server_of(executor(*TWO), tmp_path)
     assert noisy.private.numbers == noisy.blueprint.expected.lengths["shared"]
     noisy.step()
     plain.step()
@@ -188,16 +187,13 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
     [
         (["method.private_heads=5"], "private_heads=5 must be at most adapter.heads=4"),
         (
-            ["method.private_heads=4", "method.reallocate_every=2"],
-            "private_heads=4 leaves no head that method.reallocate_every moves",
+            ["method=trishul-private-moving", "method.private_heads=4"],
+            "private_heads=4 leaves no head that moves",
         ),
-        (["method.private_heads=-1"], "greater than or equal to 0"),
-        (
-            ["method.private_heads=1", "federation.compute=uniform"],
-            "not method='trishul' method.private_heads=1",
-        ),
+        (["method.private_heads=0"], "greater than or equal to 1"),
+        (["federation.compute=uniform"], "not method='trishul-private'"),
     ],
 )
 def test_what_is_refused(small, words, message):
     with pytest.raises((ValidationError, ValueError), match=message):
-        small(*words)
+        small("method=trishul-private", *words)

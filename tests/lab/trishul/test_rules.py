@@ -1,4 +1,4 @@
-"""Rules for the threshold of the prox, in runs."""
+"""Rules for the threshold of the prox (``method=trishul-rules``), in runs."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,10 @@ from pydantic import ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.methods.trishul import TrishulConfig
+from trishul_ray.methods.base import method_class
 from trishul_ray.rng import torch_rng
 
+ENTROPY = ("method=trishul-rules", "method.rule=entropy")
 RULES = ("relative", "entropy", "continuation", "unknown", "edge", "sure")
 
 
@@ -18,7 +19,7 @@ RULES = ("relative", "entropy", "continuation", "unknown", "edge", "sure")
 @pytest.mark.parametrize("more", [(), ("method.prox_on=change", "method.head_fraction=0.5")])
 def test_every_rule_runs_acts_and_resumes_to_the_same_bytes(rule, more, executor, tmp_path):
     options = ("federation.local_steps=8", "federation.rounds=3", *more)
-    whole, _ = resumed(executor(f"method.lam_rule={rule}", *options), tmp_path)
+    whole, _ = resumed(executor("method=trishul-rules", f"method.rule={rule}", *options), tmp_path)
     without = run(executor("method.lam=0", *options), tmp_path).checkpoint
     assert not np.array_equal(without.state.shared, whole.state.shared)
     for record in whole.records[1:]:
@@ -26,16 +27,10 @@ def test_every_rule_runs_acts_and_resumes_to_the_same_bytes(rule, more, executor
         assert 0 < record.diagnostics["svt_energy_removed"] < 1
 
 
-def test_the_default_has_the_id_and_the_records_it_had(executor):
-    one = load_experiment(None, ["dataset=digits", "method=trishul"])
-    assert one.id == load_experiment(None, ["dataset=digits", "method.lam_rule=fixed"]).id
-    assert "lam_rule" not in one.identity()["method"]
-
-
 def test_a_relative_prox_every_k_steps_removes_what_k_would(executor):
     start = None
     for every in (1, 3):
-        words = ("method.lam_rule=relative", "method.lam_level=0.1", f"method.prox_every={every}")
+        words = ("method=trishul-rules", "method.level=0.1", f"method.prox_every={every}")
         bench = executor(*words).bench
         if start is None:
             start = torch.randn(bench.initial.shape, generator=torch_rng(0, "x"))
@@ -51,7 +46,7 @@ def test_a_relative_prox_every_k_steps_removes_what_k_would(executor):
 
 
 def test_the_server_moves_the_shares_toward_the_target(executor, tmp_path):
-    inline = executor("method.lam_rule=entropy", "method.lam_level=0.2", "federation.rounds=3")
+    inline = executor(*ENTROPY, "method.level=0.2", "federation.rounds=3")
     server = server_of(inline, tmp_path)
     before = server.checkpoint.state.extra["log_share"]
     assert np.allclose(np.exp(before), 0.03)
@@ -67,7 +62,7 @@ def test_the_server_moves_the_shares_toward_the_target(executor, tmp_path):
 
 def test_a_share_does_not_move_by_what_one_client_tells(executor, tmp_path):
     """In the ring, the sum of one client's numbers is what it sent: its core is withheld, too."""
-    words = ("method.lam_rule=entropy", "federation.compute=skewed-right", "federation.rounds=1")
+    words = (*ENTROPY, "federation.compute=skewed-right", "federation.rounds=1")
     server = server_of(executor(*words, "server.sum=ring"), tmp_path)
     recording = Recording(server.executor)
     server.executor = recording
@@ -81,12 +76,14 @@ def test_a_share_does_not_move_by_what_one_client_tells(executor, tmp_path):
 
 
 def test_continuation_falls_to_lambda(executor):
-    bench = executor("method.lam_rule=continuation", "method.lam=0.5").bench
+    words = ("method=trishul-rules", "method.rule=continuation", "method.lam=0.5")
+    bench = executor(*words).bench
     found = []
     for number in range(1, 12):
         current = local_run(bench, bench.initial.clone())
         current.round = number
-        found += bench.method._strengths(current, 1, 4)[:1]
+        (stack,) = bench.method.stacks(current)
+        found.append(bench.method.threshold(current, stack, stack.change(), 1).tau)
     assert found == sorted(found, reverse=True)
     assert found[0] == pytest.approx(0.01) and found[-1] == pytest.approx(0.5 * 0.01)
 
@@ -94,40 +91,36 @@ def test_continuation_falls_to_lambda(executor):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lam_level": 0.1}, "lam_level=0.1 has no effect with lam_rule='fixed'"),
-        (
-            {"lam_rule": "edge", "lam_level": 0.1},
-            "lam_level=0.1 has no effect with lam_rule='edge'",
-        ),
-        ({"lam_rule": "relative", "lam": 0.1}, "lam=0.1 has no effect with lam_rule='relative'"),
-        ({"lam_rule": "sure", "prox_every": 2}, "prox_every=2 has no effect with lam_rule='sure'"),
-        ({"lam_rule": "entropy", "lam_level": 1}, "lam_level=1 must be below 1"),
-        ({"lam_rule": "relative", "lam_level": 0}, "greater than 0"),
+        ({"rule": "edge", "level": 0.1}, "level=0.1 has no effect with rule='edge'"),
+        ({"rule": "relative", "lam": 0.1}, "lam=0.1 has no effect with rule='relative'"),
+        ({"rule": "sure", "prox_every": 2}, "prox_every=2 has no effect with rule='sure'"),
+        ({"rule": "entropy", "level": 1}, "level=1 must be below 1"),
+        ({"rule": "relative", "level": 0}, "greater than 0"),
     ],
 )
 def test_what_a_rule_does_not_read_is_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
-        TrishulConfig(name="trishul", **fields)
+        method_class("trishul-rules").Config(**fields)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method.lam_rule=edge", "uploads.codec=int8"], "uploads: .*method.lam_rule='edge'"),
-        (["method.lam_rule=sure", "server.optimizer=adam"], "server: .*method.lam_rule='sure'"),
-        (["method.lam_rule=sure", "federation.clients_per_round=1"], "must be at least 2"),
-        (["method.lam_rule=entropy", "privacy.noise=1"], "privacy: method.lam_rule='entropy'"),
+        (["method.rule=edge", "uploads.codec=int8"], "uploads: .*method.rule='edge'"),
+        (["method.rule=sure", "server.optimizer=adam"], "server: .*method.rule='sure'"),
+        (["method.rule=sure", "federation.clients_per_round=1"], "must be at least 2"),
+        (["method.rule=entropy", "privacy.noise=1"], "privacy: method.rule='entropy'"),
     ],
 )
 def test_what_needs_more_than_the_mean_is_refused(words, message):
     with pytest.raises(InputError, match=message):
-        load_experiment(None, ["dataset=digits", "method=trishul", *words])
+        load_experiment(None, ["dataset=digits", "method=trishul-rules", *words])
 
 
 def test_the_rule_by_sums_composes_with_codecs_and_server_optimizers(executor, tmp_path):
-    words = ("method.lam_rule=entropy", "uploads.codec=int8", "server.optimizer=sgd")
+    words = (*ENTROPY, "uploads.codec=int8", "server.optimizer=sgd")
     assert run(executor(*words), tmp_path).finished
-    ring = run(executor("method.lam_rule=entropy", "server.sum=ring"), tmp_path)
-    plain = run(executor("method.lam_rule=entropy"), tmp_path)
+    ring = run(executor(*ENTROPY, "server.sum=ring"), tmp_path)
+    plain = run(executor(*ENTROPY), tmp_path)
     shares = [s.checkpoint.state.extra["log_share"] for s in (ring, plain)]
     np.testing.assert_allclose(*shares, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Rules for the threshold of singular values that the server takes part in (``method.lam_rule``).
+"""Rules for the threshold of singular values that the server takes part in (``method.rule``).
 
 ``entropy`` moves the threshold of each core head toward a target of effective rank; ``edge`` and
 ``sure`` take the noise off the mean that the spread of the uploads tells. All are our own choice.
@@ -10,7 +10,7 @@ entries of the shared part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
@@ -22,11 +22,7 @@ from trishul_ray.spectral.thresholds import client_noise, denoise, next_level
 if TYPE_CHECKING:
     from torch import Tensor
 
-LamRule: TypeAlias = Literal[
-    "fixed", "relative", "entropy", "continuation", "unknown", "edge", "sure"
-]
-
-#: Defaults of ``method.lam_level`` by rule. ρ is also where the rule ``entropy`` starts.
+#: Defaults of ``method.level`` by rule. ρ is also where the rule ``entropy`` starts.
 LEVELS = {"relative": 0.03, "entropy": 0.35, "continuation": 1.0}
 
 #: What is left of λ after a round, with continuation.

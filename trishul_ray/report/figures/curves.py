@@ -289,7 +289,7 @@ def spectral_diagnostics(selection: Selection) -> CurveData | None:
 
     The variance, which is the same of updates and uploads, is shown twice: divided by that of
     RAVAN in round 1 of the same seed, as in the paper, and by the squared norm of the mean update.
-    Thresholds are shown where a rule sets them (``method.lam_rule``).
+    Thresholds are shown where they are recorded (``svt_threshold``).
     """
     found = _Collector(selection, "rounds", _ROUNDS)
     for metric in ("spectral_entropy", "effective_rank"):

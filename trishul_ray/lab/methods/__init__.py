@@ -1,0 +1,1 @@
+"""Methods of later papers."""

@@ -1,0 +1,81 @@
+"""Core heads that stay with their client: the last k of each matrix are trained and never sent.
+
+They are no part of the global model. If bases are orthogonal, the shared and the private part of an
+update are orthogonal matrices. The idea is our own.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from trishul_ray.adapters.base import LayerAdapter, LayerSpec
+from trishul_ray.methods.base import LocalRun, Settings, Site, State, Tensors, register
+from trishul_ray.methods.ravan import Ravan, RavanConfig
+from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig
+
+
+class PrivateConfig(RavanConfig):
+    """Hyper-parameters of a method with private heads."""
+
+    private_heads: int = Field(
+        1,
+        ge=1,
+        description="core heads of each matrix that stay with the client: trained in each of its "
+        "rounds, never sent; a matrix with no more heads than that shares one. With "
+        "adapter.heads, all stay",
+    )
+
+
+class Private(Ravan):
+    """Keep some core heads of each matrix at the client."""
+
+    Config = PrivateConfig
+    reference = "this project"
+    personal = True
+    takes_limits = False
+
+    def check(self, settings: Settings) -> None:
+        """Refuse more private heads than there are heads."""
+        super().check(settings)
+        if (wanted := self.config.private_heads) > (heads := settings.adapter.heads):
+            raise ValueError(f"method.private_heads={wanted} must be at most adapter.heads={heads}")
+
+    def cores(self, site: Site, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
+        """Keep ``private_heads`` of a matrix's heads from being sent."""
+        from trishul_ray.lab.trishul.heads import PrivateHeads  # imports torch
+
+        shared, wanted = super().cores(site, layer, heads, rank), self.config.private_heads
+        everything = wanted == site.adapter.heads
+        private = heads if everything else max(0, min(wanted, heads - 1))
+        return PrivateHeads(**vars(shared), private=private)
+
+    def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
+        """Keep the private heads."""
+        sent, kept = super().upload(run, steps)
+        views = run.layout.views(run.vector)
+        private = [entry.name for entry in run.layout.entries if entry.kind == "adapter"]
+        return sent, kept | {name: views[name].clone() for name in private}
+
+
+@register("ravan-private")
+class PrivateRavan(Private):
+    """RAVAN, where each client keeps some heads: no part of the global model."""
+
+    summary = "RAVAN with core heads that stay with the client (personal models)"
+
+
+class PrivateTrishulConfig(PrivateConfig, TrishulConfig):
+    """Hyper-parameters of TRISHUL with private heads."""
+
+
+@register("trishul-private")
+class PrivateTrishul(Private, Trishul):
+    """TRISHUL, where each client keeps some heads: no part of the global model."""
+
+    Config = PrivateTrishulConfig
+    summary = "TRISHUL with core heads that stay with the client (personal models)"
+    rates_like = "trishul"
+
+    def stacks(self, run: LocalRun) -> list[Stack]:
+        """Return the trained cores, without the empty stacks of matrices whose heads all stay."""
+        return [stack for stack in super().stacks(run) if len(stack.bank)]
