@@ -225,7 +225,7 @@ def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
             try:
                 yield path
             finally:
-                if not Path(path, _LOGS_KEPT).exists():
+                if path.exists() and not Path(path, _LOGS_KEPT).exists():
                     with suppress(OSError):
                         _remove(path)
             return
@@ -240,11 +240,12 @@ def remove_unfinished(folder: Path, *, below: bool = False) -> list[Path]:
     folder that all users share, as /tmp. With ``below``, all folders in it are searched, too.
     """
     removed = []
-    for place, _, _ in os.walk(folder) if below else [(folder, [], [])]:
+    places = [Path(place) for place, _, _ in os.walk(folder)] if below else [folder]
+    for place in places:
         with suppress(OSError):
             shared = os.stat(place).st_mode & stat.S_ISVTX
             for name in os.listdir(place):
-                path = Path(place, name)
+                path = place / name
                 if not _UNFINISHED.fullmatch(name) or (shared and not _is_ours(path)):
                     continue
                 if _is_abandoned(path):

@@ -1,12 +1,15 @@
 """Checkpoints: complete or absent, the newest valid one is used, corrupt ones are reported."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
 
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, arrays_digest
 from trishul_ray.federation.records import RoundRecord
@@ -191,6 +194,7 @@ def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path)
         "import sys, numpy as np\n"
         "from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore\n"
         "from trishul_ray.methods.base import State\n"
+        "from trishul_ray.federation.records import RoundRecord\n"
         "from trishul_ray.storage import Store\n"
         "store = CheckpointStore(Store.open(sys.argv[1]), 'x')\n"
         "restored = store.newest()\n"
@@ -198,7 +202,8 @@ def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path)
         "while True:\n"
         "    number += 1\n"
         "    state = State(np.full(2_000_000, number, np.float32))\n"
-        "    store.save(Checkpoint('x', 'a', number, state))\n"
+        "    done = Checkpoint('x', 'a', number, state, records=[RoundRecord(number)])\n"
+        "    store.save(done)\n"
         "    print(number, flush=True)\n"
     )
     store = CheckpointStore(Store.open(str(tmp_path)), "x")
@@ -223,3 +228,41 @@ def test_the_digest_depends_on_names_dtypes_and_values():
     assert arrays_digest(base) != arrays_digest({"b": np.zeros(3, np.float32)})
     assert arrays_digest(base) != arrays_digest({"a": np.zeros(3, np.float64)})
     assert arrays_digest(base) != arrays_digest({"a": np.array([0, 0, 1], np.float32)})
+
+
+#: Fields of a checkpoint, and what no checkpoint has there.
+ODD = {
+    "round": "1", "attempt": None, "experiment_id": 7, "state": {"shared": [1.0]}, "records": [],
+    "client_states": [], "spectra": {"before": "x"}, "test_rows": 3, "sources": {"rows": 1},
+    "info": {"name": "digits"}, "edge": {"kept": 5}, "matrices": None, "more": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_odd_content_with_a_valid_checksum_is_named_and_skipped(store, field):
+    store.save(make(1))
+    tensors = load_tensors(make(2).to_bytes())
+    meta = json.loads(tensors.pop("__meta__").tobytes())
+    text = json.dumps(meta | {"client_states": {}, field: ODD[field]}).encode()
+    data = save_tensors(tensors | {"__meta__": np.frombuffer(text, np.uint8)})
+    name = f"round-000002-{hashlib.sha256(data).hexdigest()}.safetensors"
+    store.store.write(name, data)
+    assert store.newest().round == 1
+    (line,) = store.skipped
+    assert line.startswith(f"checkpoint {name} ")
+
+
+def test_of_two_files_of_a_round_the_scored_one_counts_and_the_other_goes(store):
+    """A process that is killed after the second write of the last round leaves both."""
+    unscored, scored = make(2), make(2)
+    scored.records = [*scored.records, RoundRecord(2, scores={"accuracy": 0.7})]
+    unscored.records = [*unscored.records, RoundRecord(2)]
+    file = store.save(unscored)
+    data = store.store.read(file)
+    store.save(scored)
+    store.store.write(file, data)
+    assert len([name for name in store.store.names() if name.startswith("round-000002")]) == 2
+    assert store.newest().records == scored.records
+    store.tidy()
+    assert len([name for name in store.store.names() if name.startswith("round-")]) == 1
+    assert store.newest().records == scored.records

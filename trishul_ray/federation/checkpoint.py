@@ -14,15 +14,20 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from functools import cache
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import MinLen
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.edge.state import EdgeState
+from trishul_ray.errors import first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, ArrayState
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
@@ -34,6 +39,8 @@ _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
 #: Name of the tensor that holds the JSON, and the keys in the JSON that refer to an array, and to
 #: the file of what a client keeps.
 _META, _ARRAY, _FILE = "__meta__", "__array__", "__file__"
+#: What reading fields of other types or names raises.
+_ODD = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 #: A client in one of the two fields that hold what clients keep.
 _Key = tuple[str, int]
 
@@ -46,6 +53,19 @@ def round_of(name: str) -> int | None:
     """Return the round of a checkpoint's file name; None for another file."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+class _JsonFields(TypedDict):
+    """The fields of a checkpoint that hold no arrays."""
+
+    records: Annotated[list[RoundRecord], MinLen(1)]
+    sources: dict[str, str]
+    info: DatasetInfo | None
+
+
+@cache
+def _json_fields() -> TypeAdapter[_JsonFields]:
+    return TypeAdapter(_JsonFields)
 
 
 def _stored(value: Any) -> Json:
@@ -122,7 +142,7 @@ class Checkpoint:
             found = json.loads(meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d)
             info, states = found.pop("info"), found.pop("client_states")
             edge = found.pop("edge", None)
-            return cls(
+            made = cls(
                 state=State(**found.pop("state")),
                 client_states={int(client): state for client, state in states.items()},
                 records=[RoundRecord(**record) for record in found.pop("records")],
@@ -130,8 +150,31 @@ class Checkpoint:
                 edge=EdgeState() if edge is None else EdgeState.from_json(edge),
                 **found,
             )
-        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"not a checkpoint of this version: {error}") from error
+            made._check()
+        except (SafetensorError, *_ODD) as error:
+            raise ValueError(f"not a checkpoint of this version: {first_line(error)}") from error
+        return made
+
+    def _check(self) -> None:
+        """Raise a ValueError if a field is of another type than its annotation says.
+
+        Whatever is wrong with a file shows here, and not in the middle of a round. What clients
+        keep may be names of files.
+        """
+        for name, kind in (("experiment_id", str), ("attempt", str), ("round", int)):
+            if type(value := getattr(self, name)) is not kind:
+                raise ValueError(f"{name} is {value!r}")
+        state, edge = self.state, self.edge
+        groups = (
+            {"shared": state.shared}, state.extra, state.base, *state.constants.values(),
+            state.survey, self.spectra, self.matrices, self.test_rows, edge.moments,
+        )  # fmt: skip
+        for name, array in (pair for group in groups for pair in group.items()):
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"{name} is no array")
+        checked = {"records": [vars(r) for r in self.records], "sources": self.sources}
+        text = json.dumps(checked | {"info": None if self.info is None else vars(self.info)})
+        _json_fields().validate_json(text, strict=True)
 
 
 def state_digest(state: ArrayState) -> str:
@@ -158,6 +201,7 @@ class CheckpointStore:
     def __init__(self, store: Store, experiment_id: str, keep: int = 2) -> None:
         self.store, self.experiment_id, self.keep = store, experiment_id, keep
         self.skipped: list[str] = []  # one line for each file that newest() could not use
+        self._found = ""  # the file of newest()
         self._clients: dict[_Key, tuple[str, Arrays]] = {}  # the file of what clients keep now
         self._sizes: dict[str, int] = {}  # of these files, in bytes
         self._named: dict[str, set[str]] = {}  # files that a checkpoint names
@@ -170,8 +214,13 @@ class CheckpointStore:
         data = self._write_clients(checkpoint).to_bytes()
         name = _file_name("round", checkpoint.round, data)
         self.store.write(name, data)
+        self._remove_others(name)
+        return name
+
+    def _remove_others(self, name: str) -> None:
+        """Remove all files that are not needed beside those of the newest checkpoint, ``name``."""
         # The last round is saved again once it is evaluated: the new file replaces the old one.
-        same = f"round-{checkpoint.round:06d}-"
+        same = name[: len("round-000000-")]
         stale = [f for f in self._files() if f.startswith(same) and f != name]
         older = [f for f in self._files() if not f.startswith(same)]
         for old in stale + older[: -(self.keep - 1) or None]:
@@ -179,7 +228,6 @@ class CheckpointStore:
         self._named[name] = {file for file, _ in self._clients.values()}
         if self._sizes:
             self._remove_unnamed()
-        return name
 
     def _write_clients(self, checkpoint: Checkpoint) -> Checkpoint:
         """Write what clients keep that no file holds yet; return a checkpoint that names files."""
@@ -222,10 +270,15 @@ class CheckpointStore:
             if hashlib.sha256(data).hexdigest() not in file:
                 raise ValueError(f"{file} is corrupt")
             held = found[file] = {}
-            for path, array in load_tensors(data).items():
-                part, client, name = path.split("/", 2)
-                held.setdefault((part, int(client)), {})[name] = array
+            try:
+                for path, array in load_tensors(data).items():
+                    part, client, name = path.split("/", 2)
+                    held.setdefault((part, int(client)), {})[name] = array
+            except (SafetensorError, ValueError) as error:
+                raise ValueError(f"{file} holds something else: {first_line(error)}") from error
             self._sizes[file] = len(data)
+        if lost := [key for key, file in named.items() if key not in found[file]]:
+            raise ValueError(f"{named[lost[0]]} lacks what client {lost[0][1]} keeps")
         self._clients = {key: (file, found[file][key]) for key, file in named.items()}
         return _with_kept(checkpoint, {key: arrays for key, (_, arrays) in self._clients.items()})
 
@@ -247,23 +300,44 @@ class CheckpointStore:
                 self._sizes.pop(file, None)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint of this experiment, or None."""
+        """Return the newest valid checkpoint of this experiment, or None.
+
+        Of two of the same round, which a writer that was killed has left, the scored one counts.
+        """
         self.skipped = []
+        unscored = None
         for name in reversed(self._files()):
-            data = self.store.read(name)
-            if hashlib.sha256(data).hexdigest() not in name:
-                self.skipped.append(f"checkpoint {name} is corrupt (checksum differs): skipped")
-                continue
-            try:
-                checkpoint = Checkpoint.from_bytes(data)
-                if checkpoint.experiment_id == self.experiment_id:
-                    return self._read_clients(checkpoint)
-            except ValueError as error:
-                self.skipped.append(f"checkpoint {name} is unreadable ({error}): skipped")
-                continue
-            self.skipped.append(
-                f"checkpoint {name} belongs to experiment {checkpoint.experiment_id}: skipped"
-            )
+            if unscored is not None and round_of(name) != unscored.round:
+                break
+            if (found := self._read(name)) is not None and unscored is None:
+                self._found = name
+            if found is not None and found.records[-1].scored:
+                self._found = name
+                return found
+            unscored = unscored or found
+        return unscored
+
+    def tidy(self) -> None:
+        """Remove what a writer that was killed has left beside the checkpoint of :meth:`newest`."""
+        if self._found:
+            self._remove_others(self._found)
+
+    def _read(self, name: str) -> Checkpoint | None:
+        """Return the checkpoint in a file; None if it is of no use, which :attr:`skipped` says."""
+        data = self.store.read(name)
+        if hashlib.sha256(data).hexdigest() not in name:
+            self.skipped.append(f"checkpoint {name} is corrupt (checksum differs): skipped")
+            return None
+        try:
+            checkpoint = Checkpoint.from_bytes(data)
+            if checkpoint.experiment_id == self.experiment_id:
+                return self._read_clients(checkpoint)
+        except ValueError as error:
+            self.skipped.append(f"checkpoint {name} is unreadable ({error}): skipped")
+            return None
+        self.skipped.append(
+            f"checkpoint {name} belongs to experiment {checkpoint.experiment_id}: skipped"
+        )
         return None
 
 

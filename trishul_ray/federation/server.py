@@ -140,6 +140,7 @@ class Server:
         restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
         if restored is not None:
+            checkpoints.tidy()
             self.events.append(f"continuing after round {restored.round}")
         elif self.events:
             self.events.append("no valid checkpoint is left: the run starts over")

@@ -107,6 +107,7 @@ class RunSummary:
             checks, and whose places may change.
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
+        logged: Whether all of it is where it was to be logged; False while its process ends.
         privacy: What a private run promises its clients, and what not (``edge.privacy``); None
             for others.
         checksum: Of the bytes of everything else; empty until it is written.
@@ -151,6 +152,7 @@ class RunSummary:
     privacy: Json | None = None
     ranks: dict[str, int | list[int]] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
+    logged: bool = True
     checksum: str = ""
 
     @classmethod
@@ -303,9 +305,27 @@ def flatten(fields: Json, prefix: str = "") -> Json:
 def attempt_of(home: Store) -> str:
     """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
     try:
-        return str(json.loads(home.read("attempt.json"))["attempt"])
+        found = json.loads(home.read("attempt.json"))
+        attempt = str(found["attempt"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return ""
+    return attempt if found.get("checksum", _short_hash(attempt)) == _short_hash(attempt) else ""
+
+
+def write_attempt(home: Store, attempt: str) -> None:
+    """Write the name of the attempt that a run's folder belongs to, with a checksum."""
+    content = {"attempt": attempt, "checksum": _short_hash(attempt)}
+    home.write("attempt.json", json.dumps(content).encode())
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_result(home: Store, summary: RunSummary) -> None:
+    """Write result.json, with which a run has finished."""
+    home.write("result.json", summary.to_json())
+    mark_finished(home)
 
 
 def mark_finished(home: Store) -> None:

@@ -27,8 +27,8 @@ from trishul_ray.report.summary import (
     TABLES,
     RunSummary,
     flatten,
-    mark_finished,
     unscored,
+    write_result,
 )
 from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.storage import Store
@@ -123,8 +123,7 @@ def restore_files(
             if adds or written.items() - before.items():
                 files = sorted({*listed, *wanted})
                 summary = replace(summary, files=files, sha256={**before, **written})
-                home.write("result.json", summary.to_json())
-                mark_finished(home)
+                write_result(home, summary)
     except (InputError, RunError, FileNotFoundError) as error:
         if adds and isinstance(error, ArtifactsError):
             raise
@@ -155,8 +154,7 @@ def add_artifacts(
     ).written()
     with _no_score_lost(experiment):
         home.upload_folder(folder)
-        home.write("result.json", summary.to_json())
-        mark_finished(home)
+        write_result(home, summary)
     return summary
 
 

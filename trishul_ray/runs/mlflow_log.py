@@ -8,7 +8,7 @@ once, from its files, with the tag ``trishul.reused``.
 import hashlib
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from trishul_ray.config import RateSource
@@ -17,7 +17,7 @@ from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.files import scratch_folder
-from trishul_ray.report.summary import RunSummary, flatten, read_metrics
+from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_result
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import (
@@ -195,38 +195,54 @@ def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
 
 def log_reused(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
-) -> list[str]:
+) -> tuple[RunSummary, list[str]]:
     """Log a finished run where the experiment asks for it, unless it is there already.
 
+    A run whose process ended before all was logged is continued; result.json then says so.
+
     Returns:
-        What the store did not accept.
+        The summary as it is in result.json, and what the store did not accept.
     """
     options = experiment.tracking
     if not options.mlflow:
-        return []
+        return summary, []
     try:
         uri, attempt = _uri(experiment), summary.attempt
-        if summary.logged_to == place_of(uri, options.experiment):
-            return []
-        if has_finished(uri, options.experiment, attempt):
-            return []
-        records = read_metrics(home)
-        marks = {**tags, REUSED_TAG: str(True)}
-        tracker = open_tracker(experiment, attempt, summary.data, marks, summary.unread_fields)
-        log_data(tracker, summary.data, summary.sources)
-        for record in records:
-            tracker.log_round(int(record["round"]), grouped_metrics(record))
-        log_totals(tracker, summary)
-        with scratch_folder("results") as scratch:
-            for name in (*summary.files, "result.json"):
-                if home.exists(name):
-                    file = Path(scratch, name)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(home.read(name))
-            tracker.log_artifacts(scratch)
-        return tracker.finish()
+        made_here = summary.logged_to == place_of(uri, options.experiment)
+        if made_here and summary.logged:
+            return summary, []
+        complete = replace(summary, logged=True).written()
+        rejected: list[str] = []
+        if made_here or not has_finished(uri, options.experiment, attempt):
+            marks = {**tags} if made_here else {**tags, REUSED_TAG: str(True)}
+            rejected = _log_finished(experiment, complete, home, marks)
+        if made_here and not rejected:
+            write_result(home, complete)
+            return complete, []
+        return summary, rejected
     except (InputError, StorageError, FileNotFoundError) as error:
-        return [str(error)]
+        return summary, [str(error)]
+
+
+def _log_finished(
+    experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
+) -> list[str]:
+    """Log all of a finished run that its MLflow run lacks, and end it."""
+    records = read_metrics(home)
+    tracker = open_tracker(experiment, summary.attempt, summary.data, tags, summary.unread_fields)
+    log_data(tracker, summary.data, summary.sources)
+    for record in records:
+        tracker.log_round(int(record["round"]), grouped_metrics(record))
+    log_totals(tracker, summary)
+    with scratch_folder("results") as scratch:
+        for name in summary.files:
+            if home.exists(name):
+                file = Path(scratch, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(home.read(name))
+        Path(scratch, "result.json").write_bytes(summary.to_json())
+        tracker.log_artifacts(scratch)
+    return tracker.finish()
 
 
 def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]:

@@ -6,7 +6,6 @@ loop of both is :func:`_train`.
 """
 
 import errno
-import json
 import shutil
 import time
 import uuid
@@ -39,7 +38,7 @@ from trishul_ray.experiment.fit import (
     random_weights_line,
     smaller_images,
 )
-from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.edge import privacy_report, promised
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
@@ -56,8 +55,9 @@ from trishul_ray.report.summary import (
     FAILURE,
     RunSummary,
     attempt_of,
-    mark_finished,
     unmark_finished,
+    write_attempt,
+    write_result,
 )
 from trishul_ray.runs.earlier import (
     add_artifacts,
@@ -174,7 +174,8 @@ def run_steps(
         if summary is not None:
             check_sources(experiment, summary, progress)
             summary = restore_files(experiment, summary, home, progress, extras=extras)
-            for refused in log_reused(experiment, summary, home, tags or {}):
+            summary, rejected = log_reused(experiment, summary, home, tags or {})
+            for refused in rejected:
                 progress.note(f"not logged to MLflow: {refused}")
             return FinishedRun(summary, home, True, mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
@@ -195,16 +196,20 @@ def run_steps(
                 progress.note(line)
         new = uuid.uuid4().hex
         if fresh:
-            for refused in mark_replaced(experiment, attempt_of(home), by=new):
-                progress.note(f"not marked in MLflow: {refused}")
+            earlier = attempt_of(home) or _attempt_of_checkpoint(experiment)
+            home.remove("result.json")  # first: without its files, it is no result
             unmark_finished(home)
+            for refused in mark_replaced(experiment, earlier, by=new):
+                progress.note(f"not marked in MLflow: {refused}")
             home.remove_all()
         if extras:  # a sweep's runs differ by design
             note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
+        if existed:
+            home.remove_unfinished()
         try:
             try:
-                attempt = _attempt(home, new)
+                attempt = _attempt(experiment, home, new)
                 home.write("config.yaml", experiment.to_yaml())
             except StorageRefusedError as error:
                 raise _refused(experiment, error) from error
@@ -300,8 +305,8 @@ def _run(
                 unread_fields=unread,
             ).written()
             # Its presence marks the run as finished, whatever becomes of figures and model.
-            home.write("result.json", summary.to_json())
-            mark_finished(home)
+            summary = replace(summary, logged=tracker.place is None).written()
+            write_result(home, summary)
             home.remove(FAILURE)
             status, lost = "FINISHED", None
             if options.extras:
@@ -312,18 +317,24 @@ def _run(
                         shutil.copytree(new, folder, dirs_exist_ok=True)
                 except ArtifactsError as error:
                     lost = error
-            (folder / "result.json").write_bytes(summary.to_json())
+            whole = replace(summary, logged=True).written()
+            (folder / "result.json").write_bytes(whole.to_json())
             tracker.log_artifacts(folder)
-            log_totals(tracker, summary)
-        if lost is not None:
-            raise lost
-        return FinishedRun(summary, home, False, tracker.ui_command(experiment.id))
+            log_totals(tracker, whole)
+        command = tracker.ui_command(experiment.id)
     except (KeyboardInterrupt, GeneratorExit):
         status = "KILLED" if status == "FAILED" else status
         raise
     finally:
-        for refused in tracker.finish(status):  # type: ignore[arg-type]  # three literals
-            progress.note(f"MLflow refused: {refused}")
+        refused = tracker.finish(status)  # type: ignore[arg-type]  # three literals
+        for line in refused:
+            progress.note(f"MLflow refused: {line}")
+    if tracker.place is not None and not refused:
+        summary = whole
+        write_result(home, summary)
+    if lost is not None:
+        raise lost
+    return FinishedRun(summary, home, False, command)
 
 
 @dataclass
@@ -441,12 +452,19 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
         progress.advance(record.round, record.metrics())
 
 
-def _attempt(home: Store, new: str) -> str:
+def _attempt(experiment: Experiment, home: Store, new: str) -> str:
     """Return the attempt that a run's folder belongs to; without one, it becomes ``new``."""
     # Written before the MLflow run is created: a driver killed in between finds it by this tag.
     if not (attempt := attempt_of(home)):
-        home.write("attempt.json", json.dumps({"attempt": new}).encode())
-    return attempt or new
+        attempt = _attempt_of_checkpoint(experiment) or new
+        write_attempt(home, attempt)
+    return attempt
+
+
+def _attempt_of_checkpoint(experiment: Experiment) -> str:
+    """Return the attempt that a run's newest checkpoint belongs to; empty without one."""
+    checkpoint = open_checkpoints(experiment).newest()
+    return "" if checkpoint is None else checkpoint.attempt
 
 
 @contextmanager

@@ -289,8 +289,8 @@ class _Work:
                 if self.states[id].status == "stopped"
             }
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
-            rejected = part.parent.settle(tags, finished, self._has_failed, self._rounds, stopped)
-            rejected += self._log_reused(part, tags)
+            rejected = self._log_results(part, tags)  # also those whose process ended too early
+            rejected += part.parent.settle(tags, finished, self._has_failed, self._rounds, stopped)
             if status != "KILLED":
                 done = {id: tags[id] for id in finished}
                 rejected += part.parent.add_shared(done, self._rounds)
@@ -311,13 +311,15 @@ class _Work:
         summaries = {id: self.states[id].summary for id in part.cells}
         return {id: summary.checksum for id, summary in summaries.items() if summary is not None}
 
-    def _log_reused(self, part: _Part, tags: Mapping[str, Mapping[str, str]]) -> list[str]:
-        """Log results that were made for another MLflow experiment or store."""
+    def _log_results(self, part: _Part, tags: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """Log results that were made elsewhere, or that MLflow does not have whole."""
         rejected: list[str] = []
         for id, cell in part.cells.items():
             if (summary := self.states[id].summary) is not None:
                 experiment = with_parent(cell.experiment, part.parent_id)
-                rejected += log_reused(experiment, summary, run_folder(experiment), tags[id])
+                logged, refused = log_reused(experiment, summary, run_folder(experiment), tags[id])
+                self.states[id] = replace(self.states[id], summary=logged)
+                rejected += refused
         return rejected
 
     def _has_failed(self, id: str) -> bool:

@@ -505,6 +505,7 @@ class MlflowRun(Tracker):
         self._store = store
         self._experiment = experiment
         self._known = run.data.params
+        self._values = run.data.metrics  # as they were when it was opened
         self._id: str = run.info.run_id
         self.run_id = self._id
         self.place = place_of(store.uri, experiment.name)
@@ -624,7 +625,9 @@ class MlflowRun(Tracker):
         """Log metrics of the whole run, at its last round, and tags."""
         public = _public(tags, _TAG_VALUE_LIMIT)
         marks = [mlflow.entities.RunTag(name, value) for name, value in public.items()]
-        self._send_rounds(_points(metrics, step), marks)
+        # Those that a process which was killed has logged are there already.
+        new = {name: value for name, value in metrics.items() if self._values.get(name) != value}
+        self._send_rounds(_points(new, step), marks)
 
     def log_data(
         self, name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
