@@ -1,0 +1,107 @@
+"""Every kind of file that is kept, damaged as a power cut or a worn disk does: no number changes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from crashes import CRASHED, Place
+from damage import DAMAGE
+
+from trishul_ray.experiment.loading import load_experiment
+
+#: With all that a run keeps: what clients keep, prepared rows and weights, a pretrained backbone.
+WORDS = [
+    "federation.clients=3", "federation.clients_per_round=2", "federation.rounds=2",
+    "federation.local_steps=1", "federation.batch_size=4", "evaluation.limit=16",
+    "evaluation.batch_size=16", "resources.backend=inline", "uploads.codec=int4",
+    "uploads.error_feedback=true",
+]  # fmt: skip
+#: When a file is damaged, by its pattern; the last that matches is taken. MLflow's database is its
+#: own: of a damaged one, SQLite or MLflow tells.
+KINDS = {
+    "runs/*/attempt.json": "broken off",
+    "runs/*/config.yaml": "broken off",
+    "runs/*/checkpoints/round-*": "broken off",
+    "runs/*/checkpoints/clients-*": "broken off",
+    "runs/*/result.json": "finished",
+    "runs/*/metrics.parquet": "finished",
+    "runs/*/diagnostics.npz": "finished",
+    "runs/*/test_rows.npz": "finished",
+    "runs/*/adapter/adapter_model.safetensors": "finished",
+    "runs/*/figures/loss.png": "finished",
+    "cache/data/*/train.arrow": "cached",
+    "cache/data/*/.xxh128": "cached",
+    "cache/weights/*/weights.pt": "cached",
+    "cache/weights/*/.xxh128": "cached",
+    "cache/models/*/model.safetensors": "cached",
+    "cache/models/*/config.json": "cached",
+    "cache/models/*/preprocessor_config.json": "cached",
+    "cache/models/*/.xxh128": "cached",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, fork_environment):
+    """The place of runs, the id of one, what it must be, and a template of each state."""
+    place = Place(tmp_path_factory.mktemp("damaged"))
+    id, want = load_experiment(None, WORDS).id, {}
+
+    def keep(name):
+        template = Place(place.root / name)
+        template.root.mkdir()
+        template.restore(place.root)
+
+    (place.root / "tmp").mkdir()
+    for name, extras in (("cached", False), ("finished", True)):
+        place.restore(place.root / "nothing")
+        done = place.run(WORDS, extras=extras)
+        assert done.code == 0, done.said
+        want[name] = place.observe(id)
+        if name == "finished":
+            keep(name)
+    for run in (place.root / "runs").iterdir():
+        if run.is_dir():
+            shutil.rmtree(run)
+        else:
+            run.unlink()
+    keep("cached")
+    calls = place.run(WORDS).calls
+    place.restore(place.root / "cached")
+    at = next(n for n, call in enumerate(calls, 1) if "/.result.json" in call)
+    assert place.run(WORDS, crash=at).code == CRASHED
+    keep("broken off")
+    return place, id, want | {"broken off": want["cached"]}
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("pattern", KINDS)
+def test_a_damaged_file_changes_nothing(world, pattern, damage):
+    place, id, want = world
+    state = KINDS[pattern]
+    place.restore(place.root / state)
+    file = sorted(place.root.glob(pattern))[-1]
+    data = file.read_bytes()
+    file.unlink()  # the template has a link to it
+    file.write_bytes(DAMAGE[damage](data))
+    again = place.run(WORDS, extras=state == "finished")
+    assert again.code == 0, again.said
+    got = place.observe(id)
+    unlike = {name for name in got if got[name] != want[state][name]}
+    assert unlike <= {"files", "logged result"}, unlike
+    if state != "broken off" and Path(pattern).name not in ("result.json", "metrics.parquet"):
+        assert file.read_bytes() == data
+    if state == "cached":
+        assert f"{file.parent} is damaged (" in again.said
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_undamaged_files_are_said_to_be_nothing_else(world):
+    place, id, want = world
+    for state, expected in want.items():
+        place.restore(place.root / state)
+        again = place.run(WORDS, extras=state == "finished")
+        assert again.code == 0 and "damaged" not in again.said and "corrupt" not in again.said
+        assert place.observe(id) == expected

@@ -1,0 +1,227 @@
+"""Runs that end in mid-write, at a chosen call that changes a file or MLflow's database.
+
+The calls are seen by an audit hook of Python, and by SQLAlchemy's event before a commit; a process
+ends right before one. All that lasts gets its name from Python (``files.py``), and a transaction of
+SQLite is whole or not there, so that what is read changes at no other time: what Arrow, torch and
+safetensors write themselves goes into files that nobody reads before they are renamed. A file cut
+in half under its final name is a damaged one; see test_damaged_files.py.
+
+Every run is a fork of a server that has imported everything.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+import traceback
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlflow.store.db.utils
+import mlflow.store.tracking.sqlalchemy_store
+import mlflow.tracking  # noqa: F401
+import pandas  # noqa: F401
+import pyarrow.parquet as pq
+import sklearn.datasets  # noqa: F401
+import sqlalchemy
+import torch
+import transformers.models.vit.modeling_vit  # noqa: F401
+from rich.console import Console
+
+import trishul_ray.federation.inline
+import trishul_ray.models.attention
+import trishul_ray.runs.artifacts  # noqa: F401
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.report.summary import RunSummary
+from trishul_ray.runs.runner import run_steps
+from trishul_ray.storage import Store
+from trishul_ray.tracking.progress import RunProgress
+
+load_experiment(None, ["uploads.codec=int4"])  # imports methods and codecs
+
+#: Exit code of a run that was ended before a call.
+CRASHED = 88
+#: Audit events of calls that change files: which arguments are the path, and its folder if any.
+_CALLS = {
+    "open": ((0, None),),
+    "os.mkdir": ((0, 2),),
+    "os.remove": ((0, 1),),
+    "os.rename": ((1, 3),),
+    "os.rmdir": ((0, 1),),
+    "os.link": ((1, 3),),
+    "os.symlink": ((1, 2),),
+    "os.truncate": ((0, None),),
+}
+_WRITES = os.O_CREAT | os.O_TRUNC
+
+
+@dataclass
+class Ended:
+    """How a run has ended: its exit code, what it said, and its calls, in order."""
+
+    code: int
+    said: str
+    calls: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with the runs, the cache and the temporary files of runs."""
+
+    root: Path
+
+    def run(
+        self, words: list[str], *, crash: int | None = None, fresh: bool = False,
+        extras: bool = False,
+    ) -> Ended:  # fmt: skip
+        """Run in a fork, which ends before its call number ``crash``."""
+        report = self.root / "report.json"
+        report.unlink(missing_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["crashes"])
+        process = context.Process(
+            target=_run, args=(str(self.root), words, crash, fresh, extras, str(report))
+        )
+        process.start()
+        process.join()
+        said, calls = json.loads(report.read_text()) if report.exists() else ("", [])
+        assert process.exitcode is not None
+        return Ended(process.exitcode, said, calls)
+
+    def restore(self, template: Path) -> None:
+        """Replace everything by a copy of another place; files but the database are linked."""
+        for name in ("runs", "cache", "tmp"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
+            if (template / name).exists():
+                shutil.copytree(template / name, self.root / name, copy_function=_link)
+        (self.root / "tmp").mkdir(exist_ok=True)
+
+    def home(self, id: str) -> Store:
+        """Return the folder of a run."""
+        return Store.open(str(self.root / "runs" / id))
+
+    def observe(self, id: str) -> dict[str, Any]:
+        """Return what must be the same after any crash, of a finished run and around it."""
+        home = self.home(id)
+        summary = RunSummary.read(home)
+        rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pydict()
+        found: dict[str, Any] = {
+            "state": summary.state_sha256,
+            "rounds": {name: values for name, values in rows.items() if "second" not in name},
+            "scores": [summary.final, summary.best, summary.untouched],
+            "sources": summary.sources,
+            "hashes": {k: v for k, v in summary.sha256.items() if k != "metrics.parquet"},
+            "damaged": summary.damaged_files(home),
+            "logged": summary.logged,
+            "files": self.files(),
+        }
+        with closing(sqlite3.connect(self.root / "runs/mlflow.db")) as base:
+            runs = base.execute(
+                "select run_uuid, status, artifact_uri from runs join tags using (run_uuid) where"
+                " tags.key = 'trishul.id' and tags.value = ? and lifecycle_stage = 'active'",
+                (id,),
+            ).fetchall()
+            found["statuses"] = [status for _, status, _ in runs]
+            for uuid, _, uri in runs:
+                points = base.execute(
+                    "select key, step, value from metrics where run_uuid = ?"
+                    " and key not like '%second%'",
+                    (uuid,),
+                )
+                found["points"] = sorted(points.fetchall())
+                for table in ("params", "tags"):
+                    names = base.execute(f"select key from {table} where run_uuid = ?", (uuid,))
+                    found[table] = sorted(names.fetchall())
+                artifacts = Path(uri.removeprefix("file://"))
+                found["artifacts"] = sorted(
+                    path.relative_to(artifacts).as_posix() for path in artifacts.rglob("*")
+                )
+                found["logged result"] = (artifacts / "result.json").read_bytes() == home.read(
+                    "result.json"
+                )
+        return found
+
+    def files(self) -> list[str]:
+        """Return all files and folders but MLflow's artifacts, without hashes of timed content."""
+        names = []
+        for path in sorted(self.root.rglob("*")):
+            parts = path.relative_to(self.root).parts
+            if parts[0] in ("runs", "cache", "tmp") and "mlartifacts" not in parts:
+                timed = parts[-1].startswith(("round-", "clients-"))
+                names.append("/".join((*parts[:-1], parts[-1][:12] if timed else parts[-1])))
+        return sorted(names)
+
+
+def _link(source: str, target: str) -> None:
+    # The database is written in place, and all else renamed.
+    (shutil.copy2 if ".db" in Path(source).name else os.link)(source, target)
+
+
+def _run(
+    root: str, words: list[str], crash: int | None, fresh: bool, extras: bool, report: str
+) -> None:
+    os.chdir(root)
+    os.environ["TRISHUL_CACHE"] = f"{root}/cache"
+    tempfile.tempdir = f"{root}/tmp"
+    torch.set_num_threads(1)
+    out, calls, code = io.StringIO(), list[str](), 0
+    sys.stdout = sys.stderr = out
+
+    def count(call: str) -> None:
+        if not call.startswith("commit") and call in calls[-1:]:
+            return  # a file that is made, and then opened
+        calls.append(call)
+        if len(calls) == crash:
+            os._exit(CRASHED)
+
+    watched = (f"{root}/runs/", f"{root}/cache/", f"{root}/tmp/")
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        for place, folder in _CALLS.get(event, ()):
+            if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITES):
+                continue
+            if not isinstance(args[place], str | bytes | os.PathLike):
+                continue  # an open file
+            path = os.fsdecode(args[place])
+            if not path.startswith("/"):
+                base = args[folder] if folder is not None else -1
+                start = os.readlink(f"/proc/self/fd/{base}") if base >= 0 else os.getcwd()
+                path = f"{start}/{path}"
+            # A lock has no content, and one file in a folder for temporary ones is like another.
+            inside = "/tmp/." in path and not path.endswith(".tmp")
+            if path.startswith(watched) and not path.endswith("lock") and not inside:
+                count(f"{event} {path.removeprefix(root)}")
+
+    changes: list[str] = []  # of the transaction
+
+    def note(_: Any, __: Any, statement: str, *more: Any) -> None:
+        if not statement.startswith(("SELECT", "PRAGMA")):
+            changes.append(statement)
+
+    def commit(_: Any) -> None:
+        if changes:
+            count(f"commit {changes[-1].split(' (')[0]}")
+            changes.clear()
+
+    try:
+        experiment = load_experiment(None, [*words, "storage.runs=runs"])
+        sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
+        sqlalchemy.event.listen(sqlalchemy.Engine, "commit", commit)
+        sys.addaudithook(hook)
+        progress = RunProgress(9, Console(file=out, width=300))
+        for _ in run_steps(experiment, progress, fresh=fresh, extras=extras):
+            pass
+        crash = None
+    except BaseException:
+        code = 1
+        traceback.print_exc(file=out)
+    made = list(calls)
+    with open(report, "w") as file:
+        json.dump([out.getvalue(), made], file)
+    os._exit(code)
