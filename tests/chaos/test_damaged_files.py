@@ -1,4 +1,4 @@
-"""Every kind of file that is kept, damaged as a power cut or a worn disk does: no number changes."""
+"""Every kind of kept file, damaged as a power cut or a worn disk does: no number changes."""
 
 import shutil
 from pathlib import Path
