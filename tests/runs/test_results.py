@@ -12,7 +12,9 @@ import torch
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
+from trishul_ray.report.summary import attempt_of, write_attempt
 from trishul_ray.runs.results import hardware, kernels, summarize
+from trishul_ray.storage import Store
 
 
 def test_the_kernels_in_use_are_recorded():
@@ -92,3 +94,13 @@ def test_the_untouched_backbone_is_never_the_best_and_the_choice_is_named(
     found = summary_of(experiment, final_of(experiment), accuracy=accuracies)
     assert found.best["round"] == 2 and found.best["chosen_on"] == "test"
     assert "validation_accuracy" not in found.final and found.data.validation == 0
+
+
+def test_a_damaged_name_of_the_attempt_is_no_name(tmp_path):
+    home = Store.open(str(tmp_path))
+    write_attempt(home, "0123abc")
+    assert attempt_of(home) == "0123abc"
+    home.write("attempt.json", home.read("attempt.json").replace(b"0123abc", b"0123abb"))
+    assert attempt_of(home) == ""
+    home.write("attempt.json", b'{"attempt": "old"}')  # of an earlier version
+    assert attempt_of(home) == "old"
