@@ -45,6 +45,7 @@ class Result:
         self, experiment: Experiment, home: Store, summary: RunSummary, *, repeated: bool
     ) -> None:
         self._experiment, self._home = experiment, home
+        self._own: TrainedRun | None = None
         self.summary = summary.to_dict()
         self.repeated = repeated
         self.id, self.path = summary.id, home.uri
@@ -139,27 +140,42 @@ class Result:
     def _trained(self) -> TrainedRun:
         return load_trained(self._experiment)
 
+    def _trained_by(self, client: int | str | None) -> TrainedRun:
+        """Return the global model, or a client's own: the last that was asked for is kept."""
+        if client is None:
+            return self._trained
+        if self._own is None or self._own.client != str(client):
+            self._own = load_trained(self._experiment, client)
+        return self._own
+
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the columns of probabilities."""
         return self._trained.bench.info.classes
 
     @own_errors()
-    def model(self) -> nn.Module:
+    def model(self, client: int | str | None = None) -> nn.Module:
         """Return the trained model, with the update in its weights, in evaluation mode.
 
         It is a plain model of transformers, or of the class that was passed, on the CPU or the
         run's device; every call returns a new one.
 
+        Args:
+            client: Whose own model to return, by its number or its name as in :attr:`personal`;
+                None is the global model.
+
         Raises:
+            InputError: The client has not taken part, or the method's clients have no own models.
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
-        run = self._trained
+        run = self._trained_by(client)
         name_classes(run.bench.model.model, run.bench)
         return as_passed(merge_trained(run.bench.model, run.trained)).eval()
 
     @own_errors()
-    def predict(self, rows: Any, *, batch_size: int = 64) -> list[str]:
+    def predict(
+        self, rows: Any, *, batch_size: int = 64, client: int | str | None = None
+    ) -> list[str]:
         """Return the class of every row, by name, or the answer to a question.
 
         Args:
@@ -168,17 +184,22 @@ class Result:
                 [N, C, H, W]), or rows with the columns of the run's dataset, in any form that
                 :func:`trishul_ray.run` takes.
             batch_size: Rows computed at once.
+            client: Whose own model predicts; None is the global one. See :meth:`model`.
 
         Raises:
-            InputError: These are no rows of the run's dataset.
+            InputError: These are no rows of the run's dataset, or the client has no own model.
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
-        return prediction.predict(self._trained, rows, batch_size=batch_size)
+        return prediction.predict(self._trained_by(client), rows, batch_size=batch_size)
 
     @own_errors()
-    def predict_probabilities(self, rows: Any, *, batch_size: int = 64) -> np.ndarray:
+    def predict_probabilities(
+        self, rows: Any, *, batch_size: int = 64, client: int | str | None = None
+    ) -> np.ndarray:
         """Return the probability of every class, float32 [N, K], in the order of :attr:`classes`.
 
         See :meth:`predict`; a task that writes texts has no probabilities.
         """
-        return prediction.predict_probabilities(self._trained, rows, batch_size=batch_size)
+        return prediction.predict_probabilities(
+            self._trained_by(client), rows, batch_size=batch_size
+        )

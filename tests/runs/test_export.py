@@ -1,6 +1,7 @@
 """Exports of finished runs, used where only transformers and peft are installed."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import trishul_ray
 import trishul_ray.runs.export
+from trishul_ray import InputError
 from trishul_ray.methods.base import method_names
+from trishul_ray.runs.export import export_run
 
 #: Runs the code of each model card and prints the score of the given rows.
 STRANGER = """
@@ -119,6 +123,74 @@ def test_a_quantized_backbone_is_named_and_written_as_it_was_trained_with(kind, 
     classes = list(result.classes)
     found = score([(str(f), test, classes) for f in (adapter, tmp_path / "merged")], tmp_path)
     assert found == pytest.approx([result.final["accuracy"]] * 2, abs=0.0101)
+
+
+@pytest.mark.parametrize("method", ["local", "fedsa", {"name": "ravan", "private_heads": 1}])
+def test_a_clients_own_model_is_what_its_evaluation_has_scored(method, run, tmp_path):
+    result = run(method=method, evaluation={"limit": 100, "per_client": True, "every": 0})
+    note = result.summary["export"]["note"]
+    card = (Path(result.adapter_path) / "README.md").read_text()
+    for text in (note, card):
+        assert "global, without the " in text and "export" in text and "--client N" in text
+    if method == "local":  # nothing of it is global
+        assert re.search(r"without the ([\d,]+) of \1 ", note)
+    rows, runs = trishul_ray_rows(result), str(tmp_path / "runs")
+    pixels = np.array([row["pixels"] for row in rows], np.uint8).reshape(-1, 8, 8)
+    labels = np.array([row["label"] for row in rows])
+    asked = [client for client, rounds in result.participation.items() if rounds]
+    mix = class_mix_of(result)
+    for client in asked:
+        found = result.predict_probabilities(pixels, client=client)
+        right = found.argmax(axis=1) == labels
+        recall = np.array([right[labels == k].mean() for k in range(10)])
+        weights = mix[int(client)]
+        assert (recall * weights).sum() / weights.sum() == pytest.approx(result.personal[client])
+        written = export_run(result.id, tmp_path / client, merged=False, runs=runs, client=client)
+        assert f"of client {client} alone" in written.note
+        assert f"- model: of client {client} alone" in (tmp_path / client / "README.md").read_text()
+        loaded = loaded_by_peft(tmp_path / client)
+        with torch.no_grad():
+            inputs = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+            exported = loaded(inputs).logits
+            own, shared = (result.model(c)(inputs).logits for c in (client, None))
+        torch.testing.assert_close(exported, own, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(own, shared, atol=1e-3)
+    for wrong, said in ((7, "none of the run's 3 clients; allowed: "), ("a", "client=a is none")):
+        with pytest.raises(InputError, match=said):
+            result.model(client=wrong)
+
+
+def test_an_own_model_of_a_client_without_one_is_refused(run, tmp_path):
+    result = run(method="fedit", evaluation={"limit": 10}, rounds=1)
+    with pytest.raises(InputError, match="client=0: method=fedit leaves no part of the model with"):
+        result.model(client=0)
+    assert "global" not in result.summary["export"]["note"]
+    shape = {"clients": 3, "clients_per_round": 1, "local_steps": 1}
+    scores = {"limit": 10, "per_client": True, "every": 0}
+    result = run(method="local", evaluation=scores, rounds=1, federation=shape)
+    asked, *others = sorted(result.participation, key=result.participation.get, reverse=True)
+    with pytest.raises(InputError, match=f"has not taken part so far.*allowed: {asked}$"):
+        export_run(
+            result.id, tmp_path / "o", merged=True, runs=str(tmp_path / "runs"), client=others[0]
+        )
+    assert not (tmp_path / "o").exists()
+
+
+def class_mix_of(result):
+    """The rows of each client and class [C, K]."""
+    from trishul_ray.data.partition import class_mix
+    from trishul_ray.federation.prepare import prepare_run
+
+    prepared = prepare_run(result._experiment)
+    return class_mix(prepared.shards, prepared.dataset.train.labels, 10)
+
+
+def loaded_by_peft(folder):
+    from peft import PeftModel
+    from transformers import AutoModelForImageClassification
+
+    base = AutoModelForImageClassification.from_pretrained(folder / "backbone")
+    return PeftModel.from_pretrained(base, folder).eval()
 
 
 def trishul_ray_rows(result):

@@ -111,6 +111,14 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
     ] = False,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Write this client's own model, by number or name, for a method that leaves a "
+            "part of the model with each client.",
+        ),
+    ] = None,
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
@@ -120,7 +128,7 @@ def export(
     Beside it are a model card, the class names, and the image processor or the tokenizer. Full
     fine-tuning has no adapter: its model is written.
     """
-    written = lazy.export.export_run(run_id, directory, merged=merged, runs=runs)
+    written = lazy.export.export_run(run_id, directory, merged=merged, runs=runs, client=client)
     print_line(f"{written.note}, after round {written.round}: {directory}")
 
 

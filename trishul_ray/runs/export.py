@@ -21,13 +21,14 @@ from transformers import PretrainedConfig
 
 from trishul_ray.adapters.export import export_merged, export_peft, merge_trained, save_module
 from trishul_ray.adapters.model import Trained
+from trishul_ray.data.partition import client_names
 from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.messages import ArrayState, changed_sources
+from trishul_ray.federation.messages import Arrays, ArrayState, changed_sources
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
 from trishul_ray.files import Json, check_writable
@@ -44,15 +45,18 @@ from trishul_ray.version import __version__
 
 #: Ids to name in one message.
 _MAX_NEAR = 3
+#: Clients to name in one.
+MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The model of a run after a round."""
+    """The model of a run after a round; ``client`` is whose own it is, empty for the global one."""
 
     bench: ModelBench
     trained: Trained
     round: int
+    client: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,15 @@ def _complete(run: str, prefix: str, store: Store) -> str:
     raise InputError(f"run {run!r} does not exist: {missing}; {near}")
 
 
-def load_trained(experiment: Experiment) -> TrainedRun:
+def load_trained(experiment: Experiment, client: int | str | None = None) -> TrainedRun:
     """Return the model of the newest checkpoint of an experiment's run.
 
+    Args:
+        experiment: The experiment.
+        client: Whose own model to return, by number or by name; None is the global model.
+
     Raises:
-        InputError: The backbone is not on this machine.
+        InputError: The backbone is not on this machine, or the client has no model of its own.
         RunError: The run has no usable checkpoint, or its backbone has changed.
     """
     checkpoints = open_checkpoints(experiment)
@@ -127,19 +135,71 @@ def load_trained(experiment: Experiment) -> TrainedRun:
         why = "; ".join(checkpoints.skipped) or "none was written"
         raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
     method = build_method(experiment.method, experiment.adapter)
+    assert checkpoint.info is not None  # as every run writes it
+    name, kept = ("", None) if client is None else _kept_by(client, experiment, checkpoint)
     with deterministic(experiment):
         broadcast = broadcast_of(method, checkpoint.state)
-        assert checkpoint.info is not None  # as every run writes it
         bench = build_model_bench(experiment, checkpoint.info)
         if changed := changed_sources(checkpoint.sources, bench.sources):
             raise RunError(f"the {changed} of run {experiment.id} have changed since it was made")
-        return trained_by(bench, broadcast, checkpoint.round)
+        return trained_by(bench, broadcast, checkpoint.round, name, kept)
 
 
-def trained_by(bench: ModelBench, broadcast: ArrayState, round_number: int) -> TrainedRun:
-    """Return the global model that the broadcast after a round describes."""
+def _kept_by(
+    client: int | str, experiment: Experiment, checkpoint: Checkpoint
+) -> tuple[str, Arrays]:
+    """Return the name of a client, and what it has kept of its own model."""
+    if not build_method(experiment.method).personal:
+        raise InputError(
+            f"client={client}: method={experiment.method.name} leaves no part of the model with "
+            "its clients, who all have the global one; leave client out"
+        )
+    assert checkpoint.info is not None
+    clients = experiment.federation.clients
+    names = client_names(checkpoint.info, experiment.partition, clients)
+    names = names or tuple(map(str, range(clients)))
+    kept = {names[number]: state for number, state in checkpoint.client_states.items()}
+    if (name := str(client)) in kept:
+        return name, kept[name]
+    if name in names:
+        why = "has not taken part so far, so that its model is the global one"
+    else:
+        why = f"is none of the run's {clients:,} clients"
+    known = sorted(kept, key=names.index)
+    few = ", ".join(known[:MOST_NAMED]) + ", ..." * (len(known) > MOST_NAMED)
+    raise InputError(f"client={client} {why}; allowed: {few or 'none yet'}")
+
+
+def trained_by(
+    bench: ModelBench,
+    broadcast: ArrayState,
+    round_number: int,
+    client: str = "",
+    kept: Arrays | None = None,
+) -> TrainedRun:
+    """Return the model that the broadcast after a round describes.
+
+    It is the global one, or that of a client of this name that has kept these arrays.
+    """
     adapt_to(bench, broadcast.survey)
-    return TrainedRun(bench, global_model(bench, broadcast, round_number), round_number)
+    trained = global_model(bench, broadcast, round_number, kept)
+    return TrainedRun(bench, trained, round_number, client)
+
+
+def whose_model(run: TrainedRun) -> str:
+    """Return whose model it is where clients have their own; otherwise an empty text."""
+    bench = run.bench
+    if not bench.method.personal:
+        return ""
+    if run.client:
+        return f"of client {run.client} alone, with what only it keeps"
+    layout = bench.model.layout
+    sent = sum(layout.entry(name).numel for name in bench.method.wire(layout))
+    return (
+        f"global, without the {layout.size - sent:,} of {layout.size:,} trained parameters that "
+        "each client keeps: they are as before the first round; "
+        f"`trishul export {bench.settings.id} DIR --client N` writes the model of a client"
+    )
 
 
 def fits_adapter(bench: ModelBench) -> bool:
@@ -147,18 +207,22 @@ def fits_adapter(bench: ModelBench) -> bool:
     return any(True for _ in bench.model.iter_layers(bench.initial))
 
 
-def export_run(run: str, directory: Path, *, merged: bool, runs: str) -> Export:
+def export_run(
+    run: str, directory: Path, *, merged: bool, runs: str, client: str | None = None
+) -> Export:
     """Write the adapter, or the merged model, of a run's newest checkpoint into a new folder.
 
-    Full fine-tuning has no adapter: its model is written instead.
+    Full fine-tuning has no adapter: its model is written instead. ``client`` is the name or the
+    number of the client whose own model to write; None is the global model.
 
     Raises:
-        InputError: The run does not exist, or ``directory`` is not empty.
+        InputError: The run does not exist, ``directory`` is not empty, or the client has no model
+            of its own.
         RunError: The run has no usable checkpoint, or its backbone has changed.
     """
     check_writable(directory.absolute().parent, str(directory))
     _, experiment = open_run(run, runs)
-    return write_model(load_trained(experiment), directory, merged=merged, notes={})
+    return write_model(load_trained(experiment, client), directory, merged=merged, notes={})
 
 
 @contextmanager
@@ -186,6 +250,8 @@ def write_model(
     """
     bench, trained = run.bench, run.trained
     notes = {"rounds": str(run.round)} | notes
+    if whose := whose_model(run):
+        notes = {"model": whose} | notes
     if (quantize := bench.settings.model.quantize) != "none":
         notes["quantized"] = quantize
     name_classes(bench.model.model, bench)
@@ -196,6 +262,7 @@ def write_model(
                 why += f", which are those of {quantize}, dequantized, as in training"
             note = f"the whole model, with the update in its weights{why}"
             notes |= {"weights": note}
+            note += f"; {whose}" * bool(whose)
             export_merged(
                 bench.model,
                 trained,
@@ -226,6 +293,7 @@ def write_model(
     if adapter.folded:
         note += ", which holds the changes of the frozen weights, too "
         note += f"(relative error {adapter.error:.1g})"
+    note += f"; {whose}" * bool(whose)
     return Export("adapter", run.round, note, ranks, adapter.error)
 
 
