@@ -217,11 +217,11 @@ def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
     assert code == 0, err
     cells = out.splitlines()[0].split(), out.splitlines()[1].split()
     row = dict(zip(*cells, strict=True))
-    assert (row["sweep"], row["cells"], row["runs"], row["missing"]) == ("vision", *["360"] * 3)
+    assert (row["sweep"], row["cells"], row["runs"], row["missing"]) == ("vision", *["600"] * 3)
     assert float(row["cost"]) == pytest.approx(2.5 * float(row["hours"]), rel=0.02)
     monkeypatch.setenv("COLUMNS", "40")  # no number is cut, as by a pipe's 80 columns
     assert called("plan", "vision", "--price", "2.5", "--device", "h100")[1] == out
-    assert "360 distinct runs; hours on one H100: 0 runs measured, 360 from the cost model" in out
+    assert "600 distinct runs; hours on one H100: 0 runs measured, 600 from the cost model" in out
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "mine.yaml").write_text("base: {dataset: digits}\naxes: {seed: [0, 1]}\n")

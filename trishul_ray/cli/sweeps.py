@@ -84,7 +84,7 @@ def table(
 
     - `trishul table all --profile smoke` — every cell of every table, on embedded data
     - `trishul table vision glue` — two tables by the paper's protocol
-    - `trishul table vision seed=0..4` — with five seeds instead of three
+    - `trishul table vision seed=0..2` — with three seeds, as the paper, instead of five
 
     Repeat the command to continue: finished cells are never run again. The command `plan` shows
     what would run.
