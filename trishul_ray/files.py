@@ -29,6 +29,9 @@ from filelock import FileLock
 
 from trishul_ray.errors import InputError
 
+#: Beginning of the text that stands for a file that Git LFS has not fetched.
+_LFS = b"version https://git-lfs.github.com/spec/"
+
 #: An object of JSON.
 Json: TypeAlias = dict[str, Any]
 
@@ -107,6 +110,20 @@ def _remembered(compute: Callable[[Path], str], file: Path) -> str:
 @lru_cache(maxsize=100_000)
 def _computed(compute: Callable[[Path], str], path: Path, stamp: tuple[int, ...]) -> str:
     return compute(path)
+
+
+def lfs_pointer(file: Path) -> str | None:
+    """Return what to do about a file of which Git LFS has left a pointer alone; None for others.
+
+    A file that cannot be read is none: who reads it will say so.
+    """
+    try:
+        with file.open("rb") as stream:
+            if stream.read(len(_LFS)) != _LFS:
+                return None
+    except OSError:
+        return None
+    return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` where it is"
 
 
 def make_cache_folder(folder: Path) -> None:

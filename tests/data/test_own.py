@@ -430,6 +430,10 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
         ("x.csv", b"text,label\n\xff\xfe,0\n", r"line 2: not UTF-8 \(byte 0xff .* LATIN1, convert"),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),
+        *(
+            (name, b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull")
+            for name in ("x.parquet", "x.csv", "x.jsonl")
+        ),
         ("x.parquet", b"PAR1 and no more", r"an incomplete download: it ends after 16 bytes"),
         ("x.csv", gzip.compress(b"text"), r"x.csv: a gzip file, not a CSV file; unpack it: gunzip"),
         ("x.jsonl", b"PK\3\4", r"x.jsonl: a zip file \(as those of Excel are\), not a JSON lines"),

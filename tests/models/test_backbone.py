@@ -26,6 +26,7 @@ from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
 
 ROOT = Path(__file__).parents[2]
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 SMALL = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "image_size": 8, "patch_size": 2, "num_channels": 3,
@@ -119,6 +120,40 @@ def test_unreadable_checkpoints_are_named(saved, damage):
     with pytest.raises(CorruptFileError, match=r"model.name='owner/vit': cannot load") as caught:
         load(saved, 7)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_pointer_of_git_lfs_is_named_with_its_remedy(saved, file):
+    (saved / "hub/owner/vit" / file).write_text(LFS)
+    with pytest.raises(CorruptFileError, match=f"{file} is a pointer of Git LFS.* `git lfs pull`"):
+        load(saved, 7)
+
+
+def test_a_pickle_is_not_read_and_the_line_that_converts_it_works(saved):
+    folder, right = saved / "hub/owner/vit", load(saved, 7)
+    torch.save(right.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        CorruptFileError, match=r"pytorch_model.bin is not read, .*may run"
+    ) as error:
+        load(saved, 7)
+    code = re.search(r'python -c "(.*)"$', str(error.value))[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert same(load(saved, 7), right)
+
+
+@pytest.mark.parametrize("how", ["gptq", "awq", "bitsandbytes"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_quantized_checkpoint_is_refused_before_its_weights_are_read(saved, how, init):
+    file = saved / "hub/owner/vit/config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": how}}
+    file.write_text(json.dumps(config))
+    (file.parent / "model.safetensors").unlink()
+    backbone = Backbone(ModelConfig(name="owner/vit", init=init), Places(saved, saved / "hub"))
+    said = rf"'owner/vit': its weights are quantized \({how}\): .*unquantized weights.*quantize"
+    with pytest.raises(InputError, match=said):
+        backbone.preprocessing  # noqa: B018
 
 
 def test_code_of_a_checkpoint_is_never_run(saved):

@@ -13,7 +13,7 @@ import pyarrow.csv
 
 from trishul_ray.data.columns import FileOfLines, nfc, to_array, with_nfc_names
 from trishul_ray.errors import CorruptFileError, first_line
-from trishul_ray.files import Json, digest
+from trishul_ray.files import Json, digest, lfs_pointer
 from trishul_ray.lazy import pq
 
 #: What each file name suffix that :func:`read_table` can read stands for.
@@ -120,6 +120,8 @@ def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
 def _errors_named(file: Path) -> Iterator[str]:
     """Yield the format of a file; raise what goes wrong as an error that says what it is."""
     kind = _FORMATS[file.suffix.lower()]
+    if pointer := lfs_pointer(file):
+        raise CorruptFileError(f"{file}: {pointer}")
     try:
         with file.open("rb") as stream:
             start = stream.read(4)

@@ -231,6 +231,13 @@ class Backbone:
             )
         with self.files.reading():
             config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)
+        if (quantized := getattr(config, "quantization_config", None)) is not None:
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+            raise InputError(
+                f"model.name={self.name!r}: its weights are quantized ({method or 'see its '}"
+                f"{'' if method else 'quantization_config'}): allowed: a checkpoint of unquantized "
+                "weights, which model.quantize quantizes for a run"
+            )
         return config
 
 

@@ -30,7 +30,7 @@ from trishul_ray.errors import (
     first_line,
     how_to_install,
 )
-from trishul_ray.files import digest
+from trishul_ray.files import digest, lfs_pointer
 from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.network import check_depth, hub_fault, hub_or_cache
@@ -141,6 +141,9 @@ class ModelFiles:
 
     def _error(self, reason: str) -> InputError:
         if isinstance(self.location, Path):
+            if self.location.is_dir():
+                pointers = (lfs_pointer(file) for file in source_files(self.location))
+                reason = next((each for each in pointers if each), reason)
             return CorruptFileError(
                 f"model.name={self.name!r}: cannot load {self.location}: {reason}"
             )

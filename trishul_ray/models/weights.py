@@ -6,6 +6,7 @@ configuration and the seed alone; torch's global random state is neither read no
 
 import math
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,8 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
         drawn = plan.module()
         draw_weights(drawn, plan.seed)
         return drawn, []
+    if isinstance(checkpoint, Path) and not any(checkpoint.glob("*.safetensors")):
+        raise _no_safetensors(config, checkpoint, AUTO_CLASSES[kind].__name__)
     with plan.files.reading(RuntimeError, SafetensorError), torch.random.fork_rng(devices=[]):
         model, info = AUTO_CLASSES[kind].from_pretrained(
             checkpoint,
@@ -142,6 +145,18 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
     if config.image_size is not None:
         resize_positions(model, config.image_size)
     return model, head_to_draw(model, missing)
+
+
+def _no_safetensors(config: ModelConfig, folder: Path, auto: str) -> CorruptFileError:
+    """Return the error for a checkpoint without safetensors files."""
+    begin = f"model.name={config.name!r}: cannot load {folder}: it has no weights (*.safetensors)"
+    if not (pickles := sorted(file.name for file in folder.glob("*.bin"))):
+        return CorruptFileError(begin)
+    return CorruptFileError(
+        f"{begin}, and {pickles[0]} is not read, because it may run code; if you trust it, convert "
+        f'it: python -c "from transformers import {auto} as M; M.from_pretrained('
+        f'{str(folder)!r}, use_safetensors=False).save_pretrained({str(folder)!r})"'
+    )
 
 
 def head_to_draw(model: nn.Module, missing: Collection[str]) -> list[str]:
