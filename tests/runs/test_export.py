@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import pipeline
 
 import trishul_ray
 import trishul_ray.runs.export
@@ -154,6 +155,10 @@ def test_a_clients_own_model_is_what_its_evaluation_has_scored(method, run, tmp_
             exported = loaded(inputs).logits
             own, shared = (result.model(c)(inputs).logits for c in (client, None))
         torch.testing.assert_close(exported, own, atol=1e-5, rtol=1e-5)
+        assert not (tmp_path / client / "config.json").exists()
+        by_itself = pipeline("image-classification", model=str(tmp_path / client)).model
+        assert list(by_itself.config.id2label.values()) == list(result.classes)
+        torch.testing.assert_close(by_itself(inputs).logits, own, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(own, shared, atol=1e-3)
     for wrong, said in ((7, "none of the run's 3 clients; allowed: "), ("a", "client=a is none")):
         with pytest.raises(InputError, match=said):
@@ -233,6 +238,12 @@ def test_text_models_come_with_their_tokenizer_and_need_no_data(merged, run, cal
         code, said, error = called(*words)
         assert code == 0 and "after round 2" in said, error
         assert (folder / "tokenizer.json").is_file()
+        card = (folder / "README.md").read_text()
+        assert "- needs: transformers >= 5" + " and peft >= 0.21.2" * (not merged) + "\n" in card
+        kind = re.search(r"pipeline_tag: (.*)", card)[1]
+        if kind != "text2text-generation":  # transformers 5 has no pipeline for it
+            names = [name for name, _ in pipeline(kind, model=str(folder)).model.named_modules()]
+            assert any("lora_A" in name for name in names) == (not merged)
         exports.append((str(folder), rows[40:], ["left", "right"]))
     for result, accuracy in zip(results, score(exports, tmp_path), strict=True):
         assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0501), result
@@ -251,6 +262,16 @@ def test_the_backbone_is_named_so_that_it_is_found(run, tmp_path, vit_folder):
     saved = json.loads((tmp_path / "runs" / result.id / "adapter/adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "mine")
     assert not (tmp_path / "runs" / result.id / "adapter/backbone").exists()
+    by_itself = AutoModelForImageClassification.from_pretrained(
+        result.adapter_path,
+        config=ViTConfig.from_pretrained(f"{result.adapter_path}/config"),
+        ignore_mismatched_sizes=True,
+    )
+    assert list(by_itself.config.id2label.values()) == list(result.classes)
+    with torch.no_grad():
+        inputs = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        found, right = by_itself(inputs).logits, result.model()(inputs).logits
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
     test = trishul_ray_rows(result)
     (accuracy,) = score([(result.adapter_path, test, list("0123456789"))], tmp_path)
     assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0626)

@@ -1,9 +1,11 @@
 """What a run has learned: its newest checkpoint as a model, and its export. No data are read.
 
 Beside an exported model are the files with which others load it and predict as the run did:
-``README.md`` (a model card), ``config.json`` with the names of the classes, the image processor or
-the tokenizer, ``task.json`` (how rows become inputs), and ``backbone/`` where no name or folder
-holds the frozen backbone: it is a built-in, is drawn from a seed, or was resized.
+``README.md`` (a model card), the image processor or the tokenizer, ``task.json`` (how rows become
+inputs), and ``backbone/`` where no name or folder holds the frozen backbone: it is a built-in, is
+drawn from a seed, or was resized. The names of the classes are in the ``config.json`` of the whole
+model or of ``backbone/``, and otherwise in ``config/``: transformers takes a folder with a
+``config.json`` for a whole model, also if it has an adapter.
 """
 
 import copy
@@ -40,6 +42,7 @@ from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.report.summary import run_ids
 from trishul_ray.storage import Store
+from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.version import __version__
 
@@ -299,6 +302,11 @@ def write_model(
 
 #: Folder of a copy of the backbone, in an exported adapter.
 COPY = "backbone"
+#: Folder of the configuration of the backbone with the run's classes, where there is no copy.
+CONFIG = "config"
+#: What loads an export: older versions of transformers name the modules of ViT in another way, and
+#: do not know the class of fast tokenizers.
+NEEDS = ("transformers >= 5", "peft >= 0.21.2")
 
 #: The pipeline of transformers that each kind of model is for.
 _PIPELINES: dict[ModelKind, str] = {
@@ -344,11 +352,22 @@ def write_model_files(
 ) -> None:
     """Write what belongs beside a model; ``backbone`` is that of an adapter."""
     task, config = bench.task, getattr(bench.model.model, "config", None)
-    if backbone is not None and isinstance(config, PretrainedConfig):
-        config.save_pretrained(str(folder))
+    _write_preparation(task, folder)
     if backbone is not None and backbone.copied:
         (folder / COPY).mkdir()
         save_module(merge_trained(bench.model, Trained(bench.initial)), folder / COPY)
+        # A pipeline of transformers looks for them beside the backbone.
+        _write_preparation(task, folder / COPY)
+    elif backbone is not None and isinstance(config, PretrainedConfig):
+        config.save_pretrained(str(folder / CONFIG))
+    info = bench.info
+    about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
+    _write_json(folder / "task.json", about | task.settings())
+    (folder / "README.md").write_text(model_card(bench, backbone, notes), encoding="utf-8")
+
+
+def _write_preparation(task: Task, folder: Path) -> None:
+    """Write the image processor or the tokenizer."""
     if isinstance(task, ImageClassification):
         _write_json(folder / "preprocessor_config.json", image_processor(task))
     elif task.tokens is not None:
@@ -356,10 +375,6 @@ def write_model_files(
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.save_pretrained(str(folder))
-    info = bench.info
-    about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
-    _write_json(folder / "task.json", about | task.settings())
-    (folder / "README.md").write_text(model_card(bench, backbone, notes), encoding="utf-8")
 
 
 def name_classes(model: nn.Module, bench: ModelBench) -> None:
@@ -408,6 +423,7 @@ def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str
         f"{what} of the run `{settings.id}` of trishul-ray {__version__}.",
         "",
         f"- backbone: {settings.model.name}",
+        f"- needs: {' and '.join(NEEDS[: 1 if backbone is None else None])}",
         *(f"- {title}: {text}" for title, text in notes.items()),
         "",
         "## Use",
@@ -447,15 +463,22 @@ def _use(bench: ModelBench, backbone: BackboneName | None, python: bool) -> list
         loaded = f"model = {auto}.from_pretrained(folder).eval()"
         names = ", ".join(sorted((auto, reader)))
         return [f"from transformers import {names}", "", here, loaded, prepare]
-    base = f'f"{{folder}}/{COPY}"' if backbone.copied else repr(backbone.name)
+    if backbone.copied:
+        imported, base = [auto, reader], [f'base = {auto}.from_pretrained(f"{{folder}}/{COPY}")']
+    else:
+        imported = ["AutoConfig", auto, reader]
+        base = [
+            f'config = AutoConfig.from_pretrained(f"{{folder}}/{CONFIG}")',
+            f"base = {auto}.from_pretrained(",
+            f"    {backbone.name!r}, config=config, ignore_mismatched_sizes=True",
+            ")",
+        ]
     return [
         "from peft import PeftModel",
-        f"from transformers import {', '.join(sorted(('AutoConfig', auto, reader)))}",
+        f"from transformers import {', '.join(sorted(imported))}",
         "",
         here,
-        f"base = {auto}.from_pretrained(",
-        f"    {base}, config=AutoConfig.from_pretrained(folder), ignore_mismatched_sizes=True",
-        ")",
+        *base,
         "model = PeftModel.from_pretrained(base, folder).eval()",
         prepare,
     ]
