@@ -1,6 +1,7 @@
 """FedRPCA: what robust PCA finds in the clients' updates, and how it counts in the mean."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -149,6 +150,11 @@ def test_the_mean_is_moved_by_the_sparse_part(executor, tmp_path, beta, weightin
         share = server.checkpoint.records[-1].diagnostics["sparse_share"]
         assert share == pytest.approx(math.sqrt(sparse_square / square), rel=1e-4)
         assert 0.01 < share < 1
+    said = " ".join(server.progress().events)
+    first = server.checkpoint.records[1].diagnostics["sparse_share"]
+    warned = re.search(r"warning: sparse_share is (0\.\d\d) in round 1: method.beta=(\d)", said)
+    assert (warned is not None) == (first >= 0.5 and beta == "2")
+    assert not warned or warned.groups() == (f"{first:.2f}", beta)
 
 
 def test_the_order_of_clients_does_not_matter(executor, tmp_path):

@@ -585,6 +585,8 @@ class Server:
             now.spectra = (diagnosed.spectra | round_.spectra) or now.spectra
             now.matrices = append_round(now.matrices, number, diagnosed.matrices)
         record.diagnostics |= round_.metrics
+        if number == 1 and (warning := self.method.warning(round_.metrics)):
+            self.events.append(f"warning: {warning}")
         return record
 
     def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:

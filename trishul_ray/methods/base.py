@@ -311,6 +311,8 @@ class Method:
     #: Parameters a client sends each round, as a formula.
     communication: ClassVar[str]
 
+    #: What must be said beside its rows in a table, in a sentence.
+    caveat: ClassVar[str] = ""
     #: Train every parameter of the backbone itself (full fine-tuning).
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
@@ -481,6 +483,13 @@ class Method:
     def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
         """Return the global state before round 1, given the untrained vector [P]."""
         return State(self.pack(layout, initial))
+
+    def warning(self, metrics: Mapping[str, float]) -> str:
+        """Return what a run must say after round 1, given :attr:`Round.metrics` of it; or nothing.
+
+        See also :attr:`caveat`.
+        """
+        return ""
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
         """Return the weight of an upload in the mean, given that by ``federation.weighting``.

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.costs import COSTS, assumed, spent_outcomes
 from trishul_ray.report.outcomes import (
     SEED,
@@ -375,10 +376,14 @@ class SweepTable:
 
     @property
     def assumed(self) -> str:
-        """What simulated costs rest on, in a sentence; empty if it shows none."""
-        target = self.layout.target
-        text = "" if target is None else "; ".join(assumed(self.cells, target.cost))
-        return sentence(text) if text else ""
+        """What simulated costs rest on, and caveats of its methods, in sentences; perhaps empty."""
+        target, known = self.layout.target, set(method_names())
+        costs = "" if target is None else "; ".join(assumed(self.cells, target.cost))
+        names = dict.fromkeys(
+            cell.result.config["method"]["name"] for cell in self.cells if cell.status == "finished"
+        )
+        caveats = [method_class(name).caveat for name in names if name in known]
+        return " ".join(sentence(text) for text in (costs, *caveats) if text)
 
     @property
     def states(self) -> Counter[str]:
