@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.files import digest, write_file
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
@@ -36,7 +37,7 @@ from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
 from trishul_ray.tracking.progress import format_duration
-from trishul_ray.version import __version__
+from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
@@ -254,6 +255,14 @@ class Page:
     def hardware(self) -> list[tuple[str, int]]:
         """Machines and the number of runs on each."""
         return sorted(Counter(_machine(s.hardware) for s in self.summaries).items())
+
+    @property
+    def made_by(self) -> str:
+        """The version of the sweeps, and its numerics, in which a finished run may be shown."""
+        return (
+            f"trishul-ray {__version__}, numerics {NUMERICS} ({EDGE_NUMERICS} of the sections "
+            f"{', '.join(EDGE_SECTIONS)})"
+        )
 
     @property
     def versions(self) -> list[tuple[str, str]]:
