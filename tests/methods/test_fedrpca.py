@@ -117,10 +117,10 @@ def test_fedrpca_of_beta_one_is_fedit(executor, tmp_path):
 def test_the_mean_is_moved_by_the_sparse_part(executor, tmp_path, beta, weighting):
     words = [f"method.beta={beta}", f"federation.weighting={weighting}"]
     recording = Recording(executor("method=fedrpca", *words, "partition.variant=per-label"))
-    server = server_of(recording, tmp_path)
+    server, said = server_of(recording, tmp_path), ""
     for _ in range(2):
         before = server.checkpoint.state.shared
-        server.step()
+        said += " ".join(server.step().events)
         rows = [upload.rows if weighting == "size" else 1 for upload in recording.uploads]
         weights = torch.tensor(rows, dtype=torch.float64) / sum(rows)
         old, new, *sent = (
@@ -150,7 +150,6 @@ def test_the_mean_is_moved_by_the_sparse_part(executor, tmp_path, beta, weightin
         share = server.checkpoint.records[-1].diagnostics["sparse_share"]
         assert share == pytest.approx(math.sqrt(sparse_square / square), rel=1e-4)
         assert 0.01 < share < 1
-    said = " ".join(server.progress().events)
     first = server.checkpoint.records[1].diagnostics["sparse_share"]
     warned = re.search(r"warning: sparse_share is (0\.\d\d) in round 1: method.beta=(\d)", said)
     assert (warned is not None) == (first >= 0.5 and beta == "2")
