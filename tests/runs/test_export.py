@@ -126,7 +126,7 @@ def test_a_quantized_backbone_is_named_and_written_as_it_was_trained_with(kind, 
     assert found == pytest.approx([result.final["accuracy"]] * 2, abs=0.0101)
 
 
-@pytest.mark.parametrize("method", ["local", "fedsa", {"name": "ravan", "private_heads": 1}])
+@pytest.mark.parametrize("method", ["local", "fedsa", "trishul-private"])
 def test_a_clients_own_model_is_what_its_evaluation_has_scored(method, run, tmp_path):
     result = run(method=method, evaluation={"limit": 100, "per_client": True, "every": 0})
     note = result.summary["export"]["note"]
