@@ -150,7 +150,7 @@ def test_words_that_yaml_reads_as_something_else_are_texts_where_texts_are_asked
         ("task: {verbalizers: [yes, no]}", "task.verbalizers=True: input should be a valid string"),
         ("data: {columns: {text: y, label: no}}", "data.columns=False: input should be a valid st"),
         ("name: on", "name=True: input should be a valid string; YAML reads some words as numbers"),
-        ("method: no", "method: False must be a method's name, or a section such as {name"),
+        ("method: no", "method: False: it must be a method's name, or a section such as {name"),
     ],
 )
 def test_words_that_yaml_reads_as_something_else_are_explained(tmp_path, text, expected):

@@ -27,6 +27,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import partition_rows
+from trishul_ray.files import complete_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.runs.prediction import input_columns
@@ -747,7 +748,8 @@ def test_built_in_backbones_take_own_texts_by_default_and_without_a_download(tmp
     check_fits(experiment)
     assert experiment.model.init == "random" and experiment.budget in (4, 8, 16)
     # What fits, or is set, stays as it is; so does what is pretrained already.
-    BUILTINS[model].folder(tmp_path / "cache").mkdir(parents=True)
+    with complete_folder(BUILTINS[model].folder(tmp_path / "cache"), sealed=True):
+        pass
     for words, budget in ([*own, "method=fedit"], "lower"), ([*own, "budget=64"], 64):
         experiment = load_experiment(None, words + offline)
         assert (experiment.model.init, experiment.budget) == ("pretrained", budget)

@@ -84,8 +84,10 @@ def _validated_method(value: Any) -> Any:
     if isinstance(value, MethodConfig):
         return value
     if not isinstance(value, str | Mapping):
+        # Only scalars are shown as they are: other objects may have addresses in their texts.
+        shown = repr(value) if isinstance(value, bool | int | float) else type(value).__name__
         raise ValueError(
-            f"{value!r} must be a method's name, or a section such as {{name: trishul}}"
+            f"{shown}: it must be a method's name, or a section such as {{name: trishul}}"
         )
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.get("name", "trishul")
