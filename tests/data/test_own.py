@@ -436,7 +436,11 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
             for name in ("x.parquet", "x.csv", "x.jsonl")
         ),
         ("x.parquet", b"PAR1 and no more", r"an incomplete download: it ends after 16 bytes"),
-        ("x.csv", gzip.compress(b"text"), r"x.csv: a gzip file, not a CSV file; unpack it: gunzip"),
+        (
+            "x.csv",
+            gzip.compress(b"text", mtime=0),
+            r"x.csv: a gzip file, not a CSV file; unpack it: gunzip",
+        ),
         ("x.jsonl", b"PK\3\4", r"x.jsonl: a zip file \(as those of Excel are\), not a JSON lines"),
         ("x.parquet", b"<html>", r"x.parquet: not a readable parquet file"),
         ("x.xlsx", b"PK", r"data.path='.*x.xlsx': the file must be one of .parquet, .jsonl"),

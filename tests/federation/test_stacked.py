@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from stacked_layers import check_stacked
 from tiny_run import untimed
 from torch import nn
 
-from trishul_ray.adapters.base import FrozenLinear, LayerSpec
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.multihead import MultiHead
@@ -111,7 +111,7 @@ def test_clients_in_bf16_train_as_alone(second_round):
     adapter=st.sampled_from(
         [
             *(LoRA(2), LoRA(3, scale=0.5), LoRA(2, train_A=False)),
-            *(MultiHead(2, 2), MultiHead(3, 2, private=1), MultiHead(2, 3, train_scale=False)),
+            *(MultiHead(2, 2), MultiHead(2, 3, train_scale=False)),
         ]
     ),
     path=st.sampled_from(["auto", "merged", "factored"]),
@@ -121,32 +121,7 @@ def test_clients_in_bf16_train_as_alone(second_round):
     seed=st.integers(0, 99),
 )
 def test_a_stacked_layer_is_the_layer_of_each_client(adapter, path, clients, tokens, widths, seed):
-    """In float64: outputs, and the gradients of inputs and trainables."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    spec = LayerSpec("layer", "block", *widths)
-    constants = {name: draw(*c.shape) for name, c in adapter.constants(spec, 0).items()}
-    frozen = FrozenLinear(draw(*widths), draw(widths[0]), constants)
-    shapes = adapter.shapes(spec)
-    params = {name: draw(clients, *shape).requires_grad_() for name, shape in shapes.items()}
-    rows = draw(clients, tokens, widths[1]).requires_grad_()
-    wanted = draw(clients, tokens, widths[0])
-
-    def own(i):
-        return adapter.forward(rows[i], frozen, {n: p[i] for n, p in params.items()}, path)
-
-    leaves = [rows, *params.values()]
-    alone = torch.stack([own(i) for i in range(clients)])
-    expected = torch.autograd.grad((alone * wanted).sum(), leaves)
-    plain = super(type(adapter), adapter).forward_stacked(rows, frozen, params, path)
-    torch.testing.assert_close(plain, alone)
-    y = adapter.forward_stacked(rows, frozen, params, path)
-    torch.testing.assert_close(y, alone, rtol=1e-11, atol=1e-11)
-    found = torch.autograd.grad((y * wanted).sum(), leaves)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    check_stacked(adapter, path, clients, tokens, widths, seed)
 
 
 @given(

@@ -5,13 +5,14 @@ import pytest
 import torch
 from method_runs import Recording, initial_state, resumed, run, server_of
 from pydantic import ValidationError
+from stacked_layers import check_stacked
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.lab.trishul.heads import PRIVATE_CORE
+from trishul_ray.lab.trishul.heads import PRIVATE_CORE, PrivateHeads
 
 METHODS = ["ravan-private", "trishul-private"]
 TWO = ("method=trishul-private", "method.private_heads=2")
@@ -197,3 +198,9 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
 def test_what_is_refused(small, words, message):
     with pytest.raises((ValidationError, ValueError), match=message):
         small("method=trishul-private", *words)
+
+
+@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_stacked_layer_of_private_heads_is_the_layer_of_each_client(path, clients):
+    check_stacked(PrivateHeads(3, 2, private=1), path, clients, tokens=5, widths=(7, 9), seed=1)
