@@ -222,8 +222,7 @@ def test_who_may_import_a_third_party(package):
 ANCESTORS = {
     "trishul": "ravan",
     "fedprox": "fedavg",
-    **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora", "rolora"), "fedit"),
-    **dict.fromkeys(("fedsa", "fedsvd", "fedrot", "fedrpca", "frlora"), "fedit"),
+    **dict.fromkeys(("scaffold", "fedex", "flora", "hetlora", "flexlora"), "fedit"),
 }
 
 

@@ -13,8 +13,8 @@ from method_runs import Recording, run, same_run, server_of
 from pydantic import ValidationError
 from tolerances import between
 
+from trishul_ray.lab.methods.fedrpca import ITERATIONS, TOLERANCE, shrunk, sparse_part
 from trishul_ray.methods.base import ClientUpload, Round, State, method_class
-from trishul_ray.methods.fedrpca import ITERATIONS, TOLERANCE, shrunk, sparse_part
 
 seeds = st.integers(0, 2**32 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
 
