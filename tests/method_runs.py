@@ -14,12 +14,12 @@ from trishul_ray.methods.base import LocalRun, State, method_class, method_names
 from trishul_ray.rng import torch_rng
 from trishul_ray.storage import Store
 
-#: The methods outside trishul_ray/lab.
-CORE = [n for n in method_names() if not method_class(n).__module__.startswith("trishul_ray.lab.")]
+#: The methods of papers: all but the extensions of TRISHUL and RAVAN in trishul_ray/lab.
+PUBLISHED = [n for n in method_names() if ".lab.trishul." not in method_class(n).__module__]
 #: All methods but those that combine two others.
 SINGLE = [n for n in method_names() if not method_class(n).__module__.endswith(".combined")]
 #: The methods that what acts on changes composes with.
-BY_MEAN = [name for name in CORE if method_class(name).mean_is_enough]
+BY_MEAN = [name for name in PUBLISHED if method_class(name).mean_is_enough]
 RUNS = iter(range(10_000))
 
 

@@ -43,6 +43,8 @@ MAY_IMPORT = {
 EXTENSIONS = (
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
+    *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
+    *("FedRot", "FRLoRA", "RoLoRA"),
     *("trishul-rules", "trishul-moving", "trishul-private", "trishul-ranks", "ravan-"),
 )
 #: The Python interface, which everything else leaves alone.

@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from method_runs import SINGLE
 
 from trishul_ray.config import RateSource
 from trishul_ray.errors import InputError
@@ -407,7 +408,7 @@ def test_a_file_of_tuned_rates_that_cannot_be_read_is_named(tuned_file):
 
 @pytest.mark.parametrize("dataset", ["cifar100", "svhn", "20newsgroups", "mrqa", "glue", "mine"])
 def test_every_built_in_method_has_a_rate(dataset):
-    for name in method_names():
+    for name in SINGLE:
         for rank in (32, 64):
             for iid in (True, False):
                 partition = {"kind": "iid" if iid else "dirichlet"}
@@ -438,6 +439,17 @@ def test_a_new_method_has_the_rates_of_the_method_it_names_or_of_its_parent(
     options = load_experiment(None, ["method=newcomer"]).optimizer
     assert options.lr == load_experiment(None, [f"method={like}"]).optimizer.lr
     assert f"borrowed from {like}, for newcomer" in options.lr_source
+
+
+def test_a_new_method_has_rates_of_its_own_by_row_of_the_table(register_newcomer):
+    row = "cifar100 trishul/vit-s14-photos"
+    register_newcomer(rates={row: 0.07, "digits": 0.08}, rates_like="newcomer")
+    words = ["dataset=cifar100", "model=trishul/vit-s14-photos"]
+    own = load_experiment(None, ["method=newcomer", *words]).optimizer
+    known = load_experiment(None, ["method=fedit", *words]).optimizer
+    assert (own.lr, own.lr_source) == (0.07, known.lr_source)
+    # A row of a dataset alone is none of the table: it has the default's.
+    assert load_experiment(None, ["method=newcomer"]).optimizer.lr_source is RateSource.GENERAL
 
 
 @pytest.mark.parametrize(

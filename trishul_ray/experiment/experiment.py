@@ -188,11 +188,6 @@ class Experiment(Section):
                 f"evaluation.diagnostics_cohort='all' compares at most {MOST_COMPARED} clients, "
                 f"not federation.clients={fed.clients}"
             )
-        if fed.clients_per_round < (least := build_method(self.method).least_clients):
-            raise ValueError(
-                f"federation.clients_per_round={fed.clients_per_round} must be at least {least} "
-                f"with {self._method_as_set()}"
-            )
         if self.model.quantize != "none" and method_class(self.method.name).train_all:
             raise ValueError(
                 f"model.quantize={self.model.quantize!r} stores frozen weights, and method="
@@ -248,7 +243,6 @@ class Experiment(Section):
                 clients=fed.participants,
                 cohort=fed.clients_per_round,
                 weighting=fed.weighting,
-                selection=getattr(self.method, "selection", "random"),
                 server=self.server.optimizer,
             )
             if refused is not None:
@@ -259,15 +253,6 @@ class Experiment(Section):
                     "decide the adapters, in clear; allowed for trishul: method.allocation="
                     "waterfill or uniform"
                 )
-        kept = {
-            f"server.optimizer={self.server.optimizer!r}": self.server.remembers,
-            "uploads.error_feedback=true": self.uploads.error_feedback,
-        }
-        if not method.same_coordinates and any(kept.values()):
-            raise ValueError(
-                f"{next(name for name, on in kept.items() if on)} adds to a change what earlier "
-                f"rounds left, and method={self.method.name!r} changes its bases between rounds"
-            )
         section = next(filter(self.is_set, ON_CHANGES), None)
         if section is not None and not method.mean_is_enough:
             fitting = [name for name, cls in method_classes().items() if cls.mean_is_enough]
@@ -275,6 +260,15 @@ class Experiment(Section):
                 f"{section}: needs a method whose next state is a function of the mean upload "
                 f"({', '.join(fitting)}), not {self._method_as_set()}"
             )
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """The fields, as ``field=value``, that add to a change what earlier rounds left."""
+        found = {
+            f"server.optimizer={self.server.optimizer!r}": self.server.remembers,
+            "uploads.error_feedback=true": self.uploads.error_feedback,
+        }
+        return tuple(field for field, on in found.items() if on)
 
     def is_set(self, section: str) -> bool:
         """Return whether a section that is off by default, such as ``privacy``, is on."""

@@ -40,7 +40,7 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
 
 
 def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
-    """Return the rate of ``learning_rates.yaml`` and its source; None if the table has none.
+    """Return the rate of ``learning_rates.yaml`` or the method, and its source; None without one.
 
     A row may be for a dataset with a backbone. ``glue/rte`` has the rates of ``glue``. A budget of
     rank 32 or less counts as the lower one. The source names every setting in which the experiment
@@ -51,9 +51,11 @@ def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
     iid = partition.kind == "iid"
     table = _table()
     names = f"{dataset} {experiment.model.name}", dataset, dataset.partition("/")[0], "default"
-    rows = next(table[name] for name in names if name in table)
-    unpublished = table["unpublished"]
-    known = next((m for m in _lenders(method) if m in rows or m in unpublished), None)
+    row = next(name for name in names if name in table)
+    lenders, unpublished = _lenders(method), table["unpublished"]
+    own = {name: vars(method_class(name)).get("rates", {}) for name in lenders}
+    rows = {name: rates[row] for name, rates in own.items() if row in rates} | table[row]
+    known = next((m for m in lenders if m in rows or m in unpublished), None)
     if known is None:
         return None
     borrowed = [] if known == method else [f"from {known}, for {method}"]

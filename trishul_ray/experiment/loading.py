@@ -374,7 +374,8 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     """Return one line that names the fields in ``known`` that ``dotted`` resembles."""
     section, _, last = dotted.rpartition(".")
     of_method = f"method.{last}"
-    owners = [m for m in method_names() if of_method in field_names(m)]
+    having = {method_class(m): m for m in method_names() if of_method in field_names(m)}
+    owners = [m for cls, m in having.items() if not having.keys() & {*cls.__mro__[1:]}]
     if section in ("", "method") and of_method not in known and owners:
         return (
             f"unknown field {dotted!r}: it is a field of method={' or '.join(owners)}, not of the "

@@ -184,10 +184,7 @@ class Server:
             rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
             capacity=np.array(shares),
             flops=self.blueprint.flops,
-            least=max(
-                self.method.least_clients,
-                1 if self.edge.ring is None or self.private else self.edge.ring.least,
-            ),
+            least=1 if self.edge.ring is None or self.private else self.edge.ring.least,
         )
 
     def _initial_state(self) -> ArrayState:

@@ -106,6 +106,10 @@ class Settings(Protocol):
     def federation(self) -> FederationConfig:
         """The section ``federation``."""
 
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """The fields, as ``field=value``, that add to a change what earlier rounds left."""
+
     def is_set(self, section: str) -> bool:
         """Return whether a section that is off by default, such as ``privacy``, is on."""
 
@@ -331,14 +335,9 @@ class Method:
     #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it. An
     #: instance may override its class, depending on its configuration; so it may ``needs_uploads``.
     mean_is_enough: bool = False
-    #: Whether an entry of ``shared`` means the same in every round. If not, what is kept from round
-    #: to round, such as a server optimizer's momentum, does not fit the next change.
-    same_coordinates: ClassVar[bool] = True
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
     needs_uploads: bool = False
-    #: Smallest number of clients per round with which :meth:`aggregate` is useful.
-    least_clients: int = 1
     #: Whether :meth:`aggregate` reads ``round_.rounds``, so that a run does not begin as a shorter
     #: one does.
     reads_rounds: bool = False
@@ -356,8 +355,11 @@ class Method:
 
     #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors.
     lora_alpha: float | None = None
-    #: The method whose default learning rates this one uses if ``learning_rates.yaml`` has none
-    #: for it; inherited by subclasses. None: the general default, with a warning.
+    #: Its default learning rates by row of ``learning_rates.yaml``, where that has none. They were
+    #: chosen as those of the row; not inherited.
+    rates: ClassVar[Mapping[str, float]] = {}
+    #: The method whose default learning rates this one uses if it has none of its own; inherited by
+    #: subclasses. None: the general default, with a warning.
     rates_like: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **options: Any) -> None:

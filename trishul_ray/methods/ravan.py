@@ -31,6 +31,7 @@ from trishul_ray.methods.base import (
     LocalRun,
     Method,
     MethodConfig,
+    Settings,
     Site,
     State,
     Tensors,
@@ -73,6 +74,15 @@ class Ravan(Method):
     takes_limits = True
     #: Basis initialization if the experiment does not set ``adapter.init``.
     default_init: ClassVar[BasisInit] = "random_normal"
+
+    def check(self, settings: Settings) -> None:
+        """Refuse privacy where clients choose core heads by their data."""
+        super().check(settings)
+        if settings.is_set("privacy") and self.config.selection != "random":
+            raise ValueError(
+                f"privacy: method.selection={self.config.selection!r} sends which heads a client's "
+                "data favours, in clear; allowed: random"
+            )
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, by transformer block.

@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from method_runs import BY_MEAN, CORE
+from method_runs import BY_MEAN, PUBLISHED
 
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.prepare import prepare_run
@@ -43,7 +43,7 @@ EDGE = {
     "halved": ["method.ranks_by=head", "method.limits=ranks"],
     "in the ring": ["server.sum=ring", "server.optimizer=sgd", "devices.kind=lognormal"],
 }
-RUNS = [(name, "plain") for name in [*CORE, "fedplora"]]
+RUNS = [(name, "plain") for name in PUBLISHED]
 #: Core heads that stay with the clients, which all have to train.
 PRIVATE_HEADS = ["method.private_heads=2", "evaluation.per_client=true"]
 RUNS += [("ravan-private", "with private heads"), ("trishul-private", "with private heads")]
@@ -60,7 +60,7 @@ def test_actors_a_kill_and_a_resume_change_nothing(
     overrides = [f"method={name}", *STATEFUL.get(name, []), *EDGE.get(edge, PRIVATE_HEADS)]
     if edge == "private" and name in ("fedsb", "ravan", "trishul"):  # those with cores
         overrides += ["privacy.denoise=shrink"]
-    if not method_class(name).same_coordinates:  # nothing is added up over rounds
+    if name == "fedsvd":  # which refuses them
         kept = ("server.optimizer", "uploads.error_feedback")
         overrides = [words for words in overrides if not words.startswith(kept)]
     if method_class(name).takes_limits and edge in EDGE:

@@ -108,7 +108,14 @@ def test_what_a_rule_does_not_read_is_refused(fields, message):
     [
         (["method.rule=edge", "uploads.codec=int8"], "uploads: .*method.rule='edge'"),
         (["method.rule=sure", "server.optimizer=adam"], "server: .*method.rule='sure'"),
-        (["method.rule=sure", "federation.clients_per_round=1"], "must be at least 2"),
+        (
+            ["method.rule=sure", "federation.clients_per_round=1"],
+            "clients_per_round=1 must be at least 2 with method='trishul-rules' .*'sure'",
+        ),
+        (
+            ["method.rule=edge", "federation.clients_per_round=2", "devices.kind=lognormal"],
+            "federation.quorum=0.5 lets the clock end a round with one of 2 clients",
+        ),
         (["method.rule=entropy", "privacy.noise=1"], "privacy: method.rule='entropy'"),
     ],
 )

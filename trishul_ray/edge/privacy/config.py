@@ -164,7 +164,6 @@ def refusal(
     clients: int,
     cohort: int,
     weighting: str,
-    selection: str,
     server: str,
 ) -> str | None:
     """Return why an experiment cannot be private; None if it can.
@@ -174,18 +173,12 @@ def refusal(
         clients: Those that may take part.
         cohort: ``federation.clients_per_round``.
         weighting: ``federation.weighting``.
-        selection: How its method's clients choose what they train; "random" if they do not.
         server: ``server.optimizer``.
     """
     if weighting != "uniform":
         return (
             f"privacy: federation.weighting={weighting!r} lets a client of many rows exceed the "
             "clip norm; allowed: uniform"
-        )
-    if selection != "random":
-        return (
-            f"privacy: method.selection={selection!r} sends which heads a client's data favours, "
-            "in clear; allowed: random"
         )
     if options.population is not None and options.population < clients:
         return (

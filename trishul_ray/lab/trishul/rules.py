@@ -19,7 +19,15 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.lab.trishul import statistics
 from trishul_ray.lab.trishul.server_rules import DECAY, LEVELS, denoised, next_shares, rank_shares
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, Round, Settings, State, Tensors, register
+from trishul_ray.methods.base import (
+    LocalRun,
+    Round,
+    Settings,
+    State,
+    Tensors,
+    exact_share,
+    register,
+)
 from trishul_ray.methods.trishul import Stack, Threshold, Trishul, TrishulConfig, spectra
 from trishul_ray.spectral.svt import singular_values, svt_summary
 from trishul_ray.spectral.thresholds import hard_threshold
@@ -98,11 +106,23 @@ class RuledTrishul(Trishul):
         super().__init__(config)
         self.needs_uploads = config.rule in ON_SERVER
         self.mean_is_enough &= not self.needs_uploads
-        self.least_clients = 2 if self.needs_uploads else 1
 
     def check(self, settings: Settings) -> None:
-        """Refuse privacy where clients send more than changes."""
+        """Refuse privacy where clients send more than changes, and rounds of one client."""
         super().check(settings)
+        if self.config.rule in ON_SERVER:
+            fed, size = settings.federation, settings.federation.clients_per_round
+            ruled = f"method={self.config.name!r} method.rule={self.config.rule!r}"
+            if size < 2:
+                raise ValueError(
+                    f"federation.clients_per_round={size} must be at least 2 with {ruled}"
+                )
+            timed = settings.is_set("devices") or settings.is_set("cohort")
+            if timed and exact_share(size, fed.quorum) <= 1:
+                raise ValueError(
+                    f"federation.quorum={fed.quorum:g} lets the clock end a round with one of "
+                    f"{size} clients: at least 2 are needed with {ruled}"
+                )
         if self.config.rule == "entropy" and settings.is_set("privacy"):
             raise ValueError(
                 "privacy: method.rule='entropy' sends statistics that clipping does not cover; "
