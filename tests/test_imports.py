@@ -51,12 +51,13 @@ EXTENSIONS = (
 INTERFACE = {"api", "result"}
 #: What a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
-    "federation": {"cli", "doctor", "report", "runs", "sweeps", "tracking"},
-    "report": {"cli", "doctor", "federation", "runs", "sweeps"},
-    "doctor": {"cli", "report", "runs", "sweeps"},
-    "runs": {"cli", "doctor", "sweeps"},
-    "sweeps": {"cli", "jobs"},
-    "jobs": {"cli", "doctor"},
+    "federation": {"cli", "contract", "doctor", "report", "runs", "sweeps", "tracking"},
+    "contract": {"cli", "doctor", "jobs", "report", "runs", "sweeps", "tracking"},
+    "report": {"cli", "contract", "doctor", "federation", "runs", "sweeps"},
+    "doctor": {"cli", "contract", "report", "runs", "sweeps"},
+    "runs": {"cli", "contract", "doctor", "sweeps"},
+    "sweeps": {"cli", "contract", "jobs"},
+    "jobs": {"cli", "contract", "doctor"},
 }
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {

@@ -17,6 +17,7 @@ import trishul_ray
 from trishul_ray import plugins
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
+from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import METHODS, method_class, register
 from trishul_ray.methods.fedit import FedIT
@@ -209,6 +210,20 @@ def test_a_class_of_a_script_runs_in_its_process_and_nowhere_else(small):
     Unreadable.__module__ = "__main__"
     with pytest.raises(InputError, match="whose source cannot be read"):
         prepare_run(small("method=mine", "resources.backend=inline"))
+
+
+def test_a_method_without_adapters_is_named(tmp_path, small):
+    file = tmp_path / "bare.py"
+    file.write_text(
+        "from trishul_ray.methods.base import Method, register\n"
+        "@register('bare')\n"
+        "class Bare(Method):\n"
+        "    summary = reference = communication = 'none'\n"
+    )
+    made = small(f"plugins={file}", "method=bare", "resources.backend=inline")
+    said = r"method='bare': Bare of plug-in bare defines no adapters\(\): define it, or extend"
+    with pytest.raises(InputError, match=said):
+        InlineExecutor(made, prepare_run(made))
 
 
 def test_a_dataset_and_a_task_of_a_file(tmp_path, called):

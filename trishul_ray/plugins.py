@@ -391,6 +391,11 @@ def used_by(fields: Iterable[str]) -> tuple[Plugin, ...]:
     return tuple(sorted(found, key=lambda plugin: plugin.name))
 
 
+def provided_by(plugin: Plugin) -> list[str]:
+    """Return the fields that name what a plug-in defines, such as ``method=mine``, sorted."""
+    return sorted(field for field, owners in _providers.items() if owners[:1] == (plugin,))
+
+
 def any_loaded() -> bool:
     """Return whether there is a plug-in, or a class of a script or notebook."""
     load_installed()

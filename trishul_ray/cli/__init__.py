@@ -71,6 +71,7 @@ for command in (
     cluster.stop,
     data.pretrain,
     data.methods,
+    data.check,
     data.models,
     data.datasets,
     machine.ui,

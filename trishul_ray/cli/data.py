@@ -16,6 +16,7 @@ from trishul_ray.cli.output import (
     show_progress,
 )
 from trishul_ray.errors import InputError
+from trishul_ray.plugins import load_plugin
 
 
 def pretrain(
@@ -51,6 +52,25 @@ def methods(plugin: Plugins = None) -> None:
     print_table(lazy.listing.methods_table())
     for fault in plugins.faults():
         print_line(f"warning: {fault}", err)
+
+
+def check(plugin: Plugins = None) -> None:
+    """Check what a file of your own defines: methods with their adapters, datasets, tasks, codecs.
+
+    A line for each promise of the contract: ok, failed with the reason, or skipped. The exit code
+    is 1 if one failed. Methods and tasks run on small data that the package brings.
+
+    - `trishul check --plugin mine.py`
+    """
+    if not plugin:
+        raise InputError("name the file to check: trishul check --plugin mine.py")
+    failed = 0
+    for file in plugin:
+        for found in lazy.plugin_checks.check_plugin(load_plugin(file)):
+            failed += found.result == "failed"
+            reason = f": {found.reason}" if found.reason else ""
+            print_line(f"{found.result:<7}  {found.subject}  {found.name}{reason}")
+    raise typer.Exit(1 if failed else 0)
 
 
 def models(

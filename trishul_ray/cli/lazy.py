@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trishul_ray import doctor as doctor
     from trishul_ray import jobs as jobs
     from trishul_ray import storage as storage
+    from trishul_ray.contract import plugin_checks as plugin_checks
     from trishul_ray.data import partition as partition
     from trishul_ray.data import prepare as prepare
     from trishul_ray.experiment import experiment as experiment
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 else:
     _FOLDERS = {
         "": ("api", "config", "doctor", "jobs", "storage"),
+        ".contract": ("plugin_checks",),
         ".cli": ("listing",),
         ".data": ("partition", "prepare"),
         ".experiment": ("fit", "identity", "loading"),

@@ -29,9 +29,10 @@ err = plain_console(stderr=True)
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-def _load_plugins(files: list[Path] | None) -> None:
+def _load_plugins(files: list[Path] | None) -> list[Path] | None:
     for file in files or ():
         load_plugin(file)
+    return files
 
 
 Plugins = Annotated[

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from trishul_ray import plugins
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
 from trishul_ray.edge.fleet import StepFlops
@@ -132,9 +133,15 @@ def _uploaded(
     private, finite = settings.privacy.on, bool(torch.isfinite(losses).all())
     if not finite and not private:
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
+        remedy = f"(optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
+        if job.round == step == 1:
+            remedy = (
+                "before any step was made: what is not finite comes from the backbone, the data, "
+                f"or start() of {plugins.named(type(bench.method))}"
+            )
         raise FailsAgainError(
             f"training loss of client {job.client} is not finite at round {job.round}, local "
-            f"step {step} (optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
+            f"step {step} {remedy}"
         )
     if private:
         # Ending the run would reveal something of this client: its upload is refused, as zeros.
@@ -142,11 +149,26 @@ def _uploaded(
         vector.nan_to_num_(0.0, 0.0, 0.0)
     with torch.no_grad():
         upload, state = bench.method.upload(steps.run, steps.last)
+    _check_shapes(bench, upload)
     if not finite:
         upload = replace(upload, shared=torch.full_like(upload.shared, math.nan))
     # It refers to the run and the workbench: let them be freed before the next garbage collection.
     del steps.run.gradient
     return upload, state
+
+
+def _check_shapes(bench: Workbench, upload: State) -> None:
+    """Raise a FailsAgainError if an upload has other tensors than its method declares."""
+    declared = bench.method.upload_lengths(bench.model.layout)
+    found = {name: tuple(x.shape) for name, x in {"shared": upload.shared, **upload.extra}.items()}
+    expected = {name: (length,) for name, length in declared.items()}
+    for name in sorted(found.keys() | expected.keys()):
+        if (sent := found.get(name)) != (wanted := expected.get(name)):
+            raise FailsAgainError(
+                f"upload() of {plugins.named(type(bench.method))} returns "
+                f"{'no' if sent is None else f'shape {sent} as'} {name!r}, and upload_lengths() "
+                f"declares {'none' if wanted is None else f'{wanted[0]} numbers'}"
+            )
 
 
 def _answer(

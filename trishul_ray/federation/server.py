@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from trishul_ray import plugins
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
 from trishul_ray.edge.changes import COUNTS
@@ -550,7 +551,13 @@ class Server:
             entries = np.repeat(trained, self.blueprint.expected.unit_sizes)
             mean = self.edge.move(now.state, mean, entries, now.edge)
         new = self.method.aggregate(now.state.map(to_tensor), mean.map(to_tensor), round_, layout)
-        now.state = replace(new.map(to_array), survey=now.state.survey)
+        after = new.map(to_array)
+        if not _is_finite(after) and _is_finite(mean):
+            raise FailsAgainError(
+                f"round {number}: aggregate() of {plugins.named(type(self.method))} returns a "
+                "state that is not finite, of uploads that are"
+            )
+        now.state = replace(after, survey=now.state.survey)
         now.client_states |= {
             r.client: r.state for r in outcome.reports if r.state and r.client in accepted
         }
@@ -664,6 +671,13 @@ def _over_clients(reports: Sequence[TrainReport]) -> dict[str, float]:
             if math.isfinite(value):  # that of what is refused may not be
                 found.setdefault(name, []).append(value)
     return {n: float(np.sum(v) if n in COUNTS else np.mean(v)) for n, v in found.items()}
+
+
+def _is_finite(state: ArrayState) -> bool:
+    """Return whether all numbers of a state are finite, those of a survey aside."""
+    found: list[bool] = []
+    state.map(lambda array: found.append(bool(np.isfinite(array).all())))
+    return all(found)
 
 
 def _single(upload: Upload, reducer: Reducer) -> ClientUpload:

@@ -321,8 +321,9 @@ class Method:
     train_all: ClassVar[bool] = False
     #: Whether a client of limited compute can train a part of the budget.
     takes_limits: bool = False
-    #: Whether the server moves the model beyond the clients' mean (momentum, a correction). If not,
-    #: training with one client is central training, which the tests of all methods check.
+    #: Whether the next global model is another than the clients' mean (momentum, a correction, a
+    #: model for each cluster). If not, training with one client is central training, which the
+    #: tests of all methods and ``trishul check`` check.
     moves_beyond_mean: ClassVar[bool] = False
     #: Whether clients keep a part of the model: the trainables that are not in :meth:`wire`, which
     #: :meth:`upload` returns by name and :meth:`start` restores from ``run.client_state``. The

@@ -1,0 +1,5 @@
+"""What every method, adapter, dataset, task and codec must satisfy, as plain functions.
+
+``trishul check --plugin mine.py`` runs them on a file of your own, from an installed package, too.
+The tests of this package run the same functions on all that is registered.
+"""

@@ -1,0 +1,47 @@
+"""Checks of a dataset: its rows are read from ``TRISHUL_HUB``, the cache or the hub."""
+
+from pathlib import Path
+
+from trishul_ray.config import DataConfig, Places
+from trishul_ray.contract.checks import Check, require
+from trishul_ray.data.dataset import PreparedDataset
+from trishul_ray.data.prepare import official_rows, prepare
+
+
+def checks_of(name: str) -> list[Check]:
+    """Return the checks of a dataset."""
+    return [
+        Check("has no more rows than sizes says", lambda folder: rows_are_official(name)),
+        Check("has rows of every class", lambda folder: classes_have_rows(name)),
+        Check("has the same fingerprint again", lambda folder: fingerprint_is_stable(name, folder)),
+    ]
+
+
+def _prepared(name: str, cache: Path | None = None) -> PreparedDataset:
+    """Return the dataset that a run would use; with ``cache``, read anew into that folder."""
+    places = Places.at()
+    return prepare(DataConfig(name=name), cache=cache or places.cache, hub=places.hub)
+
+
+def rows_are_official(name: str) -> None:
+    """There are training and test rows, no more than ``sizes`` says: a mirror may hold a part."""
+    found = _prepared(name)
+    for split, rows in (official_rows(name) or {}).items():
+        held = len(found.split(split))
+        require(0 < held <= rows, f"{held} {split} rows, and sizes says {rows}")
+
+
+def classes_have_rows(name: str) -> None:
+    """Every class has a training row; rows without classes pass."""
+    found = _prepared(name)
+    if "label" not in found.train.columns:
+        return
+    missing = sorted({*range(found.info.num_classes or 0)} - {*found.train.labels.tolist()})
+    names = [found.info.classes[label] for label in missing]
+    require(not missing, f"no training row of class {', '.join(names[:5])}")
+
+
+def fingerprint_is_stable(name: str, folder: Path) -> None:
+    """Read again, into another folder, the rows have the same bytes."""
+    same = _prepared(name).fingerprint == _prepared(name, folder).fingerprint
+    require(same, "its rows differ when they are read again: read them in a fixed order")

@@ -1,0 +1,303 @@
+"""Checks of a method, on small runs in one process: digits, a ViT with random weights."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trishul_ray.adapters.check import Trial
+from trishul_ray.adapters.export import export_merged, export_peft
+from trishul_ray.adapters.model import Trained
+from trishul_ray.contract.checks import Check, require, require_close
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import CheckpointStore, arrays_digest, state_digest
+from trishul_ray.federation.determinism import deterministic
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import ArrayState, Job, Outcome, TrainJob, to_tensor
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.records import RoundRecord
+from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
+from trishul_ray.federation.server import Server
+from trishul_ray.federation.workbench import Workbench, global_model
+from trishul_ray.methods.base import method_class
+from trishul_ray.models.lookup import quiet_transformers
+from trishul_ray.storage import Store
+
+#: A run of seconds, whose backbone needs no pretraining.
+SMALL = (
+    "dataset=digits", "model=vit-digits", "model.init=random", "federation.clients=4",
+    "federation.clients_per_round=3", "federation.rounds=2", "federation.local_steps=4",
+    "federation.batch_size=8", "evaluation.limit=64", "evaluation.batch_size=32",
+    "optimizer.lr=0.01", "tracking.mlflow=false", "resources.backend=inline",
+)  # fmt: skip
+
+#: ``executor("method=mine", ...)`` returns an executor of the small run with these overrides.
+Executors: TypeAlias = Callable[..., InlineExecutor]
+
+
+def small_executor(*overrides: str) -> InlineExecutor:
+    """Return an executor of the small run."""
+    experiment = load_experiment(None, [*SMALL, *overrides])
+    return InlineExecutor(experiment, prepare_run(experiment))
+
+
+def checks_of(name: str) -> list[Check]:
+    """Return the checks of a method."""
+    method = method_class(name)
+    beyond = "it moves_beyond_mean" if method.moves_beyond_mean else ""
+
+    executor = cache(small_executor)  # of this content of a plug-in alone
+
+    def on(check: Callable[..., None]) -> Callable[[Path], None]:
+        return partial(check, name=name, executor=executor)
+
+    return [
+        Check("describes itself", lambda folder: describes_itself(name)),
+        Check("starts at the pretrained model", on(starts_pretrained)),
+        Check("uploads what it declares", on(uploads_as_declared)),
+        Check("moves, and the loss falls", on(loss_falls)),
+        Check("repeats a client's call", on(call_repeats)),
+        Check("does not depend on the order of clients", on(order_is_free)),
+        Check("resumes with the same bytes", on(resumes)),
+        Check("trains clients together as alone", on(stacks)),
+        Check("with one client is central training", on(is_central), skipped=beyond),
+        Check("has adapters that agree with themselves", on(adapters_agree)),
+        Check("exports a model of the same logits", on(exports)),
+    ]
+
+
+def describes_itself(name: str) -> None:
+    """The lines of ``trishul methods`` are there."""
+    method = method_class(name)
+    require(method.Config(name=name).name == name, f"its Config is not that of {name!r}")
+    for field in ("summary", "reference", "communication", "__doc__"):
+        text = getattr(method, field, None)
+        require(bool(text and text.strip()), f"set {field} of {method.__name__}")
+
+
+def starts_pretrained(folder: Path, name: str, executor: Executors) -> None:
+    """The model of the first broadcast is the pretrained one."""
+    inline = executor(f"method={name}")
+    trained = global_model(inline.bench, server_of(inline, folder).broadcast(), 0)
+    found, plain = logits(inline.bench, trained), logits(inline.bench)
+    require_close(
+        found, plain, "logits of the first broadcast and the backbone", atol=1e-6, rtol=1e-6
+    )
+
+
+def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
+    """Uploads have the declared tensors, all finite; what is not trained stays as it was."""
+    inline = executor(f"method={name}")
+    server = server_of(inline, folder)
+    broadcast, expected = server.broadcast(), server.blueprint.expected
+    declared = expected.lengths["shared"]
+    require(
+        sum(expected.unit_sizes) == declared,
+        f"upload_lengths() says {declared} for shared, and wire() has {sum(expected.unit_sizes)}",
+    )
+    for number in (1, 2):
+        upload, report = train_client(inline.bench, broadcast, TrainJob(number, 2))
+        refused = rejection_reason(upload, expected)
+        require(refused is None, f"upload() and upload_lengths(): {refused}")
+        units = upload.active
+        if units is None:
+            units = round_units(server.method, server.blueprint.layout, number)
+        rests = 0 if units is None else int(sum(expected.unit_sizes[~units]))
+        counted = sum(expected.lengths.values()) - rests
+        require(
+            report.uploaded == counted, f"{report.uploaded} numbers are counted, {counted} declared"
+        )
+        if units is not None:
+            still = np.repeat(~units, expected.unit_sizes)
+            same = np.array_equal(upload.arrays.shared[still], broadcast.shared[still])
+            require(same, "upload() changes what is not trained in the round")
+
+
+def loss_falls(folder: Path, name: str, executor: Executors) -> None:
+    """The training loss ends below that of the untouched backbone."""
+    inline = executor(f"method={name}", "federation.local_steps=25", "optimizer.lr=0.003")
+    records = driven(inline, folder).checkpoint.records
+    start, last = records[0].scores["loss"], records[-1].train_loss
+    require(last is not None and last < start, f"training loss {last}, before training {start:.4f}")
+
+
+def call_repeats(folder: Path, name: str, executor: Executors) -> None:
+    """The same job gives the same bytes, whatever ran in between."""
+    inline = executor(f"method={name}")
+    broadcast, job = server_of(inline, folder).broadcast(), TrainJob(3, 1)
+    first, kept = train_client(inline.bench, broadcast, job)
+    train_client(inline.bench, broadcast, TrainJob(3, 2))  # another client in between
+    torch.rand(5)  # and a draw from the global stream
+    second, again = train_client(inline.bench, broadcast, job)
+    same = state_digest(first.arrays) == state_digest(second.arrays)
+    require(same, "the upload of a repeated job differs: an instance must hold no state")
+    require(
+        arrays_digest(kept.state) == arrays_digest(again.state),
+        "what the client keeps differs when its job is repeated",
+    )
+
+
+def order_is_free(folder: Path, name: str, executor: Executors) -> None:
+    """The order of the clients, and torch's global stream, change no byte."""
+    inline = executor(f"method={name}")
+    plain = driven(inline, folder / "plain").checkpoint
+    for seed in (2, 3):
+        torch.manual_seed(seed)
+        again = driven(Shuffled(inline, seed), folder / f"again{seed}").checkpoint
+        require(
+            state_digest(again.state) == state_digest(plain.state)
+            and untimed(again.records) == untimed(plain.records),
+            "the result depends on the order of clients or on torch's global random stream: draw "
+            "from run.generator",
+        )
+
+
+def resumes(folder: Path, name: str, executor: Executors) -> None:
+    """A run that is stopped after a round and continued has the bytes of a whole one."""
+    schedule = ["optimizer.schedule=cosine", "optimizer.warmup=0.2", "optimizer.clip_norm=0.5"]
+    inline = executor(f"method={name}", *schedule)
+    whole = driven(inline, folder / "whole").checkpoint
+    server_of(inline, folder / "parts").step()
+    parts = driven(inline, folder / "parts").checkpoint
+    same = state_digest(parts.state) == state_digest(whole.state)
+    require(same and untimed(parts.records) == untimed(whole.records), "a resumed run differs")
+
+
+def stacks(folder: Path, name: str, executor: Executors) -> None:
+    """Clients that train in one forward give what they give alone, up to rounding."""
+    options = [f"method={name}", "federation.rounds=1", "optimizer.name=sgd"]
+    alone, together = (
+        driven(executor(*options, f"federation.stacked={k}"), folder / str(k)).checkpoint.state
+        for k in (1, 3)
+    )
+    found, expected = torch.from_numpy(together.shared), torch.from_numpy(alone.shared)
+    require_close(found, expected, "states with federation.stacked=3 and 1", atol=1e-4, rtol=1e-3)
+
+
+def is_central(folder: Path, name: str, executor: Executors, options: Sequence[str] = ()) -> None:
+    """With one client that takes part in every round, the global model is the client's."""
+    one = ["federation.clients=1", "federation.clients_per_round=1"]
+    inline = executor(f"method={name}", *one, *options)
+    bench, server = inline.bench, server_of(inline, folder)
+    broadcast = server.broadcast()
+    for number in (1, 2):
+        state = server.checkpoint.client_states.get(0, {})
+        with deterministic(inline.experiment):
+            upload, _ = train_client(bench, broadcast, TrainJob(number, 0, state))
+        vector, sent = bench.initial.clone(), broadcast.map(to_tensor)
+        shared = torch.from_numpy(upload.arrays.shared)
+        server.method.unpack(bench.model.layout, vector, shared)
+        alone = model_of(bench, Trained(vector, sent.base, sent.constants))
+        server.step()
+        broadcast = server.broadcast()
+        together = model_of(bench, global_model(bench, broadcast, 0))
+        for key, value in alone.items():
+            what = f"weights {key!r} of the client and the global model after round {number}"
+            require_close(together[key], value, what, atol=1e-6, rtol=1e-5)
+
+
+def adapters_agree(folder: Path, name: str, executor: Executors) -> None:
+    """Of each kind of adapter, forward, merged weight and update say the same thing."""
+    model = executor(f"method={name}").bench.model
+    kinds = {(type(model.adapters[s.name]), s.d_out, s.d_in): s for s in model.specs}
+    for spec in kinds.values():
+        if (adapter := model.adapters[spec.name]).shapes(spec):
+            trial = Trial.of(adapter, spec)
+            trial.forward_is_the_merged_weight()
+            trial.factors_are_the_update()
+
+
+def exports(folder: Path, name: str, executor: Executors) -> None:
+    """The merged model, and the PEFT adapter on the backbone, have the run's logits."""
+    from peft import PeftModel
+
+    inline = executor(f"method={name}", "federation.local_steps=10")
+    bench = inline.bench
+    trained = global_model(bench, driven(inline, folder / "run").broadcast(), 2)
+    ours = logits(bench, trained)
+    moved = bool((ours - logits(bench)).abs().max() > 1e-3)
+    require(moved, "training does not move the global model")
+    batch = bench.task.inputs(_batch(bench))
+    with quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's use of transformers
+        export_merged(bench.model, trained, folder / "merged")
+        base: Any = bench.model.merge(Trained(bench.initial))
+        models = {"merged model": type(base).from_pretrained(folder / "merged").eval()}
+        if bench.model.specs:
+            export_peft(bench.model, trained, folder / "adapter", "base")
+            adapted = PeftModel.from_pretrained(base, str(folder / "adapter"))
+            models["PEFT adapter"] = adapted.eval()
+    for what, model in models.items():
+        with torch.inference_mode():
+            found = model(**batch).logits
+        require_close(found, ours, f"logits of the {what} and the run", atol=1e-4, rtol=1e-4)
+
+
+def server_of(inline: InlineExecutor, folder: Path) -> Server:
+    """Return a server with the checkpoints in a folder, by default with none."""
+    store, id = Store.open(str(folder)), inline.experiment.id
+    return Server(inline.experiment, inline, CheckpointStore(store, id), "attempt")
+
+
+def driven(inline: InlineExecutor, folder: Path) -> Server:
+    """Return a server that has finished its run, with the checkpoints in a folder."""
+    server = server_of(inline, folder)
+    while not server.finished:
+        server.step()
+    return server
+
+
+def logits(bench: Workbench, trained: Trained | None = None) -> Tensor:
+    """Return the logits of the first test rows; without ``trained``, of the backbone."""
+    batch = _batch(bench)
+    with torch.inference_mode():
+        if trained is not None:
+            bench.model.bind(trained)
+        try:
+            found: Tensor = bench.model.forward(**bench.task.inputs(batch)).logits
+            return found
+        finally:
+            bench.model.unbind()
+
+
+def _batch(bench: Workbench) -> dict[str, Tensor]:
+    return bench.task.prepare_batch(bench.test.batch(np.arange(16)), bench.device, bench.dtype)
+
+
+def model_of(bench: Workbench, trained: Trained) -> dict[str, Tensor]:
+    """Return the update of every weight, and the classification head, in float64."""
+    weights = bench.model.deltas(trained)
+    head = {k: v.double() for k, v in bench.model.direct_parameters(trained.vector).items()}
+    return weights | head
+
+
+def untimed(records: Iterable[RoundRecord]) -> list[dict[str, Any]]:
+    """Return the fields of each record, without what a clock says."""
+    return [{k: v for k, v in vars(r).items() if not k.endswith("seconds")} for r in records]
+
+
+class Shuffled(InlineExecutor):
+    """Run the jobs of an executor in a random order."""
+
+    def __init__(self, inner: InlineExecutor, seed: int) -> None:
+        self.__dict__.update(vars(inner))
+        self.inner, self.seed = inner, seed
+
+    def run(
+        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+    ) -> Outcome:
+        """Run each job alone; return what the executor would."""
+        order = np.random.default_rng(self.seed).permutation(len(jobs))
+        done = {int(i): self.inner.run(broadcast, [jobs[i]]) for i in order}
+        each = [done[i] for i in range(len(jobs))]
+        return Outcome(
+            [upload for one in each for upload in one.uploads],
+            [report for one in each for report in one.reports],
+            [scored for one in each for scored in one.evaluations],
+        )
