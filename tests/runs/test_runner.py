@@ -137,6 +137,25 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
 
 
 @pytest.mark.slow
+def test_files_added_to_a_finished_run_are_in_its_mlflow_run(tiny):
+    from mlflow.tracking import MlflowClient
+
+    experiment = tiny("tracking.mlflow=true")
+    first = drain(run_steps(experiment, quiet(), extras=False))[1].summary
+    client = MlflowClient(f"sqlite:///{run_folder(experiment).root}/../mlflow.db")
+    before = client.get_run(first.mlflow_run_id)
+    again = run_experiment(experiment, quiet())
+    assert again.repeated and again.summary.logged
+    (after,) = client.search_runs([before.info.experiment_id])
+    assert after.info.run_id == before.info.run_id and after.info.status == "FINISHED"
+    assert after.info.end_time == before.info.end_time
+    artifacts = Path(after.info.artifact_uri.removeprefix("file://"))
+    for name in (*again.summary.files, "result.json"):
+        assert (artifacts / name).read_bytes() == again.home.read(name)
+    assert "figures/loss.png" in again.summary.files
+
+
+@pytest.mark.slow
 def test_a_run_that_starts_over_is_in_mlflow_once(tiny):
     from mlflow.entities import ViewType
     from mlflow.tracking import MlflowClient

@@ -81,7 +81,8 @@ def restore_files(
 ) -> RunSummary:
     """Write damaged files of a finished run again, from its last checkpoint; return its result.
 
-    With ``extras``, also those that a run without them left out; result.json then lists them.
+    With ``extras``, also those that a run without them left out; result.json then lists them, and
+    says that they are not logged yet.
 
     Raises:
         ArtifactsError: Those cannot be made.
@@ -122,7 +123,12 @@ def restore_files(
             before = summary.sha256
             if adds or written.items() - before.items():
                 files = sorted({*listed, *wanted})
-                summary = replace(summary, files=files, sha256={**before, **written})
+                summary = replace(
+                    summary,
+                    files=files,
+                    sha256={**before, **written},
+                    logged=summary.logged_to is None,
+                )
                 write_result(home, summary)
     except (InputError, RunError, FileNotFoundError) as error:
         if adds and isinstance(error, ArtifactsError):

@@ -198,7 +198,8 @@ def log_reused(
 ) -> tuple[RunSummary, list[str]]:
     """Log a finished run where the experiment asks for it, unless it is there already.
 
-    A run whose process ended before all was logged is continued; result.json then says so.
+    A run whose process ended before all was logged, or whose files have changed since, is
+    completed where it was logged; result.json then says so.
 
     Returns:
         The summary as it is in result.json, and what the store did not accept.
@@ -242,7 +243,7 @@ def _log_finished(
                 file.write_bytes(home.read(name))
         Path(scratch, "result.json").write_bytes(summary.to_json())
         tracker.log_artifacts(scratch)
-    return tracker.finish()
+    return tracker.finish(keep_end=True)
 
 
 def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]:

@@ -478,8 +478,11 @@ class Tracker:
     def log_artifacts(self, folder: Path | str) -> None:
         """Log every file of a local folder; raise InputError if it is not a folder."""
 
-    def finish(self, status: Status = "FINISHED") -> list[str]:
-        """End the run; return what the tracking store did not accept."""
+    def finish(self, status: Status = "FINISHED", *, keep_end: bool = False) -> list[str]:
+        """End the run; return what the tracking store did not accept.
+
+        With ``keep_end``, a run that had finished before it was opened keeps the time of its end.
+        """
         return []
 
     def ui_command(self, run: str = "") -> str | None:
@@ -506,6 +509,7 @@ class MlflowRun(Tracker):
         self._experiment = experiment
         self._known = run.data.params
         self._values = run.data.metrics  # as they were when it was opened
+        self._ended = run.info.end_time if run.info.status == "FINISHED" else None
         self._id: str = run.info.run_id
         self.run_id = self._id
         self.place = place_of(store.uri, experiment.name)
@@ -657,7 +661,7 @@ class MlflowRun(Tracker):
 
         self._log(f"folder {folder}", upload, wait=True)
 
-    def finish(self, status: Status = "FINISHED") -> list[str]:
+    def finish(self, status: Status = "FINISHED", *, keep_end: bool = False) -> list[str]:
         """End the run with ``status``; return what the store did not accept, e.g. ``round 3``.
 
         A run that was stopped (``KILLED``) does not wait for a server.
@@ -665,7 +669,8 @@ class MlflowRun(Tracker):
         if status == "KILLED":
             self.stop_waiting()
         client = self._store.client
-        end = partial(client.set_terminated, self._id, status)
+        ended = self._ended if keep_end else None
+        end = partial(client.set_terminated, self._id, status, ended)
         self._log(f"status {status}", end, wait=True)
         rejected, self._rejected = self._rejected, []
         return [*rejected, *(what for what, _ in self._unsent)]
