@@ -6,7 +6,8 @@ SQLite is whole or not there, so that what is read changes at no other time: wha
 safetensors write themselves goes into files that nobody reads before they are renamed. A file cut
 in half under its final name is a damaged one; see test_damaged_files.py.
 
-Every run is a fork of a server that has imported everything.
+Every run is a fork of a server that has imported everything. Its backbone is pretrained for one
+epoch: here, it only matters that it is the same one.
 """
 
 import io
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ import trishul_ray.federation.inline
 import trishul_ray.models.attention
 import trishul_ray.runs.artifacts  # noqa: F401
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.models.builtin import BUILTINS, VIT_DIGITS
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store
@@ -45,6 +47,8 @@ from trishul_ray.tracking.progress import RunProgress
 
 load_experiment(None, ["uploads.codec=int4"])  # imports methods and codecs
 
+#: Whether a test takes all that it can break; otherwise a part, which is another in each test.
+ALL = os.environ.get("TRISHUL_TEST_CRASHES") == "all"
 #: Exit code of a run that was ended before a call.
 CRASHED = 88
 #: Audit events of calls that change files: which arguments are the path, and its folder if any.
@@ -170,6 +174,7 @@ def _run(
     os.environ["TRISHUL_CACHE"] = f"{root}/cache"
     tempfile.tempdir = f"{root}/tmp"
     torch.set_num_threads(1)
+    BUILTINS[VIT_DIGITS.name] = replace(VIT_DIGITS, recipe=replace(VIT_DIGITS.recipe, epochs=1))
     out, calls, code = io.StringIO(), list[str](), 0
     sys.stdout = sys.stderr = out
 
