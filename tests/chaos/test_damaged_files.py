@@ -83,6 +83,7 @@ def world(tmp_path_factory, fork_environment):
 
 @pytest.mark.slow
 @pytest.mark.chaos
+@pytest.mark.timeout(900)  # the first one makes the runs
 @pytest.mark.parametrize(("pattern", "damage"), CASES)
 def test_a_damaged_file_changes_nothing(world, pattern, damage):
     place, id, want = world
