@@ -157,6 +157,10 @@ class Place:
         for path in sorted(self.root.rglob("*")):
             parts = path.relative_to(self.root).parts
             if parts[0] in ("runs", "cache", "tmp") and "mlartifacts" not in parts:
+                if parts[:2] == ("cache", "weights") and len(parts) > 2:
+                    # Named after the backbone's files, with the times at which they were linked.
+                    kind = ".lock" if parts[2].endswith(".lock") else ""
+                    parts = (*parts[:2], f"key{kind}", *parts[3:])
                 timed = parts[-1].startswith(("round-", "clients-"))
                 names.append("/".join((*parts[:-1], parts[-1][:12] if timed else parts[-1])))
         return sorted(names)

@@ -16,8 +16,8 @@ WORDS = [
     "evaluation.batch_size=16", "resources.backend=inline", "uploads.codec=int4",
     "uploads.error_feedback=true",
 ]  # fmt: skip
-#: When a file is damaged, by its pattern; the last that matches is taken. MLflow's database is its
-#: own: of a damaged one, SQLite or MLflow tells.
+#: When a file is damaged, by its pattern; the newest that matches is taken. MLflow's database is
+#: its own: of a damaged one, SQLite or MLflow tells.
 KINDS = {
     "runs/*/attempt.json": "broken off",
     "runs/*/config.yaml": "broken off",
@@ -89,7 +89,11 @@ def test_a_damaged_file_changes_nothing(world, pattern, damage):
     place, id, want = world
     state = KINDS[pattern]
     place.restore(place.root / state)
-    file = sorted(place.root.glob(pattern))[-1]
+    if pattern.startswith("cache/weights"):  # of the backbone's files as they are linked now
+        assert place.run(WORDS).code == 0
+        shutil.rmtree(place.root / "runs")
+        (place.root / "runs").mkdir()
+    file = max(place.root.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
     data = file.read_bytes()
     file.unlink()  # the template has a link to it
     file.write_bytes(DAMAGE[damage](data))
@@ -112,4 +116,5 @@ def test_undamaged_files_are_said_to_be_nothing_else(world):
         place.restore(place.root / state)
         again = place.run(WORDS, extras=state == "finished")
         assert again.code == 0 and "damaged" not in again.said and "corrupt" not in again.said
-        assert place.observe(id) == expected
+        got = place.observe(id)
+        assert {**got, "files": set(got["files"])} == {**expected, "files": set(expected["files"])}
