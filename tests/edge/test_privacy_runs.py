@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from invented_outcomes import invent_sweep
-from method_runs import BY_MEAN, Recording, server_of
+from method_runs import BY_MEAN, SINGLE, Recording, server_of
 
 from trishul_ray.edge.changes import norm_of
 from trishul_ray.edge.draws import poisson_cohort
@@ -22,7 +22,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.edge import privacy_report, promised
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import method_names
+from trishul_ray.methods.base import method_class
 from trishul_ray.report.page import comparable
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.mlflow_log import PRIVACY_TAG, grouped_metrics, log_totals
@@ -257,7 +257,7 @@ def test_other_ways_to_draw_keep_the_cohorts_and_account_for_them(edge_run):
     assert poisson.checkpoint.records[-1].edge["privacy_epsilon"] < found["none"] < found["fixed"]
 
 
-@pytest.mark.parametrize("method", sorted({*method_names()} - {*BY_MEAN}))
+@pytest.mark.parametrize("method", [n for n in SINGLE if not method_class(n).mean_is_enough])
 @pytest.mark.parametrize(
     "setting",
     ["privacy.noise=1", "uploads.codec=int8", "downloads.codec=int8", "server.optimizer=sgd"],

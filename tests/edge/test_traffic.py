@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import BY_MEAN, Recording
+from method_runs import BY_MEAN, SINGLE, Recording
 from newcomers import unloaded_after
 from tolerances import rounding
 
@@ -23,7 +23,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import State, method_names
+from trishul_ray.methods.base import State
 from trishul_ray.rng import numpy_rng
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
@@ -318,7 +318,7 @@ def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(e
     assert plain.checkpoint.records[0].scores == coded.checkpoint.records[0].scores
 
 
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("method", SINGLE)
 def test_with_all_sections_off_no_method_meets_any_part_of_the_edge(method, small, drive_to_end):
     """So every run takes the path that it took before there was one."""
     experiment = small("resources.backend=inline", f"method={method}", "rounds=1")

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from method_runs import PUBLISHED
 from tiny_run import untimed
 from transformers import ViTConfig, ViTModel
 
@@ -13,7 +14,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import KEPT_ON_CPU, Residents, build_workbench
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.base import method_class
 
 TINY = [
     "federation.clients=2",
@@ -111,9 +112,9 @@ def options_of(name):
 
 
 def test_every_method_after_every_method(make):
-    fresh = {name: outcome(make(*options_of(name))) for name in method_names()}
+    fresh = {name: outcome(make(*options_of(name))) for name in PUBLISHED}
     residents = Residents()
-    for name in every_pair(list(method_names())):
+    for name in every_pair(PUBLISHED):
         assert outcome(make(*options_of(name)), residents) == fresh[name], name
     assert len(residents._kept) == 1
 

@@ -25,7 +25,7 @@ from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
-from trishul_ray.methods.base import method_names
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.storage import Store
 
 COMMON = [
@@ -36,10 +36,16 @@ COMMON = [
     # Adam would turn the rounding noise of a gradient that is zero into a whole step.
     "optimizer.name=sgd", "optimizer.lr=0.1",
 ]  # fmt: skip
+
+
+def is_combined(name):
+    return method_class(name).__module__.endswith(".combined")
+
+
 LIMITED = ["federation.compute=uniform", "federation.clients_per_round=4"]
 TEXT = ["adapter.rank=4", "adapter.heads=2"]
 CONFIGURATIONS = {
-    **{name: [f"method={name}"] for name in method_names()},
+    **{name: [f"method={name}"] for name in method_names() if not is_combined(name)},
     "adam": ["optimizer.name=adam", "optimizer.lr=0.001", "optimizer.clip_norm=1"],
     "bf16": ["model.precision=bf16"],
     "limited": [*LIMITED, "optimizer.weight_decay=0.1", "method.prox_on=change"],

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from method_runs import SINGLE
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import method_names
 
 #: Largest distance of the losses of bf16 and fp32, as a share of fp32's, in each of four rounds.
 #: After the fifth it is 2.5 to 5.1 % by the seed, with attention in float32, too: Adam has made of
@@ -14,7 +14,7 @@ LOSS_BOUND = 0.03
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("method", SINGLE)
 def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
     """Rehearsed by test_the_route_of_a_gpu_gives_the_state_of_the_cpu."""
     states = []

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from method_runs import SINGLE
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.local import LocalSteps
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.methods.base import method_names
 
 SCRIPT = Path(__file__).with_name("emulated_rounds.py")
 LOW_PRECISION = {"bf16", "decoder bf16"}
@@ -45,7 +45,7 @@ def test_the_emulated_device_notes_what_waits_and_only_that(rounds):
     known = rounds["known waits"]
     assert known.pop("page-locked") == known.pop("arithmetic") == []
     assert all(len(waits) == 1 for waits in known.values()), known
-    assert set(method_names()) <= configurations(rounds).keys()
+    assert {*SINGLE} <= configurations(rounds).keys()
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_the_route_of_a_gpu_gives_the_state_of_the_cpu(rounds):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["full", "uniform"])
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("method", SINGLE)
 def test_no_step_synchronizes_on_a_gpu(small, monkeypatch, method, compute):
     overrides = [f"method={method}", "resources.device=cuda", "resources.backend=inline"]
     try:

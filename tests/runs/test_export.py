@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from method_runs import SINGLE
 from transformers import pipeline
 
 import trishul_ray
 import trishul_ray.runs.export
 from trishul_ray import InputError
-from trishul_ray.methods.base import method_names
 from trishul_ray.runs.export import export_run
 
 #: Runs the code of each model card and prints the score of the given rows.
@@ -85,7 +85,7 @@ def run(cache, tmp_path):
 
 @pytest.mark.slow
 def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
-    methods = [{"name": name} for name in method_names()]
+    methods = [{"name": name} for name in SINGLE]
     methods.append({"name": "flexlora", "truncate": False})
     results = [run(method=method, evaluation={"limit": 100}) for method in methods]
     bench = results[0]._trained.bench
