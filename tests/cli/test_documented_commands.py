@@ -78,7 +78,7 @@ def test_the_commands_are_found():
 @pytest.mark.parametrize(
     ("where", "words"), COMMANDS, ids=lambda v: v if isinstance(v, str) else " ".join(v)
 )
-def test_a_documented_command_works(where, words, places, called):
+def test_a_documented_command_works(where, words, places, called, tmp_path, monkeypatch):
     if words[0] == "models" and words[1:]:  # reads weights, which may not be here
         load_experiment(None, [f"model={words[1]}", *words[2:]])
         return
@@ -86,6 +86,9 @@ def test_a_documented_command_works(where, words, places, called):
         code, _, error = called(*words)
         assert code == 0, error
         return
+    if "mine.py" in words:
+        (tmp_path / "mine.py").touch()
+        monkeypatch.chdir(tmp_path)
     command = APP.commands[words[0]]
     context = command.make_context(words[0], list(words[1:]))
     if words[0] == "pretrain":

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from method_runs import SINGLE
 from rich.console import Console
 from summaries import invented_summary
 
@@ -61,7 +62,7 @@ def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
     assert all(f" {name} " in printed for name in rows)
 
 
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("method", SINGLE)
 def test_every_field_is_listed_with_its_value_and_meaning(method):
     text = field_list(load_experiment(None, [f"method={method}", "budget=2"]), width=90)
     entries = re.findall(r"^(\S+?)=(.*?)  \((.*)\)((?:\n    .*)*)$", text, re.MULTILINE)
