@@ -206,14 +206,8 @@ def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
         assert down == record.edge["asked"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["method=fedit", "server.sum=ring"],
-        ["method=trishul-rules", "method.rule=edge"],
-    ],
-)
-def test_a_round_has_as_many_clients_as_its_sum_or_its_method_needs(edge_run, words):
+def test_a_round_has_as_many_clients_as_its_sum_needs(edge_run):
+    words = ["method=fedit", "server.sum=ring"]
     fewer = ["federation.clients_per_round=2", "federation.rounds=6", "cohort.dropout=0.5"]
     records = edge_run(*words, ON, *fewer).checkpoint.records[1:]
     assert sum(record.edge["abandoned"] for record in records) > 0
