@@ -142,7 +142,7 @@ def test_a_model_of_images_takes_no_text(tmp_path):
 
 def test_a_model_of_a_package_that_is_missing_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(lookup.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
-    with pytest.raises(InputError, match=r"package some-lm, .*trishul-ray\[somelm\]"):
+    with pytest.raises(InputError, match=r"package some-lm, .*'\.\[somelm\]' in a clone"):
         load("Some-LM", tmp_path)
 
 
