@@ -185,7 +185,7 @@ def test_a_table_of_costs_has_the_numbers_of_the_figure(tmp_path, cost):
     layout = TableLayout(
         name="costs", rows=["method"], columns=["dataset"], where=where, target=target
     )
-    (table,) = build_tables([dataclasses.replace(sweep, tables=(layout,))])
+    (table,) = build_tables([dataclasses.replace(sweep, tables=(layout,), profile="small")])
     figure = {cell.series: cell for cell in data_of(drawn, sweep).cells}
     assert {row.label for row in table.rows} == figure.keys()
     for row in table.rows:

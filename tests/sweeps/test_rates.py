@@ -151,4 +151,5 @@ def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, mo
     (tmp_path / "table.yaml").write_text("base: {method: fedit}\naxes: {seed: [0, 1]}\n")
     sweep = load_sweep(tmp_path / "table.yaml", ["optimizer.rates=rates-custom.yaml"])
     assert {cell.experiment.optimizer.lr for cell in sweep.cells} == {tuned.optimizer.lr}
-    assert called("rates", "mine.yaml", "--output", "no/such/folder.yaml", *words)[0] == 2
+    assert called("rates", "mine.yaml", "--output", "new/folder.yaml", *words)[0] == 0
+    assert (tmp_path / "new/folder.yaml").is_file()
