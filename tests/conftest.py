@@ -19,7 +19,9 @@ import hypothesis
 import psutil
 import pytest
 from ports import free_port
-from tiny_run import SMALL, untimed
+from tiny_run import SMALL
+
+from trishul_ray.contract.methods import untimed
 
 # A loaded machine is no failure; timing belongs into benchmarks.
 hypothesis.settings.register_profile("tests", deadline=None)

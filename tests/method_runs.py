@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from tiny_run import untimed
 
+from trishul_ray.contract.methods import untimed
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array

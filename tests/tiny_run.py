@@ -1,4 +1,4 @@
-"""The overrides of the shortest run, and the records of runs without what a clock says."""
+"""The overrides of the shortest runs."""
 
 TINY = [
     "model.init=random",
@@ -23,8 +23,3 @@ SMALL = [
     "tracking.mlflow=false",
     "optimizer.lr=0.01",
 ]
-
-
-def untimed(records):
-    """The fields of each record, without what a clock says."""
-    return [{k: v for k, v in vars(r).items() if not k.endswith("seconds")} for r in records]

@@ -356,7 +356,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 def discard_damaged(folder: Path) -> None:
     """Remove a sealed folder of the cache that is damaged, and say so: it is made again.
 
-    Whoever makes it holds the lock ``<folder>.lock``.
+    The process that makes it holds the lock ``<folder>.lock``.
 
     Raises:
         InputError: It cannot be removed; the message has the command that does it.

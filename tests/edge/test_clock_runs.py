@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_run import untimed
 
+from trishul_ray.contract.methods import untimed
 from trishul_ray.edge.devices import Devices, DevicesConfig
 from trishul_ray.edge.fleet import CLOCK_NUMBERS, clock_line
 from trishul_ray.errors import InputError, RunError

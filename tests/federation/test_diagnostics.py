@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tiny_run import untimed
 
+from trishul_ray.contract.methods import untimed
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.federation import local
 from trishul_ray.federation.checkpoint import state_digest

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from tiny_run import untimed
 from torch import nn
 
 import trishul_ray
 from trishul_ray.adapters.quantized import QuantizedLinear, dequantize_layers
+from trishul_ray.contract.methods import untimed
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver

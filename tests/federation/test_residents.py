@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 from method_runs import PUBLISHED
-from tiny_run import untimed
 from transformers import ViTConfig, ViTModel
 
+from trishul_ray.contract.methods import untimed
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from method_runs import PUBLISHED
 from pydantic import ValidationError
 from stacked_layers import check_stacked
-from tiny_run import untimed
 from torch import nn
 
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.multihead import MultiHead
+from trishul_ray.contract.methods import untimed
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.determinism import deterministic

@@ -8,10 +8,9 @@ import torch
 from method_runs import SINGLE, run, server_of
 from newcomers import NEWCOMERS
 from pydantic import ValidationError
-from tiny_run import untimed
 
 from trishul_ray.contract import methods
-from trishul_ray.contract.methods import Shuffled
+from trishul_ray.contract.methods import Shuffled, untimed
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import method_class
@@ -41,7 +40,7 @@ def test_the_three_prongs_are_among_them():
 @pytest.mark.parametrize("name", METHODS)
 def test_it_keeps_a_promise_of_the_contract(name, check, executor, tmp_path):
     if (name, check) in EXCEPTIONS:
-        pytest.skip("it is told apart below")
+        pytest.skip("covered by a test below")
     check(tmp_path, name, executor)
 
 

@@ -1,4 +1,4 @@
-"""Whether a kind of adapter agrees with itself, tried on two rows of one random layer.
+"""Consistency of a kind of adapter, tried on two rows of one random layer.
 
 Forward, merged weight and update say the same thing in three ways: a client trains by the first, a
 model is scored by the second and exported by the third. A layer of the true shape with random

@@ -1,4 +1,4 @@
-"""What a check is, and how a promise is checked: a check raises if it is broken."""
+"""The type of a check, which raises if its promise is broken, and helpers to write one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -70,7 +70,7 @@ def messages(rng: np.random.Generator) -> Iterator[Message]:
 
 
 def stays_within_bound(codec: Codec, message: Message) -> None:
-    """What is read differs from the change by ``bound`` at most."""
+    """The decoded change differs from the change by ``bound`` at most."""
     units, change, known = message
     payload = codec.encode(change, units, np.random.default_rng(0), known)
     require(isinstance(payload, bytes), f"pack() returns {type(payload).__name__}, not bytes")

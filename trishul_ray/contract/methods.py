@@ -203,7 +203,7 @@ def is_central(folder: Path, name: str, executor: Executors, options: Sequence[s
 
 
 def adapters_agree(folder: Path, name: str, executor: Executors) -> None:
-    """Of each kind of adapter, forward, merged weight and update say the same thing."""
+    """Forward, merged weight and update of each kind of adapter say the same thing."""
     model = executor(f"method={name}").bench.model
     kinds = {(type(model.adapters[s.name]), s.d_out, s.d_in): s for s in model.specs}
     for spec in kinds.values():

@@ -29,7 +29,7 @@ _CHECKS: dict[str, Callable[[str], list[Check]]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a check: its subject, such as ``method=mine``, and the reason in one line."""
+    """The result of a check: its subject, such as ``method=mine``, and the reason in one line."""
 
     subject: str
     name: str

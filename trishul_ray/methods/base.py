@@ -91,12 +91,12 @@ class MethodConfig(Section):
 
     @property
     def in_short(self) -> str:
-        """What to say of it beside the method's name in one line on a run; may be empty."""
+        """A remark beside the method's name in one line on a run; may be empty."""
         return ""
 
 
 class Settings(Protocol):
-    """What a method may know of the experiment that it is part of, to refuse it."""
+    """The part of an experiment that a method may read to refuse it."""
 
     @property
     def adapter(self) -> AdapterConfig:

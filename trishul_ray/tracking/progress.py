@@ -16,7 +16,7 @@ from trishul_ray.redaction import redact
 
 #: Minimum seconds between two plain lines about one preparation; its last line always appears.
 PLAIN_INTERVAL = 5.0
-#: Seconds without a line after which a log is told what is going on.
+#: Longest time without a line in a log, in seconds.
 LOG_INTERVAL = 60.0
 #: How often the same note is printed before repeats are only counted.
 MAX_REPEATS = 3
