@@ -99,7 +99,7 @@ class Place:
         return Ended(process.exitcode, said, calls)
 
     def restore(self, template: Path) -> None:
-        """Replace everything by a copy of another place; files but the database are linked."""
+        """Replace everything by a copy of another place; files but MLflow's are linked."""
         for name in ("runs", "cache", "tmp"):
             shutil.rmtree(self.root / name, ignore_errors=True)
             if (template / name).exists():
@@ -167,8 +167,9 @@ class Place:
 
 
 def _link(source: str, target: str) -> None:
-    # The database is written in place, and all else renamed.
-    (shutil.copy2 if ".db" in Path(source).name else os.link)(source, target)
+    # MLflow writes its database and its artifacts in place; all else is renamed.
+    in_place = ".db" in Path(source).name or "/mlartifacts/" in source
+    (shutil.copy2 if in_place else os.link)(source, target)
 
 
 def _run(

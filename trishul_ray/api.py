@@ -112,7 +112,7 @@ def run(
     with (
         _alone(),
         RunProgress(experiment.federation.rounds, _console(progress)) as display,
-        at_loss(lambda why: display.note(f"{why}. Repeat the call to continue.")),
+        at_loss(lambda why: display.note(f"{why or 'stopped'}. Repeat the call to continue.")),
     ):
         steps = run_steps(experiment, display, fresh=fresh)
         with closing(steps):
@@ -167,7 +167,7 @@ def sweep(
     with (
         _alone(),
         SweepProgress(_console(progress)) as display,
-        at_loss(lambda why: display.note(f"{why}. Repeat the call to continue.")),
+        at_loss(lambda why: display.note(f"{why or 'stopped'}. Repeat the call to continue.")),
     ):
         options = TuneOptions(retries, stall_minutes, concurrency)
         (outcome,) = reproduce([read], options, display).outcomes

@@ -41,13 +41,20 @@ class StorageRefusedError(StorageError):
     """The storage of runs failed permanently: no permission, no bucket, or a file in the way."""
 
 
-#: Callbacks that run in order when this process loses its connection to Ray; each gets the reason.
-last_words: list[Callable[[str], object]] = []
+#: Callbacks that run in order when this process loses its connection to Ray; see :func:`at_loss`.
+last_words: list[Callable[[str | None], object]] = []
+#: Signals that asked this process to stop; the command line notes them.
+stop_signals: list[int] = []
 
 
 @contextmanager
-def at_loss(action: Callable[[str], object]) -> Iterator[None]:
-    """Within the block, call ``action`` with the reason if Ray is lost, before the process ends."""
+def at_loss(action: Callable[[str | None], object]) -> Iterator[None]:
+    """Within the block, call ``action`` if Ray is lost, before the process ends.
+
+    Args:
+        action: Gets the reason, or None if the process was asked to stop: a signal to all
+            processes of a job ends Ray, too.
+    """
     last_words.append(action)
     try:
         yield

@@ -148,16 +148,25 @@ def to_all_processes(command):
     return command.processes()
 
 
+def to_the_driver_last(command):
+    """Its processes: all of Ray's, and the driver when they have ended or are about to."""
+    others = [process for process in command.processes() if process.pid != command.process.pid]
+    yield from others
+    psutil.wait_procs(others, timeout=0.5)
+    yield command.process
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "signum", "receivers", "code"),
     [
         ("ray", signal.SIGTERM, to_the_driver, 143),  # Docker
         ("ray", signal.SIGTERM, to_all_processes, 143),  # Slurm, systemd
+        ("ray", signal.SIGTERM, to_the_driver_last, 143),
         ("inline", signal.SIGTERM, to_the_driver, 143),
         ("inline", signal.SIGHUP, to_the_driver, 129),
     ],
-    ids=["ray", "ray, all processes", "inline", "inline, a lost terminal"],
+    ids=["ray", "ray, all processes", "ray, the driver last", "inline", "inline, a lost terminal"],
 )
 def test_a_run_asked_to_end_stops_as_with_ctrl_c(
     trishul, words, tmp_path, backend, signum, receivers, code
@@ -168,9 +177,10 @@ def test_a_run_asked_to_end_stops_as_with_ctrl_c(
     command = trishul("run", *words)
     command.wait_for(f"round 1/{MANY_ROUNDS}", LONG_WAIT)
     # `timeout` and Slurm send the signal twice.
-    for process in [*receivers(command)] * 2:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signum)
+    for _ in range(2):
+        for process in receivers(command):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signum)
     exit_code, out, errors = command.end(LONG_WAIT)
     assert exit_code == code, errors
     assert command.left_behind(60) == []

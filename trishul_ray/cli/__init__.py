@@ -20,7 +20,7 @@ import typer
 
 from trishul_ray.cli import cluster, data, lazy, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
-from trishul_ray.errors import InputError, RunError, describe_os_error
+from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
 from trishul_ray.redaction import redact
 from trishul_ray.version import NUMERICS, __version__
 
@@ -92,10 +92,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _signals_as_interrupts() as received:
+        with _signals_as_interrupts():
             code = app(standalone_mode=False)
-        if code == 130 and received:
-            code = 128 + received[0]
+        if code == 130 and stop_signals:
+            code = 128 + stop_signals[0]
     except InputError as error:
         _fail(str(error), 2)
     except typer.Abort:
@@ -133,27 +133,22 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 @contextmanager
-def _signals_as_interrupts() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless they are ignored (``nohup``).
-
-    Yields:
-        The signals received so far.
-    """
-    received: list[int] = []
+def _signals_as_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless they are ignored (``nohup``)."""
     last = -math.inf
 
     def interrupt(signum: int, _frame: FrameType | None) -> None:
         nonlocal last
         if time.monotonic() - last > _REPEATED_SIGNAL_SECONDS:
             last = time.monotonic()
-            received.append(signum)
+            stop_signals.append(signum)
             raise KeyboardInterrupt
 
     handled = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
     for signum in handled:
         signal.signal(signum, interrupt)
     try:
-        yield received
+        yield
     finally:
         for signum in handled:
             signal.signal(signum, signal.SIG_DFL)

@@ -100,8 +100,11 @@ def resumable(progress: "lazy.progress.RunProgress", how: Callable[[bool], str])
     ``how`` is told whether the same command would fail again.
     """
 
-    def print_last(why: str) -> None:  # this process is about to be ended
+    def print_last(why: str | None) -> None:  # this process is about to be ended
         progress.__exit__()
+        if why is None:
+            print_line(f"stopped. {how(False)}", err)
+            return
         line = redact(wrapped(f"{why}. {how(False)}"))
         print(f"error: {line}", file=sys.stderr, flush=True)
 

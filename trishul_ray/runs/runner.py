@@ -273,7 +273,9 @@ def _run(
             if use_ray:
                 if options.workers is None:
                     progress.phase(opening())
-                stack.enter_context(at_loss(lambda _: tracker.finish("FAILED")))
+                stack.enter_context(
+                    at_loss(lambda why: tracker.finish("FAILED" if why else "KILLED"))
+                )
                 stack.enter_context(ray_session())
             if options.workers is not None and needs_pretraining(backbone):
                 options.workers.close()  # it takes a CPU, and they may hold all

@@ -99,7 +99,10 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             )
 
             progress.phase(opening())
-            with at_loss(lambda _: work.close_parents("FAILED")), ray_session():
+            with (
+                at_loss(lambda why: work.close_parents("FAILED" if why else "KILLED")),
+                ray_session(),
+            ):
                 _run(work, missing, searches, options)
                 work.examine()
                 if work.unfinished():

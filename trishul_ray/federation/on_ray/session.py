@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
@@ -19,7 +20,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trishul_ray.errors import InputError, RunError, first_line, first_of, last_words
+from trishul_ray.errors import InputError, RunError, first_line, first_of, last_words, stop_signals
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
@@ -68,7 +69,8 @@ class _Watch:
 
     Without its raylet or its GCS (Ray's list of nodes and actors), every call of Ray blocks until
     Ray aborts the process, which no exception can prevent. So a thread notices the loss, calls
-    ``last_words``, the first one first, and ends the process with exit code 1.
+    ``last_words``, the first one first, and ends the process with exit code 1; or with that of
+    a signal, if this process was asked to stop.
 
     Args:
         joined: Whether Ray was there before this process.
@@ -83,6 +85,7 @@ class _Watch:
         if fork_server is not None and not joined:
             self._parents.append(fork_server.pid)
         self._closed = threading.Event()
+        self._interrupted = False
         self._thread = threading.Thread(target=self._run, name="watch Ray", daemon=True)
         self._thread.start()
 
@@ -90,11 +93,13 @@ class _Watch:
         """Stop watching; if Ray is lost already, the process ends."""
         if self._loss() is None:
             self._closed.set()
+        self._interrupted = isinstance(sys.exception(), KeyboardInterrupt)
         self._thread.join()
 
     def _run(self) -> None:
         while not self._closed.wait(WATCH_SECONDS):
             if (why := self._loss()) is not None:
+                time.sleep(WATCH_SECONDS)  # a signal to all processes may reach this one last
                 self._end(why)
 
     def _loss(self) -> str | None:
@@ -115,12 +120,15 @@ class _Watch:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(workers, timeout=WATCH_SECONDS)
+        asked = self._interrupted or bool(stop_signals)
         if not last_words:
-            print(f"error: {why}", file=sys.stderr)
+            print("stopped" if asked else f"error: {why}", file=sys.stderr)
         for action in list(last_words):
-            with suppress(Exception):
-                action(why)
-        os._exit(1)
+            try:
+                action(None if asked else why)
+            except Exception:
+                traceback.print_exc()
+        os._exit(128 + (stop_signals or [signal.SIGINT])[0] if asked else 1)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
