@@ -248,22 +248,6 @@ def test_a_stopped_run_goes_on_unless_its_rounds_lack_a_score(tiny, before, now,
     assert finished.summary.scored_rounds == ([0, 1, 2, 3] if now else [0, 1, 3])
 
 
-@pytest.mark.slow
-def test_a_new_run_is_compared_with_the_most_similar_related_one(tiny, vit_folder):
-    def differs(*overrides):
-        console = Console(file=io.StringIO(), width=400)
-        finished = run_experiment(tiny(*overrides), RunProgress(2, console))
-        said = [line for line in console.file.getvalue().splitlines() if "a new run" in line]
-        return finished.summary.id, said
-
-    first, said = differs()
-    assert said == []
-    differs("seed=1", "federation.local_steps=1")
-    (line,) = differs("seed=2")[1]
-    assert f"differs from {first} in seed: 0 -> 2" in line
-    assert differs(f"model={vit_folder()}")[1] == []  # another backbone
-
-
 def test_a_store_that_fails_does_not_hide_a_finished_result(tiny, tmp_path):
     run_experiment(tiny(), quiet())
     (tmp_path / "my.db").write_text("this is not a database, and long enough not to be empty" * 9)

@@ -98,19 +98,6 @@ def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
     return None
 
 
-def smaller_images(backbone: Backbone, info: DatasetInfo) -> tuple[int, int] | None:
-    """Return the smallest side of images that keeps a dataset's details, and the backbone's side.
-
-    None if the backbone takes images that are not larger, or of one size, or is not known.
-    """
-    with suppress(InputError):
-        side, patch = backbone.preprocessing.image_size, _patch_size(backbone)
-        if side is not None and patch is not None:
-            smaller = max(-(-max(info.image_shape[1:]) // patch), 4) * patch
-            return (smaller, side) if smaller < side else None
-    return None
-
-
 def _patch_size(backbone: Backbone) -> int | None:
     patch = getattr(backbone.architecture, "patch_size", None)
     return patch if isinstance(patch, int) else None

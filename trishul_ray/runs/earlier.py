@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -18,7 +18,7 @@ from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import depends_on_rounds
-from trishul_ray.files import Json, scratch_folder
+from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
@@ -26,7 +26,6 @@ from trishul_ray.plugins import fault_of
 from trishul_ray.report.summary import (
     TABLES,
     RunSummary,
-    flatten,
     unscored,
     write_result,
 )
@@ -36,9 +35,6 @@ from trishul_ray.tracking.progress import RunProgress
 
 if TYPE_CHECKING:
     from trishul_ray.runs.export import Export
-
-#: How many finished runs a new one is compared with.
-_COMPARED_RUNS = 50
 
 
 def read_finished(
@@ -187,43 +183,6 @@ def _no_score_lost(experiment: Experiment) -> Iterator[None]:
             f"{run_folder(experiment).place('result.json')}, and repeating it tries figures and "
             "model alone"
         ) from error
-
-
-def note_differences(experiment: Experiment, home: Store, progress: RunProgress) -> None:
-    """Name the fields in which a new run differs from the most similar finished one, if related.
-
-    Related are runs of the same name on the dataset and backbone of the same names or paths, whose
-    content may have changed; the newest are looked at.
-    """
-    if home.exists("config.yaml") or not home.is_local:
-        return
-    now, subject = flatten(experiment.identity()), _subject(experiment.to_dict())
-    files = Path(home.root).parent.glob("*/result.json")
-    newest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[:_COMPARED_RUNS]
-    differences: list[tuple[str, list[str]]] = []
-    for path in newest:
-        try:
-            summary = RunSummary.read(Store.open(str(path.parent)))
-        except (FileNotFoundError, CorruptFileError):
-            continue
-        if (summary.name, *_subject(summary.config)) != (experiment.name, *subject):
-            continue
-        before = flatten(summary.identity)
-        changed = [
-            f"{name}: {before.get(name)} -> {now.get(name)}"
-            for name in sorted(before | now)
-            if before.get(name) != now.get(name)
-        ]
-        differences.append((summary.id, changed))
-    if differences:
-        id, changed = min(differences, key=lambda each: len(each[1]))
-        fields = first_of(changed, 5)
-        progress.note(f"a new run, {experiment.id}: differs from {id} in {fields}")
-
-
-def _subject(config: Json) -> tuple[Any, ...]:
-    """Return the dataset and the backbone that a configuration names."""
-    return config["data"]["name"], config["data"].get("path"), config["model"]["name"]
 
 
 def extend_shorter(

@@ -10,17 +10,14 @@ import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Timer
 
 from filelock import FileLock, Timeout
 
 from trishul_ray.config import RateSource
-from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.own import CUSTOM
-from trishul_ray.data.prepare import Coverage
 from trishul_ray.edge.fleet import check_files, clock_line
 from trishul_ray.errors import (
     ArtifactsError,
@@ -36,7 +33,6 @@ from trishul_ray.experiment.fit import (
     check_fits,
     image_size_line,
     random_weights_line,
-    smaller_images,
 )
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.edge import privacy_report, promised
@@ -63,7 +59,6 @@ from trishul_ray.runs.earlier import (
     add_artifacts,
     check_sources,
     extend_shorter,
-    note_differences,
     read_finished,
     restore_files,
 )
@@ -80,14 +75,10 @@ from trishul_ray.runs.results import file_hashes, summarize, write_tables
 from trishul_ray.storage import Store, reason
 from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow import Tracker
-from trishul_ray.tracking.progress import RunProgress, format_duration
+from trishul_ray.tracking.progress import RunProgress
 
 #: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
 LOCK_SECONDS = 5.0
-#: Seconds up to which a run needs no remark.
-UNREMARKED_SECONDS = 3600.0
-#: Least seconds of a round before anything is said: the first one also starts workers.
-LEAST_SECONDS = 60.0
 #: What takes seconds to import and is needed when the rounds are over: it is imported after the
 #: first one, while this process waits for the others.
 LATE = ("trishul_ray.runs.artifacts", "trishul_ray.models.attention")
@@ -202,8 +193,6 @@ def run_steps(
             for refused in mark_replaced(experiment, earlier, by=new):
                 progress.note(f"not marked in MLflow: {refused}")
             home.remove_all()
-        if extras:  # a sweep's runs differ by design
-            note_differences(experiment, home, progress)
         existed = home.exists("attempt.json")
         if existed:
             home.remove_unfinished()
@@ -284,11 +273,8 @@ def _run(
             driver = stack.enter_context(
                 open_driver(experiment, prepared, attempt, progress.note, options.workers)
             )
-            duration = None
-            if options.extras:  # a sweep has an estimate of its own
-                duration = DurationNote(experiment, info, coverage, progress)
             late = LATE if options.extras else ()
-            earlier, result = yield from _train(driver, tracker, progress, duration, late)
+            earlier, result = yield from _train(driver, tracker, progress, late)
         progress.phase("writing results")
         with scratch_folder("results") as scratch:
             folder = Path(scratch)
@@ -339,67 +325,6 @@ def _run(
     return FinishedRun(summary, home, False, command)
 
 
-@dataclass
-class DurationNote:
-    """Notes once, in the first round or after it, that a run will take more than an hour."""
-
-    experiment: Experiment
-    info: DatasetInfo
-    coverage: Coverage
-    progress: RunProgress
-    noted: bool = False
-
-    @contextmanager
-    def round(self, done: int) -> Iterator[None]:
-        """Run a round inside; ``done`` rounds are over.
-
-        A round that takes so long that all of them take more than an hour is noted while it runs.
-        """
-        left = self.experiment.federation.rounds - done
-        if self.noted or left < 1:
-            yield
-            return
-        enough = max(LEAST_SECONDS, UNREMARKED_SECONDS / left)
-        timer = Timer(enough, self._note, (enough, left, "more than "))
-        timer.daemon = True
-        timer.start()
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            timer.cancel()
-        seconds = time.perf_counter() - began
-        if not self.noted and seconds * left > UNREMARKED_SECONDS:
-            self._note(seconds, left, "about ")
-        self.noted = True
-
-    def _note(self, seconds: float, left: int, how: str) -> None:
-        self.noted = True
-        total = format_duration(seconds * left)
-        each = f"{left} rounds of {how}{format_duration(seconds)}" if left > 1 else "its last round"
-        remedies = "; ".join(self._shorter(seconds))
-        self.progress.note(f"this run will take {how}{total}: {each}. Shorter: {remedies}")
-
-    def _shorter(self, round_seconds: float) -> list[str]:
-        """Return what would make the run shorter, as settings with the values that they have."""
-        fed, rows = self.experiment.federation, self.coverage.test.used
-        found = []
-        fewer = int(UNREMARKED_SECONDS / round_seconds)
-        if 1 <= fewer < fed.rounds:
-            found.append(f"federation.rounds={fewer} takes an hour")
-        if rows > fed.clients_per_round * fed.local_steps * fed.batch_size / 4:
-            limit = f"evaluation.limit={min(1000, max(100, rows // 10))}"
-            found.append(f"{limit} or a larger evaluation.every ({rows:,} test rows)")
-        if self.info.kind != "image":
-            found.append(f"a smaller task.max_length ({self.experiment.task.max_length})")
-        elif sides := smaller_images(_backbone(self.experiment), self.info):
-            found.append("model.image_size={} ({})".format(*sides))
-        found.append("a smaller backbone (trishul models)")
-        if self.experiment.model.precision == "fp32":
-            found.append("model.precision=bf16")
-        return [*found, "more cores or a GPU"]
-
-
 def _backbone(experiment: Experiment) -> Backbone:
     return Backbone.of(experiment.model, experiment.storage.places)
 
@@ -408,7 +333,6 @@ def _train(
     driver: Driver,
     tracker: Tracker,
     progress: RunProgress,
-    duration: DurationNote | None,
     late: Sequence[str],
 ) -> Generator[RoundReport, None, tuple[int, RunResult]]:
     """Run the rounds that are left: the round loop of every run.
@@ -430,8 +354,7 @@ def _train(
     _log(report, tracker, progress, shown=1)
     yield report
     while not report.finished:
-        with nullcontext() if duration is None else duration.round(report.round):
-            report = driver.step()
+        report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
         yield report
         if late and ahead is None:
