@@ -87,7 +87,6 @@ class Section:
     notes: list[str] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)  # raw numbers, for the JSON file
-    figure: str | None = None  # a PNG beside the page
 
     def print(self, console: "Console") -> None:
         """Show it on the terminal."""
@@ -108,8 +107,6 @@ class Section:
         lines = [f"## {self.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
         lines += [f"- {text}" for text in self.notes]
         lines += [f"- **{goal.line()}**" for goal in self.goals]
-        if self.figure:
-            lines += ["", f"![{self.title}]({self.figure})"]
         return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What 4 and 8 bits save, what they cost a step, and what they change in what is learned.
+"""Backbones in 4 and 8 bits: bytes that they save, and time that they cost a step.
 
     python benchmarks/quantized.py [PART ...] [options]
 
@@ -8,26 +8,23 @@ Parts (all by default):
     actors   memory of Ray actors that hold a small LLaMA (see memory.py), and of a process's step
     fold     an update of 1 % of a weight, quantized again with the weight: its error
     step     a local step of LoRA on the small LLaMA beside that without quantization, by turns
-    learned  FedIT and TRISHUL on real rows (needs the mirror): loss and accuracy beside bf16
 
-The small LLaMA has random weights, which cost what pretrained ones do. Seconds are CPU time of the
-one thread that runs. Results go to benchmarks/results/.
+The small LLaMA has random weights, which cost what pretrained ones do. `trishul table quantized`
+compares what is learned. Seconds are CPU time of the one thread that runs. Results go to
+benchmarks/results/.
 """
 
 import argparse
 import multiprocessing
-import os
 import resource
-import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import memory
 import torch
 from _results import Report, Section, Times, paired, told_by
-from _runs import Run, add_places, run_all, words_of
 from torch import nn
 from transformers import LlamaConfig
 
@@ -36,12 +33,11 @@ from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.quantized import QuantizedLinear
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig, Places, Quantization
-from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import quantize_layers, run_dtype
 
-ALL = ("shape", "actors", "fold", "step", "learned")
+ALL = ("shape", "actors", "fold", "step")
 MIB = 2**20
 #: How weights are stored: precision, and what of it is quantized.
 WEIGHTS = {
@@ -49,11 +45,6 @@ WEIGHTS = {
     "bf16": ("bf16", "none"),
     "int8": ("bf16", "int8"),
     "nf4": ("bf16", "nf4"),
-}
-#: Data and backbones of runs that learn.
-LEARNED = {
-    "SST-2, llama-tiny": ["dataset=glue/sst2", "model=llama-tiny", "task.max_length=160"],
-    "CIFAR-100, ViT 128x6": ["dataset=cifar100", "model=trishul/vit-cifar10-128x6"],
 }
 
 
@@ -77,8 +68,6 @@ def main() -> None:
             report.add(fold())
         if "step" in options.parts:
             report.add(step(options, folder))
-    if "learned" in options.parts:
-        report.add(learned(options, report))
 
 
 def _arguments() -> argparse.Namespace:
@@ -91,12 +80,6 @@ def _arguments() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="rows of a timed step")
     add("--tokens", type=int, default=64, help="of a row of a timed step")
     add("--steps", type=int, default=9, help="timed steps")
-    add("--rounds", type=int, default=8, help="of a run that learns")
-    add("--local-steps", type=int, default=20)
-    add("--seeds", type=int, default=3)
-    add("--test-rows", type=int, default=500)
-    add("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: CPUs)")
-    add_places(parser)
     return parser.parse_args()
 
 
@@ -244,54 +227,6 @@ def step(options: argparse.Namespace, cache: Path) -> Section:
         ["int8 and NF4 compute in bf16; every layer is dequantized in both passes"],
         data=seconds,
     )
-
-
-def learned(options: argparse.Namespace, report: Report) -> Section:
-    """Whole runs on real rows by how the backbone is stored."""
-    cells: dict[tuple[str, str, str, int], Any] = {}
-    for data, words in LEARNED.items():
-        for method in ("fedit", "trishul"):
-            for name, (precision, kind) in WEIGHTS.items():
-                for seed in range(options.seeds):
-                    fields = [
-                        *words, f"method={method}", f"seed={seed}", "budget=8", "optimizer.lr=2e-3",
-                        f"model.precision={precision}", f"model.quantize={kind}",
-                        f"federation.rounds={options.rounds}", "federation.batch_size=16",
-                        f"federation.local_steps={options.local_steps}", "evaluation.every=0",
-                        f"evaluation.limit={options.test_rows}", "partition.kind=dirichlet",
-                        "evaluation.diagnostics_every=0", *words_of(options),
-                    ]  # fmt: skip
-                    cells[data, method, name, seed] = load_experiment(None, fields)
-    labels = {" ".join(map(str, key)): key for key in cells}
-    done = run_all(
-        {label: cells[key] for label, key in labels.items()}, options.processes, report.console
-    )
-    runs: dict[tuple[str, str, str], list[Run]] = {}
-    for label, (*key, _) in labels.items():
-        runs.setdefault(tuple(key), []).append(done[label])
-    rows = [
-        [
-            *key,
-            f"{statistics.fmean(run.summary['untouched']['loss'] for run in found):.4f}",
-            _spread([run.summary["final"]["loss"] for run in found], 4),
-            _spread([100 * run.final for run in found], 1),
-        ]
-        for key, found in runs.items()
-    ]
-    return Section(
-        f"Runs on real rows, {options.rounds} rounds of 3 clients x {options.local_steps} steps of "
-        f"16, {options.seeds} seeds",
-        ["data, backbone", "method", "weights", "loss, untouched", "loss", "accuracy, %"],
-        rows,
-        [f"mean and spread (largest less smallest) over seeds, {options.test_rows} test rows, "
-         "Dirichlet(0.3), learning rate 2e-3 for all; the backbones are small and trained here or "
-         "on CIFAR-10: the scores compare weights, not methods"],
-        data={label: run.told() for label, run in done.items()},
-    )  # fmt: skip
-
-
-def _spread(values: list[float], digits: int) -> str:
-    return f"{statistics.fmean(values):.{digits}f} ({max(values) - min(values):.{digits}f})"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ENVIRONMENT = {
 #: Variables that decide how long an OpenMP thread without work spins before it sleeps, read when
 #: torch is loaded. Spinning threads block cores that other processes need: with one busy process
 #: beside it on two cores, a step took 7 to 20 times as long. Threads that sleep at once take a
-#: fifth longer on a quiet machine. Some fifty microseconds keep both (``benchmarks/waiting.py``):
+#: fifth longer on a quiet machine. Some fifty microseconds avoid both (benchmarks/README.md):
 #: GNU's runtime counts iterations, Intel's and LLVM's (17 and newer) time.
 WAITING = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "50us"}
 
