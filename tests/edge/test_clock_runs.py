@@ -324,11 +324,3 @@ def test_defaults_of_our_own_are_named(small):
 def test_central_training_has_neither_devices_nor_a_cohort(small):
     twin = central_twin(small(*ALL))
     assert not twin.devices.on and twin.id == central_twin(small("federation.clients=12")).id
-
-
-def test_off_sections_are_in_no_file_and_no_id(small):
-    fields = small().to_dict()
-    assert not {"devices", "cohort"} & fields.keys()
-    assert not {"devices", "cohort"} & small().identity().keys()
-    timed = small(ON)
-    assert build_experiment(timed.to_dict()).id == timed.id != small().id

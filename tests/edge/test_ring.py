@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from method_runs import BY_MEAN, initial_state
+from method_runs import KINDS, initial_state
 from tiny_run import SMALL
 
 from trishul_ray.edge.changes import Change, Sender
@@ -147,7 +147,7 @@ def test_sums_that_are_never_or_always_used_are_refused(small, words, said):
         small("server.sum=ring", *words)
 
 
-@pytest.mark.parametrize("method", BY_MEAN)
+@pytest.mark.parametrize("method", [*KINDS, "rolora"])  # half of whose units rest
 def test_a_round_in_the_ring_is_a_round(method, edge_run):
     options = [f"method={method}", "rounds=1"]
     plain, ring = edge_run(*options), edge_run(*options, "server.sum=ring")

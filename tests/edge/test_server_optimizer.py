@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from method_runs import BY_MEAN
+from method_runs import KINDS
 
 from trishul_ray.edge.server_optimizer import ServerConfig, server_step
 from trishul_ray.errors import InputError
@@ -74,7 +74,7 @@ def test_untrained_entries_and_their_moments_stay(kind):
         assert kind == "adagrad" or (values[trained] != before[name][trained]).all()
 
 
-@pytest.mark.parametrize("method", BY_MEAN)
+@pytest.mark.parametrize("method", KINDS)
 def test_sgd_of_rate_one_without_momentum_takes_the_mean(method, edge_run):
     # One round: Adam of the clients amplifies the rounding of one in the next.
     options = [f"method={method}", "rounds=1"]
@@ -116,12 +116,3 @@ def test_a_method_that_needs_more_than_the_mean_is_refused(small):
 def test_a_field_that_is_not_read_is_refused(fields, message):
     with pytest.raises(InputError, match=message):
         load_experiment(None, fields)
-
-
-def test_off_it_is_neither_in_the_id_nor_in_the_file():
-    plain = load_experiment(None, [])
-    assert plain.id == load_experiment(None, ["server.optimizer=none"]).id
-    assert "server" not in plain.to_dict() and "server" not in plain.identity()
-    on = load_experiment(None, ["server.optimizer=yogi"])
-    assert on.id != plain.id and on.to_dict()["server"]["optimizer"] == "yogi"
-    assert load_experiment(None, ["lr=0.125"]).optimizer.lr == 0.125  # not ambiguous

@@ -1,0 +1,73 @@
+"""What all sections that are off by default keep, and every method that they compose with."""
+
+import pytest
+from contract.digests import outcome
+from method_runs import BY_MEAN, resumed
+
+from trishul_ray.experiment.loading import build_experiment, load_experiment
+
+#: Settings of one section each, no two alike.
+ON = {
+    "uploads": [
+        *("codec=int8", "codec=int4", "codec=topk", "codec=topk uploads.density=0.1"),
+        "codec=topk uploads.error_feedback=true",
+    ],
+    "downloads": ["codec=int8"],
+    "privacy": [
+        *("epsilon=2", "epsilon=8", "noise=1", "noise=1 privacy.denoise=hard"),
+        "noise=1 privacy.sampling=fixed",
+    ],
+    "devices": ["kind=lognormal"],
+    "cohort": ["extra=1.3 devices.kind=lognormal"],
+    "server": ["optimizer=yogi", "optimizer=adam", "sum=ring"],
+}
+#: A setting in words that is the default.
+OFF = ["uploads.codec=none", "downloads.codec=none", "server.optimizer=none", "devices.kind=none"]
+#: Sections that a run may have at once.
+TOGETHER = {
+    "encoded and private": [
+        *("uploads.codec=int8", "uploads.error_feedback=true", "downloads.codec=int8"),
+        *("privacy.noise=0.3", "privacy.adaptive=true", "privacy.bit_noise=1"),
+        *("devices.kind=lognormal", "server.optimizer=adam"),
+    ],
+    "in the ring, on a clock": [
+        *("server.sum=ring", "server.optimizer=sgd", "downloads.codec=topk"),
+        *("devices.kind=lognormal", "cohort.deadline=600", "cohort.late=partial"),
+    ],
+}
+
+
+def test_off_a_section_is_in_no_id_and_no_file_and_on_it_is_in_both():
+    plain = load_experiment(None, [])
+    assert not ON.keys() & (plain.to_dict().keys() | plain.identity().keys())
+    off = load_experiment(None, OFF)
+    assert off.id == plain.id and off.to_dict() == plain.to_dict()
+    found = [plain]
+    for section, settings in ON.items():
+        for words in settings:
+            found.append(on := load_experiment(None, f"{section}.{words}".split()))
+            assert section in on.to_dict() and section in on.identity()
+            assert build_experiment(on.to_dict()).id == on.id
+    assert len({each.id for each in found}) == len(found)
+    assert load_experiment(None, ["lr=0.125"]).optimizer.lr == 0.125  # not ambiguous
+
+
+@pytest.mark.parametrize("sections", TOGETHER)
+@pytest.mark.parametrize("name", BY_MEAN)
+def test_every_method_that_needs_the_mean_alone_runs_and_resumes(
+    name, sections, executor, tmp_path
+):
+    words = TOGETHER[sections]
+    if name == "fedsvd":  # which refuses them
+        refused = ("server.optimizer", "uploads.error_feedback")
+        words = [word for word in words if not word.startswith(refused)]
+    whole, parts = resumed(executor(f"method={name}", *words), tmp_path)
+    assert outcome(parts) == outcome(whole)
+    for record in whole.records[1:]:
+        assert not record.refused and record.edge["simulated_seconds"] > 0
+        bytes_up, numbers = record.uploaded_bytes, record.uploaded_parameters
+        if "uploads.codec=int8" in words:
+            assert 0 < bytes_up < 0.55 * 4 * numbers and 0 < record.edge["codec_error"] < 1
+            assert record.edge["privacy_epsilon"] > 0 <= record.edge["privacy_clipped"] <= 1
+        else:
+            assert bytes_up >= 8 * numbers and record.edge["clipped_entries"] == 0
