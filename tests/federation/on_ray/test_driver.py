@@ -68,7 +68,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 def test_the_number_of_actors_changes_nothing(
     small, inline_result, assert_same, drive_to_end, dropout_backbone, overrides, actors
 ):
-    """test_every_method.py does this for one actor and two, with every method."""
+    """test_every_shape.py does this for one actor and two, with every shape of a run."""
     backbone = [f"model.name={dropout_backbone}"] if "model.dropout=true" in overrides else []
     experiment = small(*backbone, *overrides)
     with open_driver(experiment, prepare_run(experiment), "a") as driver:

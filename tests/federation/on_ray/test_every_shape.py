@@ -1,0 +1,90 @@
+"""Every shape of a run gives the inline bytes on actors, after a kill and on more of them.
+
+A shape is what passes between a server and its clients; the methods of one shape differ in nothing
+that actors see. The contract resumes every method inline.
+"""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from trishul_ray.federation.on_ray.driver import Workers, open_driver
+from trishul_ray.federation.prepare import prepare_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+
+
+@pytest.fixture(scope="module")
+def two_actors(local_ray):
+    """The two client actors on which every run is continued."""
+    with Workers() as workers:
+        yield workers
+
+
+LIMITED = "federation.compute=uniform"
+#: Privacy draws its own cohorts, so the policies of the clock are apart.
+PRIVATE = (
+    "uploads.codec=int8 uploads.error_feedback=true downloads.codec=int8 privacy.noise=0.3 "
+    "privacy.adaptive=true privacy.bit_noise=1 devices.kind=lognormal server.optimizer=adam"
+)
+CLOCK = (
+    "uploads.codec=skeleton uploads.threshold=0.003 uploads.error_feedback=true "
+    "downloads.codec=topk server.optimizer=yogi devices.kind=lognormal "
+    "devices.availability=diurnal cohort.select=oort cohort.deadline=600 cohort.late=partial "
+    "cohort.dropout=0.1"
+)
+SHAPES = {
+    "plain": "method=fedit",
+    "limited heads": f"method=trishul {LIMITED}",
+    "state at clients": f"method=hetlora method.prune=true {LIMITED}",
+    "numbers beside the shared ones": f"method=scaffold {LIMITED}",
+    "every upload": f"method=fedrpca {LIMITED}",
+    "a base for everyone": f"method=flora {LIMITED}",
+    "nothing is uploaded": "method=local",
+    "a survey": "method=fedsb",
+    "encoded and private": f"method=trishul privacy.denoise=shrink {LIMITED} {PRIVATE}",
+    "a private survey": f"method=fedsb {PRIVATE}",
+    "on a clock": f"method=scaffold {CLOCK}",
+    "in the ring": f"method=ravan server.sum=ring server.optimizer=sgd devices.kind=lognormal "
+    f"{LIMITED}",
+    "heads change place": "method=trishul-moving method.move_every=1 "
+    "method.allocation=gradient federation.rounds=4",
+    "limited ranks": f"method=trishul-ranks method.ranks_by=head method.limits=ranks {LIMITED}",
+    "private heads": "method=trishul-private method.private_heads=2 evaluation.per_client=true",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_actors_a_kill_and_a_resume_change_nothing(
+    shape, two_actors, small, inline_result, assert_same, drive_to_end
+):
+    # All three clients take part in every round, so that kept state is used.
+    overrides = [*SHAPES[shape].split(), "federation.clients=3", "resources.cpus_per_actor=0.5"]
+    one, two = small(*overrides, "resources.actors=1"), small(*overrides, "resources.actors=2")
+    assert one.id == two.id
+    prepared = prepare_run(one)
+    with open_driver(one, prepared, "a") as driver:
+        driver.begin()
+        driver.step()
+        for process in driver.processes():  # the coordinator and its client
+            os.kill(process, signal.SIGKILL)
+    with open_driver(two, prepared, "a", workers=two_actors) as driver:
+        result = drive_to_end(driver)
+        assert driver.slices.actors == 2
+    assert [event for event in result.events if "continuing after round 1" in event] != []
+    assert_same(result, inline_result(one))
+
+
+def test_actors_compare_all_clients_as_one_process_does(
+    two_actors, small, inline_result, drive_to_end
+):
+    words = ["method=ravan", "resources.cpus_per_actor=0.5", "resources.actors=2"]
+    experiment = small(*words, "evaluation.diagnostics_cohort=all")
+    with open_driver(experiment, prepare_run(experiment), "a", workers=two_actors) as driver:
+        found = drive_to_end(driver).checkpoint.matrices
+    expected = inline_result(experiment).checkpoint.matrices
+    assert found.keys() == expected.keys() and "everyone_cosine" in found
+    for name, matrix in expected.items():
+        np.testing.assert_array_equal(found[name], matrix)
