@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: How an adapted layer computes: through one merged weight, through the thin factors, or whichever
+#: Computation of an adapted layer: through one merged weight, the thin factors, or whichever
 #: needs fewer multiplications for the shapes at hand. The results agree up to rounding. To keep it
 #: so, an adapter's forward in low precision is always factored.
 ComputePath = Literal["auto", "merged", "factored"]
@@ -49,7 +49,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class FrozenLinear:
-    """What is frozen of an adapted layer: no gradient flows to it.
+    """Frozen part of an adapted layer: no gradient flows to it.
 
     Attributes:
         weight: [d_out, d_in].

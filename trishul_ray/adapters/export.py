@@ -46,7 +46,7 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """What an exported adapter holds.
+    """Content of an exported adapter.
 
     Attributes:
         ranks: LoRA rank by layer.

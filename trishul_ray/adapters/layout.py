@@ -154,7 +154,7 @@ class Layout:
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return every tensor by name, as views that write through to ``vector`` [P].
 
-        Of the vectors of several clients [k, P], the views are [k, ...].
+        Given the vectors of several clients [k, P], the views are [k, ...].
 
         Raises:
             InputError: The vector's last axis is not P.

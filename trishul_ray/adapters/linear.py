@@ -47,7 +47,7 @@ class AdaptedLinear(nn.Module):
         # In the weight's dtype, for the forward; cast once.
         self._cast_constants = {k: v.to(self.dtype) for k, v in constants.items()}
         self.params: dict[str, Tensor] | None = None
-        #: Whose trainables are bound, stacked, if there are several clients.
+        #: Clients whose trainables are bound, if there are several.
         self.stack: Stack | None = None
         #: Frozen weight plus the bound base, or None without a base.
         self.moved_weight: Tensor | None = None

@@ -46,7 +46,7 @@ class Trained:
 
 
 class BlockForward:
-    """How a block of the model computes during a run, as the attribute ``forward`` of that block.
+    """Forward pass of a block of the model during a run, as the block's attribute ``forward``.
 
     It can be copied with the block. :meth:`AdaptedModel.merge` leaves it out.
     """
@@ -137,7 +137,7 @@ class AdaptedModel:
             model.set_submodule(name, layer)
         self._overrides = ParameterOverrides(model, self._direct)
         self._stack: Stack | None = None
-        #: What :meth:`bind` was last called with; None while unbound.
+        #: Arguments of the last call of :meth:`bind`; None while unbound.
         self.bound: tuple[Trained, Tensor | None] | None = None
 
     def _check_targets(self) -> None:
@@ -224,7 +224,7 @@ class AdaptedModel:
         """Check that several clients can train together.
 
         Raises:
-            InputError: What is trained without an adapter is more than linear layers.
+            InputError: Other parameters than those of linear layers are trained without an adapter.
         """
         self._overrides.linear_layers()
 

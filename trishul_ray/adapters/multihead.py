@@ -207,7 +207,7 @@ class MultiHead(LayerAdapter):
 
 
 class Routes(NamedTuple):
-    """How one call computes."""
+    """Computation of one call."""
 
     merged_forward: bool  # through W + B blockdiag(P) A, not the thin factors
     merged_core: bool  # the core gradient from dY^T X, not from the thin factors

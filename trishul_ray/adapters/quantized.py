@@ -27,7 +27,7 @@ from trishul_ray.errors import InputError, how_to_install
 # It warns of missing kernels for fused products, which are not used here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-#: How a weight is stored.
+#: Storage type of a weight.
 Storage: TypeAlias = Literal["nf4", "int8"]
 #: Weights that share a scale, and scales that share theirs.
 BLOCK, NESTED_BLOCK = 64, 256

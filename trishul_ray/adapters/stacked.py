@@ -1,7 +1,7 @@
 """Several clients in one forward: their rows one after the other, their trainables stacked.
 
-Everything frozen computes on all rows at once. What is trained acts on the rows of its own client,
-by products with one axis more.
+Everything frozen computes on all rows at once. Trainables act on the rows of their own client, by
+products with one axis more.
 
 Legend: k clients; n rows of one client, tokens counted; d_out, d_in a layer's widths.
 """

@@ -13,7 +13,7 @@ from trishul_ray.lazy import torch
 if TYPE_CHECKING:
     from torch import nn
 
-#: Which linear weights give a transformer block its score; see :func:`scored_layers`.
+#: Linear weights that give a transformer block its score; see :func:`scored_layers`.
 BlockScores = Literal["adapted", "attention", "all"]
 
 _ENCODERS = "vit deit beit dinov2 bert roberta xlm-roberta electra camembert"

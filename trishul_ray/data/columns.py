@@ -296,7 +296,7 @@ _REQUIRED_COLUMNS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-#: What columns hold that datasets for other tasks have on the hub.
+#: Content of columns that datasets for other tasks have on the hub.
 _OTHER_TASKS = {
     **dict.fromkeys(("messages", "conversations", "conversation"), "a chat"),
     "chosen": "preferences",
@@ -308,7 +308,7 @@ _OTHER_TASKS = {
 
 @dataclass(frozen=True)
 class ColumnMapping:
-    """What the rows are, and the platform's column names with those of the data."""
+    """Kind of the rows, and the platform's column names with those of the data."""
 
     kind: Kind
     columns: Mapping[str, str]

@@ -50,7 +50,7 @@ class HubRepo:
 
     @property
     def key(self) -> str:
-        """What the rows read from the hub depend on: repository, configuration and revision."""
+        """Identity of the rows read from the hub: repository, configuration and revision."""
         at = f"@{self.revision}" if self.revision else ""
         return f"{ON_HUB}{self.repo}/{self.config or ''}{at}"
 
@@ -59,7 +59,7 @@ class HubRepo:
     ) -> dict[str, list[Path]] | None:
         """Return the files of every split in the mirror ``hub``, or None if it has none of them.
 
-        Those of ``others`` are added if they are there.
+        Add the files of ``others`` if they are there.
 
         Raises:
             InputError: the mirror has some of the splits, but not all, or is a folder inside one.

@@ -47,7 +47,7 @@ PREPARATION_VERSION = 3
 #: the 256 levels of 8 bits they would have 32.
 _DARK = 2**13
 
-#: What Pillow calls pixels whose range of values is unknown.
+#: Pillow's modes of pixels whose range of values is unknown.
 _WIDE_MODES = {"I": "32-bit integers", "F": "32-bit floats"}
 _WIDE_ADVICE = "write 8 or 16 bits"
 
@@ -57,7 +57,7 @@ HEIC_SUFFIXES = (".heic", ".heif")
 #: Broken images to name in one message.
 MAX_NAMED = 100
 
-#: What Pillow raises for files that are no images, are cut off or are malformed.
+#: Errors of Pillow for files that are no images, are cut off or are malformed.
 _UNREADABLE = (
     Image.DecompressionBombError,
     OSError,

@@ -75,7 +75,7 @@ from trishul_ray.lazy import datasets, pq
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"
 
-#: What these rows are called in messages.
+#: Name of these rows in messages.
 PASSED = "the rows passed from Python"
 
 #: Suffixes of the files that are read as images in a class folder.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Clients to name in one message.
 MAX_NAMED = 8
 
-#: How often a per-label partition is redrawn before rows are moved to reach the minimum size.
+#: Number of draws of a per-label partition before rows are moved to reach the minimum size.
 REDRAWS = 10
 
 
@@ -199,8 +199,8 @@ def draw_held_out(
 ) -> np.ndarray:
     """Draw the rows that are held out of the training rows, bool [n].
 
-    It depends on the rows alone: the same for every seed, method and partition. Of each stratum
-    (class or natural client), a ``share`` is drawn, up to rounding, and never all of it. Rows with
+    It depends on the rows alone: the same for every seed, method and partition. A ``share`` of each
+    stratum (class or natural client) is drawn, up to rounding, and never all of it. Rows with
     the same input are drawn as one, so that no held-out input is trained on.
 
     Args:

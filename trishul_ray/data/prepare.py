@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
 
 
-#: Where the rows of a dataset come from. Its ``key`` is a text that changes whenever the rows may
+#: Source of the rows of a dataset. Its ``key`` is a text that changes whenever the rows may
 #: change; it begins with :data:`~trishul_ray.data.hub.ON_HUB` if ``read`` would download them.
 Source = PublicDataset | SyntheticDataset | Digits | LocalImages | LocalTable | CustomHubDataset
 
@@ -284,7 +284,7 @@ def remove_leftovers(
 ) -> list[Path]:
     """Remove failed preparations and old ones of own data from a cache, and return their folders.
 
-    Of each path, the ``keep`` that were used last are kept, and all that were used lately.
+    Keep the ``keep`` preparations of each path that were used last, and all that were used lately.
     """
     found: dict[tuple[str, str], list[tuple[float, Path]]] = defaultdict(list)
     old: list[Path] = []

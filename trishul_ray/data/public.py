@@ -40,7 +40,7 @@ ClassNames = tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class RowFormat(ABC):
-    """How the tables of a public dataset are decoded into columns.
+    """Decoder of the tables of a public dataset into columns.
 
     Its fields are part of the key of prepared files.
     """

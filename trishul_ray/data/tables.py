@@ -16,13 +16,13 @@ from trishul_ray.errors import CorruptFileError, first_line
 from trishul_ray.files import Json, digest, lfs_pointer
 from trishul_ray.lazy import pq
 
-#: What each file name suffix that :func:`read_table` can read stands for.
+#: Formats that :func:`read_table` can read, by suffix of the file's name.
 _FORMATS = {".parquet": "parquet", ".jsonl": "JSON lines", ".csv": "CSV", ".tsv": "CSV"}
 
 #: File name suffixes that :func:`read_table` can read.
 SUFFIXES = tuple(_FORMATS)
 
-#: What some programs write between the columns of a CSV file in place of commas.
+#: Delimiters that some programs write in a CSV file in place of commas.
 _DELIMITERS = (";", "\t", "|", ",")
 
 #: First and last bytes of a Parquet file.

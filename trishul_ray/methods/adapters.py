@@ -60,7 +60,7 @@ def attach_adapters(
 class AnyAdapterConfig(MethodConfig):
     """The adapter of a method that works with any kind."""
 
-    adapter: AdapterKind = Field("lora", description="what is trained: lora, ffa or multihead")
+    adapter: AdapterKind = Field("lora", description="kind of adapter: lora, ffa or multihead")
 
 
 class AnyAdapter(Method):
@@ -74,7 +74,7 @@ class AnyAdapter(Method):
 
     @property
     def fields_read(self) -> frozenset[str]:
-        """What adapters of the configured kind read."""
+        """Fields that adapters of the configured kind read."""
         return FIELDS_READ[self.config.adapter]
 
 

@@ -5,8 +5,8 @@ ends, what the client uploads, how uploads become the next global state, and wha
 Sampling, data, optimizers, evaluation, tracking and faults belong to the platform.
 
 All trainables of a client are in one flat float32 vector, named by a
-:class:`~trishul_ray.adapters.layout.Layout`. What the server keeps, broadcasts, receives and
-averages is a :class:`State`.
+:class:`~trishul_ray.adapters.layout.Layout`. The server keeps, broadcasts, receives and averages
+a :class:`State`.
 
 Legend: P trainables of a client, W entries of the shared part on the wire, U units of
 aggregation (one core head, or one whole tensor).
@@ -56,9 +56,9 @@ class State(Generic[A]):
     """A global state, a broadcast, an upload, or a mean of uploads; of tensors or of arrays.
 
     Attributes:
-        shared: float32 [W], what all clients train and the server averages, in the order of
+        shared: float32 [W], trained by all clients and averaged by the server, in the order of
             :meth:`Method.wire`.
-        extra: What the method adds, by name, such as a control variate.
+        extra: Tensors that the method adds, by name, such as a control variate.
         base: By layer, [d_out, d_in] that is added to the frozen weight.
         constants: By layer, frozen tensors by name that replace those of the adapter.
         survey: By layer, the answers to a survey that decides the adapters; the platform's.
@@ -116,7 +116,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """Where adapters may be attached: what a method may know of the frozen backbone.
+    """Layers to which adapters may be attached: a method's view of the frozen backbone.
 
     Attributes:
         layers: The targeted linear layers, in the model's order.
@@ -145,7 +145,7 @@ class Site:
 
 @dataclass(frozen=True)
 class SurveyPlan:
-    """Which clients answer a survey before round 1, and on how much data.
+    """Clients that answer a survey before round 1, and the amount of their data.
 
     Attributes:
         clients: Number of clients to ask.
@@ -172,11 +172,11 @@ class LocalRun:
     Attributes:
         layout: Names of the entries of ``vector`` and ``grad``; those of LoRA end in ``.lora_A``
             and ``.lora_B``, those of core heads in ``.core`` and ``.scale``.
-        vector: [P] float32, what the client trains; hooks may change it in place.
+        vector: [P] float32, the client's trainables; hooks may change it in place.
         grad: [P] float32, the gradient of the current step; hooks may change it in place.
-        broadcast: What the server sent.
-        client_state: What this client kept from its last participation; empty before its first, and
-            while the global model is evaluated. See :attr:`Method.personal`.
+        broadcast: State that the server sent.
+        client_state: Tensors that this client kept from its last participation; empty before its
+            first, and while the global model is evaluated. See :attr:`Method.personal`.
         optimizer: The experiment's optimizer section.
         client: The client's number, from 0; None while the global model is evaluated.
         generator: Random stream of this client and round.
@@ -273,7 +273,7 @@ class ClientUpload:
 
 @dataclass(frozen=True)
 class Round:
-    """What the server knows of a round when it aggregates.
+    """Facts of a round that the server has when it aggregates.
 
     Attributes:
         number: Round number, from 1.
@@ -310,12 +310,12 @@ class Method:
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     #: One line for ``trishul methods``.
     summary: ClassVar[str]
-    #: Where the method was published.
+    #: Publication of the method.
     reference: ClassVar[str]
     #: Parameters a client sends each round, as a formula.
     communication: ClassVar[str]
 
-    #: What must be said beside its rows in a table, in a sentence.
+    #: Caveat beside its rows in a table, in a sentence.
     caveat: ClassVar[str] = ""
     #: Train every parameter of the backbone itself (full fine-tuning).
     train_all: ClassVar[bool] = False
@@ -396,7 +396,7 @@ class Method:
 
     @property
     def block_scores(self) -> BlockScores:
-        """Which linear weights :attr:`Site.scored` holds; the adapted ones by default."""
+        """Return the kind of linear weights in :attr:`Site.scored`; the adapted ones by default."""
         return "adapted"
 
     # 1. Which adapters.
@@ -413,7 +413,7 @@ class Method:
 
     @property
     def survey_plan(self) -> SurveyPlan | None:
-        """What clients compute before round 1; None (the default) for no survey."""
+        """Return the survey that clients answer before round 1; None (the default) for none."""
         return None
 
     def survey(self, gradients: Iterator[Tensors]) -> Tensors:

@@ -23,7 +23,7 @@ class FedExConfig(MethodConfig):
     """Hyper-parameters of FedEx-LoRA."""
 
     ship: Literal["dense", "factors"] = Field(
-        "dense", description="how the residual is counted on its way down: dense, or as factors"
+        "dense", description="form of the downloaded residual that is counted: dense, or factors"
     )
 
 

@@ -2,8 +2,8 @@
 
 The baseline for what a client gains by federation. A client continues where its own last round
 ended; its adapter and its classification head never leave it. There is no global model: its metrics
-are those of the untouched backbone with an untrained head, in every round. What counts are the
-clients' own models (``evaluation.per_client``); that of a client that was never sampled is
+are those of the untouched backbone with an untrained head, in every round. Compare the clients'
+own models (``evaluation.per_client``); the model of a client that was never sampled is
 untouched, too.
 """
 

@@ -52,7 +52,7 @@ class ScaffoldConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class Drift:
-    """What corrects a client's steps, [P] each.
+    """Corrections of a client's steps, [P] each.
 
     Attributes:
         start: x, the broadcast.

@@ -63,7 +63,7 @@ class TrishulConfig(RavanConfig):
         "linear weights of its attention, or all its linear weights",
     )
     prox_on: Literal["core", "change"] = Field(
-        "core", description="what the prox shrinks: the core, or its change since the broadcast"
+        "core", description="argument of the prox: the core, or its change since the broadcast"
     )
     scalar_max: float = Field(
         10.0,
@@ -79,7 +79,7 @@ class TrishulConfig(RavanConfig):
 
 @dataclass(frozen=True)
 class Threshold:
-    """What is taken off the singular values of a stack of n cores.
+    """Threshold on the singular values of a stack of n cores.
 
     Attributes:
         tau: One number, or one for each core [n].
@@ -100,7 +100,7 @@ class Stack:
         bank: [n, r, r], the cores, a view of the client's vector.
         trained: Numbers of the trained ones; None means all.
         origin: [n, r, r], what was broadcast, if the change since then is shrunk.
-        last: What the last prox of a diagnosed round shrank, as it was before, and by what.
+        last: Cores before the last prox of a diagnosed round, and its threshold.
     """
 
     bank: Tensor

@@ -1,4 +1,4 @@
-"""How the blocks of a backbone compute: attention, and activations that are not kept.
+"""Computation of a backbone's blocks: attention, and activations that are not stored.
 
 This module imports the models of transformers, which takes seconds.
 """

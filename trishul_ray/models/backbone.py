@@ -84,7 +84,7 @@ class Backbone:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """Where the model's files are; raise as :func:`find_model`."""
+        """Location of the model's files; raise as :func:`find_model`."""
         return find_model(self.name, self.places)
 
     @property

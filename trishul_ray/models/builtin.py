@@ -45,7 +45,7 @@ ModelType = Literal["vit", "bert", "t5", "llama"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a built-in backbone is pretrained: Adam, shuffled epochs."""
+    """Pretraining of a built-in backbone: Adam, shuffled epochs."""
 
     dataset: str
     split: str
@@ -57,7 +57,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
-    """How a built-in text model is pretrained: Adam, with linear warm-up and decay of the rate.
+    """Pretraining of a built-in text model: Adam, with linear warm-up and decay of the rate.
 
     Attributes:
         objective: Pretraining objective.

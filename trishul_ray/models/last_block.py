@@ -29,7 +29,7 @@ from trishul_ray.models.attention import ATTENTION, attention
 
 FIRST, LAST = slice(0, 1), slice(-1, None)
 
-#: Where the models that are narrowed have their blocks.
+#: Path to the blocks of each model that is narrowed.
 _BLOCKS = {
     ViTForImageClassification: "vit.layers",
     BertForSequenceClassification: "bert.encoder.layer",

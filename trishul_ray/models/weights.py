@@ -38,7 +38,7 @@ AUTO_CLASSES: dict[ModelKind, Any] = {
     "causal-lm": AutoModelForCausalLM,
 }
 
-#: What a model of each kind can do, for messages.
+#: Abilities of each kind of model, for messages.
 _ABILITIES: dict[ModelKind, str] = {
     "image-classification": "classify images",
     "sequence-classification": "classify texts",
@@ -75,14 +75,14 @@ def build_module(config: ModelConfig, architecture: PretrainedConfig, kind: Mode
 
 
 class Plan(NamedTuple):
-    """What a model with weights is built from.
+    """Parts of which a model with weights is built.
 
     Attributes:
         config: The section ``model``.
-        files: Where the checkpoint is.
+        files: Location of the checkpoint.
         architecture: The configuration of the modules.
-        kind: What the model is to do.
-        seed: Of the weights that are drawn.
+        kind: Task of the model.
+        seed: Seed of the weights that are drawn.
     """
 
     config: ModelConfig
@@ -99,7 +99,7 @@ class Plan(NamedTuple):
 def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
     """Return the model with drawn weights, or those of its checkpoint.
 
-    Of a checkpoint, only safetensors files are read, and no code is run.
+    Only safetensors files of a checkpoint are read, and none of its code is run.
 
     Returns:
         The model in float32, and the names of the head's parameters if the checkpoint has no head

@@ -36,11 +36,11 @@ from trishul_ray.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: How bases are initialized; see the table above.
+#: Initialization of bases; see the table above.
 BasisInit = Literal[
     "gram_schmidt", "random_normal", "rv_random_normal", "shared_subspace", "constant"
 ]
-#: What to do where heads do not fit orthogonally; see :func:`draw_bases`.
+#: Treatment of heads that do not fit orthogonally; see :func:`draw_bases`.
 Overflow = Literal["error", "independent"]
 
 _log = logging.getLogger(__name__)

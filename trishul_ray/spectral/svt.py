@@ -103,7 +103,7 @@ def svt_stats(
     """Return the spectra of cores before and after :func:`svt`, in host memory.
 
     Every core is decomposed, and the host waits for the result. Singular values below about 1e-8 of
-    a core's largest are rounding noise of that size. Those of a non-finite core are NaN.
+    a core's largest are rounding noise of that size. A non-finite core has NaN.
     """
     _check(cores, threshold)
     values = singular_values(cores).cpu()
@@ -136,7 +136,7 @@ def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
 def singular_values(cores: Tensor) -> Tensor:
     """Return the singular values of [n, r, r] as float64 [n, r], descending.
 
-    Those of a non-finite core are NaN.
+    A non-finite core has NaN.
     """
     x = cores.detach().double()
     gram = x.mT @ x

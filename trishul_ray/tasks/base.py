@@ -90,7 +90,7 @@ class Task(ABC):
 
     @property
     def encoder(self) -> Encoder | None:
-        """What encodes the dataset's texts: the task itself; None if the rows hold no text."""
+        """Encoder of the dataset's texts: the task itself; None if the rows hold no text."""
         return None if self.tokens is None else self
 
     @property
@@ -135,7 +135,7 @@ class Task(ABC):
         """Return what the model says of every row: the name of a class, or a text.
 
         Args:
-            outputs: Of :meth:`predict`.
+            outputs: Result of :meth:`predict`.
             classes: Names of the dataset's classes.
         """
         raise NotImplementedError(f"{type(self).__name__} must define answers()")

@@ -1,8 +1,8 @@
 """Extractive question answering as text to text, scored by SQuAD's exact match and F1.
 
-Answers are compared in lower case, without punctuation, articles and extra white space. Of several
-reference answers the best match counts (Rajpurkar et al. 2016). F1 is the mean over all questions,
-regardless of their sub-dataset.
+Answers are compared in lower case, without punctuation, articles and extra white space. The best
+match of several reference answers counts (Rajpurkar et al. 2016). F1 is the mean over all
+questions, regardless of their sub-dataset.
 
 Shapes: N rows, b rows of a batch, T tokens of the target, R bytes of references.
 """

@@ -27,7 +27,7 @@ _C = TypeVar("_C", int, str)
 
 @dataclass(frozen=True)
 class RowScores:
-    """What a task says of every row of a batch.
+    """Scores of every row of a batch.
 
     Attributes:
         loss: [b], the loss of each row, summed over its terms.
@@ -153,7 +153,7 @@ def _add_exactly(arrays: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Which metrics a task has, and how they follow from sums; for a process without a model.
+    """Metrics of a task, computed from sums; for a process without a model.
 
     Attributes:
         scores: Names of the scores of a row, of which metrics are the means; the headline first.
@@ -270,17 +270,18 @@ def client_metrics(
     """Return what the scores of clients say together; numbers that are not defined are left out.
 
     Args:
-        per_client: The global model's score on each client's rows.
-        personal: That of the client's own model; empty if clients have no part of the model.
-        rounds: In how many rounds each client that may take part has counted; empty if unknown.
+        per_client: Score of the global model on each client's rows.
+        personal: Score of each client's own model; empty if clients have no part of the model.
+        rounds: Number of rounds in which each client that may take part has counted; empty if
+            unknown.
 
     Returns:
         :func:`summarize_clients` of both, which are equal without own models. With own models,
         over the clients that have taken part: ``personal_gain``, the mean of personal minus global,
         and ``personal_hurt``, the share for whom it is negative. ``participation_correlation`` of
-        rounds and the score of the client's model. Of the global model: ``never_sampled_mean`` of
-        clients that no round has counted, and ``participation_gap``, the mean of those that may
-        take part minus that of those held out.
+        rounds and the score of the client's model. ``never_sampled_mean``: the global model's mean
+        over clients that no round has counted; ``participation_gap``: its mean over clients that
+        may take part minus that over held-out ones.
     """
 
     def mean(clients: Iterable[_C]) -> float:

@@ -115,7 +115,7 @@ def nuclear(cores: Array) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the clients of the stand-in train: see :func:`local_rounds`."""
+    """Local training of the stand-in's clients: see :func:`local_rounds`."""
 
     lam: float
     rate: float
@@ -152,7 +152,7 @@ class Course:
 
     Attributes:
         measured: Mean over rounds of ``||G_eta||^2`` (eq. proximal_gradient_mapping).
-        bound: Of the theorem on convergence (eq. stationary_bound), with sigma = 0.
+        bound: Bound of the theorem on convergence (eq. stationary_bound), with sigma = 0.
         cores: [h, r, r] after the last round.
         curvature: The largest of the points at which rounds began.
     """

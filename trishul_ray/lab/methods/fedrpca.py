@@ -6,7 +6,7 @@ Jhunjhunwala et al.: "FedRPCA: Enhancing Federated LoRA Aggregation Using Robust
 For each A and B, the updates of the round's m clients, as columns, are a matrix M of P rows. It is
 divided into a low rank L, what clients have in common, and a sparse S, what is a client's own:
 ``min ||L||_* + lam ||S||_1`` with ``L + S = M`` and ``lam = 1 / sqrt(max(P, m))``. The update is
-``mean(L) + beta mean(S)``, by ``federation.weighting``. What is left of M after the last iteration
+``mean(L) + beta mean(S)``, by ``federation.weighting``. The remainder of M after the last iteration
 counts as L: beta = 1 is FedIT. The classification head is averaged, as is a single upload.
 
 Verified is the abstract alone (arXiv v1): robust PCA of the clients' LoRA updates, the mean of L,
@@ -114,7 +114,7 @@ class FedRPCA(FedIT):
 def sparse_part(rows: Tensor) -> Tensor:
     """Return S [m, P] of M, both transposed and in float64, by principal component pursuit.
 
-    What shrinking S takes off is the next dual variable, over mu: one clamp gives both.
+    The next dual variable, over mu, is the part that shrinking S takes off: one clamp gives both.
     """
     threshold = 4 * float(rows.abs().mean())  # 1 / mu
     edge = threshold / math.sqrt(max(rows.shape))  # lam / mu

@@ -9,7 +9,7 @@ B A is at most r: the global model stays the same, and A turns to the directions
 have found. The decomposition is that of an r x d_in matrix, after a QR of B. Both factors are sent
 down, B alone is sent up; the rank is the budget's LoRA rank.
 
-Codecs, privacy and server optimizers see the change of B within a round. Those that keep numbers
+Codecs, privacy and server optimizers see the change of B within a round. Stages that keep numbers
 for the next round (moments, errors of a codec) are refused: these would be in the coordinates of
 the earlier A.
 """

@@ -67,7 +67,7 @@ def geometric_ranks(heads: int, rank: int, width: int, step: int) -> tuple[int, 
 
     Args:
         heads: h, at least 1.
-        rank: Of equal heads, at least one step.
+        rank: Rank of equal heads, at least one step.
         width: Largest sum of ranks, at least h steps.
         step: At least 1.
     """

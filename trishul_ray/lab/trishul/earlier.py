@@ -1,6 +1,6 @@
 """Fields of TRISHUL and RAVAN that are methods of their own now.
 
-Runs and sweep files of before name them. Those that have no effect are left out; the others are
+Earlier runs and sweep files name them. Fields that have no effect are left out; the others are
 refused with the new spelling.
 """
 
@@ -20,7 +20,7 @@ _GONE = {
     "private_heads": 0,
 }
 
-#: What each of them is now: its extension, and its field.
+#: Today's extension and field of each.
 _NOW = {
     "lam_rule": ("rules", "rule"),
     "lam_level": ("rules", "level"),

@@ -65,8 +65,8 @@ def average_leading(
     """Average each entry of a core over the clients that hold it.
 
     Args:
-        new: Means over all clients by name; those of cores are changed in place.
-        old: What was broadcast, by name.
+        new: Means over all clients by name; means of cores are changed in place.
+        old: Broadcast tensors by name.
         levels: Share of the clients at each level of compute.
         layout: Names of the trainables.
     """

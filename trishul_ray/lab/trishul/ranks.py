@@ -113,20 +113,20 @@ class RankedConfig(TrishulConfig):
 
     ranks_by: Literal["none", "block", "head"] | None = Field(
         None,
-        description="where ranks of heads differ. none: nowhere. block: as many heads everywhere, "
+        description="differences of heads' ranks. none: no. block: as many heads everywhere, "
         "whose ranks are water-filled, of equal parameters. head: halved from head to head of one "
         "matrix, of no more parameters; these need orthonormal bases (adapter.init=gram_schmidt). "
         "Default: head, and none with limits=ranks",
     )
     limits: Literal["heads", "ranks"] = Field(
         "heads",
-        description="what a limited client trains fewer of: heads, or ranks (the leading rows and "
+        description="limit of a limited client: fewer heads, or lower ranks (the leading rows and "
         "columns of every core, where each entry is averaged over the clients that hold it)",
     )
 
     @property
     def differ_by(self) -> Literal["none", "block", "head"]:
-        """Where ranks of heads differ."""
+        """Ranks of heads that differ by block or by head."""
         return self.ranks_by or ("none" if self.limits == "ranks" else "head")
 
     @model_validator(mode="after")

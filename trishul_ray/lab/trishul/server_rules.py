@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Defaults of ``method.level`` by rule. ρ is also where the rule ``entropy`` starts.
 LEVELS = {"relative": 0.03, "entropy": 0.35, "continuation": 1.0}
 
-#: What is left of λ after a round, with continuation.
+#: Factor of λ after a round, with continuation.
 DECAY = 0.9
 
 
@@ -39,10 +39,10 @@ def next_shares(before: Tensor, mean: Tensors, target: float) -> Tensor:
     """Return log ρ of each core head [n] for the next round.
 
     Args:
-        before: Those of this round.
+        before: Shares of this round.
         mean: Means over clients: ``trained``, the share that trained a core head, and ``rank``,
             its :func:`rank_shares` where it was trained and 0 elsewhere.
-        target: Of the effective rank over r. A core head that nobody trained keeps its ρ.
+        target: Target of the effective rank over r. A core head that nobody trained keeps its ρ.
     """
     trained = mean["trained"]
     known = trained > 0
@@ -61,9 +61,9 @@ def denoised(
     """Return the mean [W] without the noise that the spread of the uploads tells, and spectra.
 
     Args:
-        mean: Of the uploads, [W].
-        before: What was broadcast, [W].
-        uploads: Of clients that do not shrink: the spread of shrunk cores tells less noise.
+        mean: Mean of the uploads, [W].
+        before: Broadcast, [W].
+        uploads: Uploads of clients that do not shrink: shrunk cores spread less than the noise.
         layout: Names of the trainables; cores come first in [P] and in [W].
         rule: See :func:`~trishul_ray.spectral.thresholds.denoise`.
         on_change: Whether the change since the broadcast is denoised, not the core.

@@ -33,10 +33,10 @@ ACTIVE, SPARE = 0.0, -1.0
 #: Largest share of the active heads that change place at a time.
 SHARE_MOVED = 0.1
 
-#: How many times the loss a gain must be for a head to change place.
+#: Smallest ratio of gain to loss at which a head changes place.
 MARGIN = 1.1
 
-#: What is left of a running mean after a round.
+#: Weight of the past in a running mean.
 MEMORY = 0.9
 
 #: Names of the running means [n]: see :func:`next_extra`. Only the server reads them.
@@ -137,7 +137,7 @@ def next_extra(
     the rounds in which a core head was active: one that has just come is not taken for a weak one.
 
     Args:
-        before: Those of the round before.
+        before: Means of the round before.
         energy: :func:`squared_changes` of the mean, [n].
         spread: The mean over clients of theirs, [n].
         round_: The round; its metrics get the heads of each block.
