@@ -47,7 +47,7 @@ __all__ = [
     "sweep",
 ]
 
-#: Where the names that are imported at their first use come from.
+#: Modules of the names that are imported at their first use.
 _LAZY = {
     "Result": "result",
     "load": "api",

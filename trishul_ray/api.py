@@ -37,8 +37,8 @@ from trishul_ray.sweeps.cells import Sweep, TuneOptions, load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
-#: How to show the progress of a run: not at all, as lines, or as a live bar where there is a
-#: terminal or a notebook (elsewhere as lines); always on standard error.
+#: Display of a run's progress: none, lines, or a live bar on a terminal or in a notebook (elsewhere
+#: lines); always on standard error.
 Progress = Literal["off", "plain", "rich"]
 
 #: Held while this process runs an experiment or a sweep: Ray and the settings of torch are shared.
@@ -74,8 +74,8 @@ def run(
         progress: How to show the progress.
         fresh: Whether to start over: an earlier run of the same experiment is deleted.
         on_round: Called in this process after each round that this call runs, and before the first
-            one as round 0, with the round's numbers as in :attr:`Result.history`. What it raises
-            ends the run between two rounds, which the same call continues.
+            one as round 0, with the round's numbers as in :attr:`Result.history`. Its exceptions
+            end the run between two rounds; the same call continues it.
         **fields: Fields of the experiment over those of ``config``: a section
             (``federation={"rounds": 10}``), or the last part of a field's name where it is the only
             one (``rounds=10``, ``lr=1e-3``, ``runs="runs"``). ``trishul run --fields`` lists them.

@@ -149,7 +149,7 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    """Which dataset the clients hold."""
+    """Dataset of the clients."""
 
     name: PathText = Field("digits", description="dataset: see `trishul datasets`")
     path: PathText | None = Field(
@@ -201,7 +201,7 @@ class DataConfig(Section):
 
 
 class PartitionConfig(Section):
-    """How the training rows are split among the clients."""
+    """Split of the training rows among the clients."""
 
     kind: Literal["iid", "dirichlet", "natural"] = Field(
         "dirichlet",
@@ -210,8 +210,8 @@ class PartitionConfig(Section):
     )
     by: Literal["auto", "label", "group"] = Field(
         "auto",
-        description="what a Dirichlet partition skews: classes or sub-datasets; auto: classes if "
-        "there are any",
+        description="labels that a Dirichlet partition skews: classes or sub-datasets; auto: "
+        "classes if there are any",
     )
     alpha: float = Field(0.3, gt=0, description="Dirichlet concentration; smaller is more skewed")
     variant: Literal["per-client", "per-label"] = Field(
@@ -224,7 +224,7 @@ class PartitionConfig(Section):
 
 
 class TaskConfig(Section):
-    """What the model learns to predict from the dataset's rows."""
+    """Task: predict labels or answers from the dataset's rows."""
 
     kind: str = Field(
         "auto",
@@ -246,7 +246,7 @@ class TaskConfig(Section):
     )
 
 
-#: How frozen linear weights are stored.
+#: Storage of frozen linear weights.
 Quantization: TypeAlias = Literal["none", "nf4", "int8"]
 
 
@@ -299,7 +299,7 @@ class ModelConfig(Section):
 
 
 class AdapterConfig(Section):
-    """How frozen linear layers are adapted; the method chooses the kind of adapter."""
+    """Adapters of frozen linear layers; the method chooses their kind."""
 
     targets: tuple[str, ...] | None = Field(
         None, description="module names to adapt; default: q and v of the backbone's family"
@@ -319,9 +319,7 @@ class AdapterConfig(Section):
         description="LoRA's α: the update is α/r B A, where r is the full rank even if a client "
         "trains a lower one; default r, so the update is B A",
     )
-    init: BasisInit | None = Field(
-        None, description="how frozen bases are drawn; default: by method"
-    )
+    init: BasisInit | None = Field(None, description="draw of the frozen bases; default: by method")
     sigma: float | None = Field(
         None, gt=0, description="entry scale of rv_random_normal; default 1/sqrt(width)"
     )
@@ -333,13 +331,13 @@ class AdapterConfig(Section):
     )
     path: Literal["auto", "merged", "factored"] = Field(
         "auto",
-        description="how adapted layers compute; auto: the cheaper one for the shape; in bf16, "
+        description="computation of adapted layers; auto: the cheaper one for the shape; in bf16, "
         "training is always factored",
     )
 
 
 class RateSource(StrEnum):
-    """Where a learning rate is from that neither a table nor a file of tuned ones names."""
+    """Source of a learning rate that neither a table nor a file of tuned rates names."""
 
     USER = "set by hand"
     GENERAL = (
@@ -442,7 +440,7 @@ class FederationConfig(Section):
 
     @property
     def participants(self) -> int:
-        """How many clients may take part: all but those held out."""
+        """Number of clients that may take part: all but those held out."""
         return self.clients - math.ceil(Fraction(str(self.held_out)) * self.clients)
 
     @field_validator("compute_shares")
@@ -463,7 +461,7 @@ class FederationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """What is measured, and how often."""
+    """Measurements, and their frequency."""
 
     every: int = default_in_id(
         1,
@@ -515,7 +513,7 @@ class EvaluationConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """What the run may use. Only the number of threads can change a bit of the result."""
+    """Resources of the run. Only the number of threads can change a bit of the result."""
 
     threads: int = Field(1, ge=1, description="CPU threads of one actor (fixed for determinism)")
     backend: Literal["ray", "inline"] = not_in_id(
@@ -533,7 +531,7 @@ class ResourcesConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where metrics are logged."""
+    """Destination of metrics."""
 
     mlflow: bool = not_in_id(True, "log to MLflow")
     uri: str | None = not_in_id(None, "MLflow tracking URI; default sqlite:///<runs>/mlflow.db")
@@ -561,7 +559,7 @@ class StorageConfig(Section):
 
     runs: PathText = Field(
         default_factory=lambda: os.environ.get("TRISHUL_RUNS") or "runs",
-        description="where <id>/ is written: a folder or a filesystem URI; default $TRISHUL_RUNS",
+        description="folder or filesystem URI of the runs' <id>/; default $TRISHUL_RUNS",
         json_schema_extra={"identity": False},
     )
     cache: PathText | None = not_in_id(None, "prepared data and backbones; default $TRISHUL_CACHE")

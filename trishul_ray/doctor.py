@@ -1,6 +1,6 @@
-"""``trishul doctor``: what would go wrong on this machine, how to fix it, and what can be removed.
+"""``trishul doctor``: problems of this machine, how to fix them, and leftovers to remove.
 
-The checks install, download and leave nothing, and start a cluster only on request. Those that may
+The checks install, download and leave nothing, and start a cluster only on request. Checks that may
 hang (a network, a remote folder) time out after :data:`TIMEOUT` seconds.
 """
 
@@ -57,9 +57,9 @@ class Check:
     """The result of one check.
 
     Attributes:
-        name: What was checked.
+        name: Subject of the check.
         status: ``ok``; ``warn``: runs work, but more slowly or not everywhere; ``fail``: they fail.
-        detail: What was found, in one line.
+        detail: Finding, in one line.
         hint: How to fix it; empty if there is nothing to fix.
     """
 
@@ -129,8 +129,8 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
 
     Nothing is removed that a process uses or that was used within the last hour. Rows passed from
     Python and prepared weights, which later runs may need, are kept for a month after their use.
-    What killed processes were writing into the cache or the folder ``runs`` is removed, too. Return
-    what was removed.
+    Temporary files of killed processes in the cache and the folder ``runs`` are removed, too.
+    Return all that was removed.
     """
     # They import torch, which the checks may find broken.
     from trishul_ray.data.own import remove_unused_rows

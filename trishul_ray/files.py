@@ -48,13 +48,13 @@ LOG_SECONDS = 3600.0
 #: A file in a scratch folder whose logs are kept.
 _LOGS_KEPT = ".logs-kept"
 
-#: Where scratch folders may be if the path of ``TMPDIR`` is too long for a socket.
+#: Places of scratch folders if the path of ``TMPDIR`` is too long for a socket.
 _SHORT = ("/tmp", "/var/tmp")
 
 #: A file in a folder of the cache with the checksums of the others.
 SEAL = ".xxh128"
 
-#: What this process has mended and not yet told its driver, a line each.
+#: Repairs of this process that its driver does not know yet, a line each.
 _remarks: list[str] = []
 
 #: This machine, in the names of unfinished files: the locks of others may not be seen here.
@@ -183,8 +183,8 @@ def complete_file(file: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``file`` that replaces it on success, durably.
 
     No reader sees a part, and a power cut leaves the old file or the new one: the content is on the
-    disk before the name, and the name before this returns. What is left of a writer that is killed
-    is removed by the next one in the same folder.
+    disk before the name, and the name before this returns. The next writer in the same folder
+    removes the temporary file of one that was killed.
     """
     with _unfinished(file, lambda path: path.touch(exist_ok=False)) as temporary:
         yield temporary
@@ -251,10 +251,10 @@ def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, *, below: bool = False) -> list[Path]:
-    """Remove what killed processes were writing directly in a folder, and return it.
+    """Remove temporary files of killed processes directly in a folder, and return their paths.
 
-    What is of another machine, or cannot be locked, goes after :data:`KEPT_SECONDS`; not so in a
-    folder that all users share, as /tmp. With ``below``, all folders in it are searched, too.
+    Files of another machine, and files that cannot be locked, go after :data:`KEPT_SECONDS`; not so
+    in a folder that all users share, such as /tmp. With ``below``, search all folders in it, too.
     """
     removed = []
     places = [Path(place) for place, _, _ in os.walk(folder)] if below else [folder]

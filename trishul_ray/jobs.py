@@ -49,12 +49,12 @@ from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.sweeps.status import NOT_RUN, CellState, examine
 from trishul_ray.tracking.progress import Pace
 
-#: What is never shipped, in the syntax of .gitignore, besides what .gitignore itself names.
+#: Files that are never shipped, in the syntax of .gitignore, besides those that .gitignore names.
 NOT_SHIPPED = (
     *("/data", "/runs", "/report", "/cache", "mlruns", "mlartifacts", "*.db", "*.safetensors"),
     *(".git", ".venv", "venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"),
 )
-#: What may hold secrets, in the same syntax and in lower case: shipped only if it is named.
+#: Files that may hold secrets, in the same syntax and in lower case: shipped only if named.
 SECRETS = (
     # environments and keys
     *(".env", ".env.*", "*.env", ".envrc", "!.env.example", "!.env.sample", "!.env.template"),
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def fault(self) -> str:
-        """Why the cluster could not run the command at all; empty if it could."""
+        """Reason why the cluster could not run the command at all; empty if it could."""
         said = self.details.message or ""  # its last lines are those of the log
         if self.details.driver_exit_code == 127:
             return "the cluster has no command `python`"
@@ -138,12 +138,12 @@ class Job:
 
     @property
     def started(self) -> float:
-        """When it was submitted, in seconds since the epoch."""
+        """Time of submission, in seconds since the epoch."""
         return (self.details.start_time or 0) / 1000
 
     @property
     def seconds(self) -> float:
-        """How long it took, or has taken so far."""
+        """Duration, until now if it still runs."""
         end = self.details.end_time
         return (end / 1000 if end else time.time()) - self.started
 
@@ -490,7 +490,7 @@ def _ray() -> list[str]:
     return [str(Path(sys.executable).with_name("ray"))]
 
 
-# How far the cells of a job are, by the store of results.
+# Progress of a job's cells, by the store of results.
 
 
 @dataclass(frozen=True)

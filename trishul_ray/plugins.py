@@ -7,9 +7,9 @@ of its id. The text of a file travels with the experiment to its workers, but is
 run: a run's folder names a plug-in, and never runs one. A YAML file of an experiment or sweep may
 name plug-ins (``plugins: [mine.py]``): who loads it runs them.
 
-Entry points of the group ``trishul_ray.plugins`` are loaded whenever something is looked up. Those
-of ``trishul_ray.plugins.<field>``, such as ``trishul_ray.plugins.method``, have the name of what
-they register, and are loaded when that is named. This package has such entry points, too. Their
+Entry points of the group ``trishul_ray.plugins`` are loaded whenever something is looked up. The
+group ``trishul_ray.plugins.<field>``, such as ``trishul_ray.plugins.method``, has entry points with
+the names that they register; they are loaded when they are named. This package has some, too. Their
 content is versioned with it: in place of a hash, ids have the number ``NUMERICS`` of the folder.
 """
 
@@ -42,7 +42,7 @@ UNKNOWN = "unknown"
 #: Beginning of the names of the modules that files become.
 _PREFIX = "trishul_plugin_"
 
-#: Where a checkout of this package says which entry points it has.
+#: File of a checkout of this package that declares its entry points.
 _SOURCE = Path(__file__).parents[1] / "pyproject.toml"
 
 _T = TypeVar("_T")
@@ -223,7 +223,7 @@ def _outdated() -> str | None:
 
 @dataclass(frozen=True)
 class Older:
-    """How older versions wrote a section of an experiment.
+    """Form of a section of an experiment in older versions.
 
     It is an entry point of the group ``trishul_ray.plugins.older`` with the name of the section.
 
@@ -285,7 +285,7 @@ def claim(field: str, cls: type, registered: type | None, title: str) -> None:
     A plug-in's class may be replaced by a newer one of the same name, one of this package may not.
 
     Args:
-        field: What names the class.
+        field: Field that names the class.
         cls: The class.
         registered: The class that has its name so far.
         title: How the name is called in the message.
@@ -312,7 +312,7 @@ class Registry(Generic[_T]):
 
     Args:
         field: The field, such as ``method``.
-        title: What a name is called in messages.
+        title: Word for a name in messages.
         package: Its modules register classes when they are imported; None if all built-in classes
             are in the module of the registry.
         taken: Names that mean something else.

@@ -161,8 +161,8 @@ class Result:
         run's device; every call returns a new one.
 
         Args:
-            client: Whose own model to return, by its number or its name as in :attr:`personal`;
-                None is the global model.
+            client: Client whose own model to return, by its number or its name as in
+                :attr:`personal`; None is the global model.
 
         Raises:
             InputError: The client has not taken part, or the method's clients have no own models.
@@ -184,7 +184,7 @@ class Result:
                 [N, C, H, W]), or rows with the columns of the run's dataset, in any form that
                 :func:`trishul_ray.run` takes.
             batch_size: Rows computed at once.
-            client: Whose own model predicts; None is the global one. See :meth:`model`.
+            client: Client whose own model predicts; None is the global one. See :meth:`model`.
 
         Raises:
             InputError: These are no rows of the run's dataset, or the client has no own model.

@@ -79,8 +79,8 @@ def submit(
     - `trishul submit --address http://127.0.0.1:8265 --detach -- sweep mine.yaml`
 
     Ctrl-C ends the output, not the job. The same command again shows the output of a job that is
-    running, or continues one that has ended: finished runs are never repeated. What may hold
-    secrets (`.env`, `.aws`, keys, tokens) is not shipped, and is named.
+    running, or continues one that has ended: finished runs are never repeated. Files that may hold
+    secrets (`.env`, `.aws`, keys, tokens) are not shipped, and are named.
     """
     place = _place_of_runs(words, runs, cluster)
     lazy.jobs.check_no_secret([*words, place])

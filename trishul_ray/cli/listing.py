@@ -1,4 +1,4 @@
-"""What commands list on the terminal: methods, datasets, models, fields, partitions, one run.
+"""Lists on the terminal: methods, datasets, models, fields, partitions, one run.
 
 Nothing that takes seconds to import is needed to list methods, datasets and fields.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MAX_NAMED = 8
 #: With more clients, :func:`partition_table` summarizes the rest in one row.
 MAX_ROWS = 30
-#: How types of fields are called.
+#: Names of the types of fields.
 _TYPES = {
     int: "integer",
     float: "number",

@@ -1,4 +1,4 @@
-"""What commands print: results on standard output, progress and errors on standard error."""
+"""Output of commands: results on standard output, progress and errors on standard error."""
 
 import shlex
 import shutil

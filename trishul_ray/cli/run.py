@@ -71,7 +71,7 @@ def run(
     if fields:
         print_line(lazy.listing.field_list(experiment, out.width))
         return
-    # What can be told without reading data is refused before anything imports torch or starts Ray.
+    # Refuse what needs no data to see before anything imports torch or starts Ray.
     lazy.identity.check_found(experiment)
     if show:
         print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")

@@ -16,7 +16,7 @@ class Check:
     """A promise of the contract.
 
     Attributes:
-        name: What is promised.
+        name: Name of the promise.
         run: Raises if it is not kept; gets an empty folder.
         skipped: Why it does not apply; empty if it does.
     """

@@ -133,7 +133,7 @@ def can_be_sent(bench: Workbench) -> None:
     require(keys[0] == keys[1], "its encoder changes on the way to another process")
 
 
-#: What every task keeps, by name.
+#: Promises of every task, by name.
 PROMISES: dict[str, Callable[[Workbench], None]] = {
     "metrics do not depend on the batches": batches_are_free,
     "reports the loss that it trains": loss_is_reported,

@@ -70,7 +70,7 @@ ID_LENGTH = 12
 #: Sections that are off by default, and then left out of files.
 EDGE_SECTIONS = ("uploads", "downloads", "privacy", "devices", "cohort", "server")
 
-#: Those of them that act on what clients send, and so need a method that allows it.
+#: Sections that act on what clients send, and so need a method that allows it.
 ON_CHANGES = ("uploads", "downloads", "privacy", "server")
 
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
@@ -331,7 +331,7 @@ class Experiment(Section):
 
     @property
     def surveys(self) -> int:
-        """How often clients answer a survey before round 1: once, or not at all."""
+        """Number of surveys before round 1: one or none."""
         return int(build_method(self.method).survey_plan is not None)
 
     @property

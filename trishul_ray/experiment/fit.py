@@ -1,4 +1,4 @@
-"""Whether the adapters of an experiment fit its backbone, and defaults with which they do."""
+"""Check that the adapters of an experiment fit its backbone, and defaults with which they do."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ from trishul_ray.methods.base import Site, build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS, Builtin
 
-#: How many times larger than the backbone's images those of a dataset may be without a warning.
+#: Largest ratio of a dataset's images to the backbone's without a warning.
 MAX_REDUCTION = 4
 
 #: Tokens of an image up to which a dataset's images may be enlarged without a remark.

@@ -7,8 +7,8 @@ computed anew whenever it is asked for would change in the middle of a run with 
 could not be computed on another machine. There, a run's ``config.yaml`` still has the note. An
 experiment whose path neither exists here nor has a note has the path itself in its id.
 
-Names of public datasets, and of models on the hub or in a mirror, are in the id as they are. What
-they stand for, the sources of a run, is compared when a result is used; see :func:`local_sources`.
+Names of public datasets, and of models on the hub or in a mirror, are in the id as they are. Their
+content, the sources of a run, is compared when a result is used; see :func:`local_sources`.
 """
 
 import hashlib

@@ -32,7 +32,7 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
     found = _tuned_rate(experiment)
     if found is None and "lr" not in optimizer.model_fields_set:
         found = default_learning_rate(experiment)
-    # What it was read from is the source's to say: the run depends on the rate alone.
+    # The rate's source names the file: the run depends on the rate alone.
     read: dict[str, object] = {"rates": None}
     if found is not None:
         read |= {"lr": found[0], "lr_source": found[1]}
@@ -103,7 +103,7 @@ class TunedRate(Section):
     model: str
     optimizer: str
     rate: float
-    metric: str = Field(description="what was compared, after the last round")
+    metric: str = Field(description="metric that was compared, after the last round")
     score: float = Field(description="mean over the seeds")
     edge: Literal["lowest", "highest"] | None = Field(
         description="whether it is at an end of the grid, beyond which a better one may be"

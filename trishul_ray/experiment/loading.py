@@ -38,7 +38,7 @@ from trishul_ray.methods.base import MethodConfig, method_class, method_names
 #: Fields that have a short name.
 SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
 _ALL_FIELDS = "`trishul run --fields` lists all fields"
-#: What other packages call a field.
+#: Names of fields in other packages.
 _OTHER_NAMES = {
     "learning_rate": "optimizer.lr",
     "lambda": "method.lam",
@@ -49,7 +49,7 @@ _OTHER_NAMES = {
     "checkpoint_dir": "storage.runs",
     "output_dir": "storage.runs",
 }
-#: What to do about a word that YAML reads as a number, a date, or true or false.
+#: Remedy for a word that YAML reads as a number, a date, or true or false.
 _QUOTE = "; YAML reads some words as numbers, dates, true or false: put the word in quotes"
 #: Fields that loading fills in.
 _NOTED = ("lr_source", "content")
