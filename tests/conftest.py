@@ -169,7 +169,7 @@ def assert_same():
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """What forks the workers of every local Ray of these tests."""
+    """Fork server of the workers of every local Ray of these tests."""
     from trishul_ray.federation.on_ray.fork_server import ForkServer
 
     with ForkServer() as server:
@@ -240,11 +240,11 @@ class Command:
         return self.process.returncode, out, "".join(self.errors)
 
     def processes(self):
-        """What lives of it now."""
+        """Its processes that live now."""
         return marked(self.mark)
 
     def left_behind(self, seconds=15):
-        """What still lives of it after a grace period, as text."""
+        """Its processes that still live after a grace period, as text."""
         end = time.monotonic() + seconds
         while (alive := marked(self.mark)) and time.monotonic() < end:
             time.sleep(0.1)

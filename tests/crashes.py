@@ -67,7 +67,7 @@ _WRITES = os.O_CREAT | os.O_TRUNC
 
 @dataclass
 class Ended:
-    """How a run has ended: its exit code, what it said, and its calls, in order."""
+    """End of a run: its exit code, its output, and its calls, in order."""
 
     code: int
     said: str

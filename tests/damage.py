@@ -1,4 +1,4 @@
-"""What a power cut, a full disk or a worn one makes of a file."""
+"""Damage to a file by a power cut, a full disk or a worn one."""
 
 
 def _page(data: bytes) -> bytes:

@@ -20,7 +20,7 @@ METHODS = {
     "TRISHUL (λ=0)": {"name": "trishul", "lam": 0.0},
     "TRISHUL": {"name": "trishul", "lam": 0.01},
 }
-#: Those with cores, which alone have spectral diagnostics.
+#: Methods with cores, which alone have spectral diagnostics.
 WITH_CORES = ("RAVAN", "TRISHUL (λ=0)", "TRISHUL")
 ALPHAS = {"dirichlet(0.3)": 0.3, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.05}
 LAMBDAS = {"0 (no penalty)": 0.0, "0.001": 0.001, "0.01 (ours)": 0.01, "1": 1.0}
@@ -42,14 +42,14 @@ def similarity(labels, number=ROUNDS):
 
 
 def penalty(labels):
-    """How much harder the setting of a cell is."""
+    """Difficulty of a cell's setting."""
     harder = {"20newsgroups": 0.1, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.15, "1": 0.2}
     labels = [label for axis, label in labels.items() if axis != "seed"]
     return sum(harder.get(label, 0.0) for label in labels)
 
 
 def spread(labels):
-    """How far a seed is from seed 0."""
+    """Distance of a seed from seed 0."""
     return 0.02 * int(labels["seed"])
 
 

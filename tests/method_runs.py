@@ -20,7 +20,7 @@ PUBLISHED = [n for n in method_names() if ".lab.trishul." not in method_class(n)
 SINGLE = [n for n in method_names() if not method_class(n).__module__.endswith(".combined")]
 #: The methods that what acts on changes composes with.
 BY_MEAN = [name for name in PUBLISHED if method_class(name).mean_is_enough]
-#: Of these one with cores, one with LoRA, one with state at its clients. What acts on changes knows
+#: One with cores, one with LoRA, one with state at its clients. Sections that act on changes know
 #: no more of a method; tests/contract/test_sections.py has them all.
 KINDS = ["trishul", "fedit", "scaffold"]
 RUNS = iter(range(10_000))

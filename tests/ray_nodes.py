@@ -72,7 +72,7 @@ class RayNodes:
 
     @property
     def environment(self):
-        """What a command needs to join."""
+        """Variables that a command needs to join."""
         return {"RAY_ADDRESS": f"127.0.0.2:{self.port}", "RAY_AUTH_MODE": "disabled"}
 
     def add(self, cpus=1, watched=False, autoscaling=None):

@@ -235,7 +235,7 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     assert tiny(pd.DataFrame({"pixels": images, "label": names}), **options).id == result.id
     shuffled = [*names[1:], names[0]]
     assert tiny({"pixels": images, "label": shuffled}, **options).id != result.id
-    # Where the cache is, is not in the id.
+    # The place of the cache is not in the id.
     elsewhere = tiny({"pixels": images, "label": names}, cache=tmp_path / "cache", **options)
     assert elsewhere.id == result.id
     dataset = datasets.Dataset.from_dict(

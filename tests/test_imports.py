@@ -16,10 +16,10 @@ from trishul_ray.methods.base import METHODS, method_class
 
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-#: What every part may import.
+#: Parts that every part may import.
 FOUNDATION = {"errors", "files", "lazy", "network", "plugins", "redaction", "rng", "version"}
 
-#: What else a part of the package may import. A part is a folder or a file of the package.
+#: Further imports of a part of the package, which is a folder or a file.
 MAY_IMPORT = {
     **{part: set() for part in sorted(FOUNDATION)},
     "spectral": set(),
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     # Plug-ins: what the guides document, and nothing imports them.
     "lab": {"adapters", "config", "methods", "spectral"},
 }
-#: What is in the lab, as other parts would name it.
+#: Content of the lab, as other parts would name it.
 EXTENSIONS = (
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
@@ -49,7 +49,7 @@ EXTENSIONS = (
 )
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}
-#: What a part may not import: the parts above it.
+#: Parts that a part may not import: those above it.
 MAY_NOT_IMPORT = {
     "federation": {"cli", "contract", "doctor", "report", "runs", "sweeps", "tracking"},
     "contract": {"cli", "doctor", "jobs", "report", "runs", "sweeps", "tracking"},

@@ -383,7 +383,7 @@ def test_tuned_rates_replace_others_and_say_what_they_were_tuned_for(tuned_file)
     assert rate("partition.alpha=0.1") == (0.023, f"{best}; borrowed from α = 0.3, for 0.1")
     method = "; borrowed from method fedit, for scaffold"
     assert rate("method=scaffold") == (0.021, at_edge + method)
-    # What it has no rate for is as without it.
+    # A setting without a rate in the file is as without the file.
     for words in (["method=ravan"], ["budget=8"], ["dataset=cifar100"], ["partition.kind=iid"]):
         plain = load_experiment(None, words).optimizer
         assert rate(*words) == (plain.lr, plain.lr_source)

@@ -44,7 +44,7 @@ def test_the_papers_protocol(dataset, model, rounds, batch, length):
 
 
 def info_of(dataset):
-    """What is known of the dataset without its rows."""
+    """Facts of the dataset that need no rows."""
     rows = next(source for source in PUBLIC if source.name == dataset).rows
     classes = tuple(getattr(rows, "classes", ()))
     return DatasetInfo(

@@ -1,4 +1,4 @@
-"""How far two float32 computations of the same numbers may lie apart, on any processor.
+"""Largest distance of two float32 computations of the same numbers, on any processor.
 
 Kernels differ in the order of their sums and in fused multiply-adds. A sum of n products computed
 in any order is within ``gamma_n`` of the exact one, relative to the sum of their absolute values,

@@ -57,7 +57,7 @@ def test_ranks_differ_by_layer_and_headless_layers_are_left_out(make, tmp_path):
         assert config["alpha_pattern"].get(name, config["lora_alpha"]) == ranks[name]
     assert config["base_model_name_or_path"] == "tiny/vit"
     assert config["modules_to_save"] == ["classifier"]
-    # What is not written has PEFT's default, and what is written has PEFT's name.
+    # Fields that are not written have PEFT's defaults, and written ones have PEFT's names.
     read = LoraConfig.from_pretrained(tmp_path / "adapter").to_dict()
     usual = LoraConfig(peft_type="LORA").to_dict()
     assert config.keys() <= read.keys()

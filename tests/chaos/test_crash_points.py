@@ -22,11 +22,11 @@ class Scenario:
 
     Attributes:
         words: Its overrides.
-        before: Those of a run that has finished, without figures.
+        before: Overrides of a run that has finished, without figures.
         extras: Whether figures are drawn and the model is exported.
         fresh: Whether the run starts over.
         cold: Whether the cache is empty.
-        stride: Of how many calls one is a crash point, unless all are asked for.
+        stride: Number of calls of which one is a crash point, unless all are asked for.
     """
 
     words: list[str]
@@ -55,7 +55,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, fork_environment):
-    """Where runs are made; its folder ``warm`` has the cache and the database of another run."""
+    """Folder of the runs; its folder ``warm`` has the cache and the database of another run."""
     place = Place(tmp_path_factory.mktemp("crashes"))
     (place.root / "tmp").mkdir()
     other = place.run([*TINY, "seed=77"])

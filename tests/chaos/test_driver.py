@@ -26,7 +26,7 @@ LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.a
 MANY_ROUNDS = 1000
 #: Seconds for a command to start or to end on a loaded machine.
 LONG_WAIT = 200
-#: What Ray's own processes print.
+#: Lines of Ray's own processes.
 RAYS_OWN = re.compile(r"raylet|gcs_|core_worker|\(pid=|WARNING|INFO|Traceback")
 
 
@@ -184,7 +184,7 @@ def test_a_run_asked_to_end_stops_as_with_ctrl_c(
     exit_code, out, errors = command.end(LONG_WAIT)
     assert exit_code == code, errors
     assert command.left_behind(60) == []
-    # Where Ray's processes get the signal too, they may print a line about it.
+    # If Ray's processes get the signal, too, they may print a line about it.
     unwanted = RAYS_OWN if receivers is to_the_driver else re.compile(r"Traceback|\*\*\* SIG")
     assert unwanted.search(out + errors) is None, out + errors
     kept = f"runs/{experiment.id}/checkpoints; to continue: trishul run {words[0]}"

@@ -86,7 +86,7 @@ def test_a_sweep_outlives_a_killed_node_and_a_drained_one(
     ]
     for cell in cells:
         assert digest(runs, cell) == inline_result(cell).digest
-    # Who moved lost nothing, and that was no failure; who died lost no more than its last round.
+    # A trial that moved lost nothing, and did not fail; one that died lost its last round at most.
     assert len(re.findall(r"it goes on elsewhere", errors)) == 1, errors
     (dead,) = re.findall(r"(\w+, seed=\d): .*attempt 2 of 3 follows", errors)
     assert "attempt 3" not in errors

@@ -31,7 +31,7 @@ def sweep(trishul, small_words):
 
 
 def finished_cells(tmp_path):
-    """What must not change of each cell that has a result."""
+    """Parts of each cell's result that must not change."""
     kept = {}
     for result in tmp_path.glob("runs/*/result.json"):
         files = [result.with_name(name) for name in ("attempt.json", "result.json")]

@@ -1,4 +1,4 @@
-"""What commands list on the terminal."""
+"""Lists on the terminal."""
 
 import io
 import re

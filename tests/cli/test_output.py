@@ -1,4 +1,4 @@
-"""What commands print: nothing is cut, whatever the terminal, and nobody's name is markup."""
+"""Output of commands: nothing is cut, whatever the terminal, and nobody's name is markup."""
 
 import io
 import sys

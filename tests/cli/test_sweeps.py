@@ -116,7 +116,7 @@ def test_a_report_shows_what_has_finished_and_runs_nothing(called, monkeypatch, 
     ]
     assert names[0] == names[1]
     monkeypatch.delenv("TRISHUL_REPORT")
-    # Of other runs, there is nothing.
+    # Another folder has no runs.
     code, out, error = called("report", "mine.yaml", "--runs", "elsewhere", *TINY)
     assert (code, "0 of 4 finished" in out) == (0, True), error
     assert len(list((tmp_path / "runs").glob("[!.]*"))) == 1

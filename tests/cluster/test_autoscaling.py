@@ -13,7 +13,7 @@ from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: What `ray up` leaves on the head. (As by `ray.cluster_utils.AutoscalingCluster`, which itself
+#: Files of `ray up` on the head. (As by `ray.cluster_utils.AutoscalingCluster`, which itself
 #: reads a file that Ray's wheel lacks, and ends all Rays of the machine when it starts.)
 CLUSTER = {
     "cluster_name": "fake",

@@ -51,7 +51,7 @@ def test_ray_accepts_the_file(name):
     prepared = prepare_local(config)[0] if name == "onprem.yaml" else config
     jsonschema.validate(prepared, json.loads(schema.read_text()))
     assert config["cluster_name"] == "trishul-ray"
-    # What is copied to the nodes lies in this project, or in the user's home.
+    # Files that are copied to the nodes lie in this project, or in the user's home.
     for remote, local in config["file_mounts"].items():
         assert remote.startswith("~/")
         assert local.startswith("~/") or (ROOT / local).exists()

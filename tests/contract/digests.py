@@ -6,8 +6,8 @@ the machine that then compares those of another one::
     python -m tests.contract.digests --write before.json        # at the commit before
     python -m tests.contract.digests --compare before.json      # at the commit after
 
-What no processor changes, ids and the names of what is recorded, is stored beside this file, and
-test_digests.py asserts it. ``--store`` writes it anew after a change that is meant to change it.
+Ids and the names of recorded numbers, which no processor changes, are stored beside this file, and
+test_digests.py asserts them. ``--store`` writes them anew after a change that is meant to do so.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from trishul_ray.federation.prepare import prepare_run
 #: Ids and recorded names, by configuration.
 STORED = Path(__file__).with_name("stored.json")
 
-#: What all of them have.
+#: Overrides of all configurations.
 BASE = (
     "model.init=random",
     "federation.clients=4",
@@ -83,7 +83,7 @@ CONFIGURATIONS = {
     "fedsvd": "method=fedsvd",
     "frlora": "method=frlora",
     "rolora": "method=rolora",
-    # What TRISHUL and RAVAN can do beyond their papers.
+    # Extensions of TRISHUL and RAVAN.
     "relative": "method=trishul-rules method.level=0.1 method.prox_every=2",
     "entropy": f"method=trishul-rules method.rule=entropy {LIMITED}",
     "continuation": "method=trishul-rules method.rule=continuation",
@@ -124,7 +124,7 @@ CONFIGURATIONS = {
     "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
     "privacy, private": "method=trishul-private method.private_heads=2 privacy.noise=1 "
     f"privacy.sampling=fixed {OWN}",
-    # How a client computes.
+    # Computation of a client.
     "stacked": "federation.stacked=2",
     "stacked, private": f"federation.stacked=3 method=trishul-private method.private_heads=2 {OWN}",
     "stacked, ranks": f"federation.stacked=2 method=ravan-ranks {LIMITED}",

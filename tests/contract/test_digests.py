@@ -1,4 +1,4 @@
-"""What no processor changes of the small runs of digests.py; their bytes on actors."""
+"""Ids and names of the small runs of digests.py, alike on all processors; their bytes on actors."""
 
 import os
 import signal

@@ -21,7 +21,7 @@ class Broken(FedIT):
     reference = "none"
     communication = "none"
 """
-#: What a method does, the check that finds it, and what is said.
+#: Faults of a method, the check that finds each, and its message.
 FAULTS = {
     "shape": (
         """

@@ -1,4 +1,4 @@
-"""What all sections that are off by default keep, and every method that they compose with."""
+"""Promises of all sections that are off by default, with every method that they compose with."""
 
 import pytest
 from contract.digests import outcome

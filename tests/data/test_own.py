@@ -641,7 +641,7 @@ NAMES = {"text": "body", "label": "topic", "client": "who"}
 
 
 def through(door, rows, folder):
-    """What prepares rows that were passed as a file of one kind, or from Python."""
+    """Function that prepares rows passed as a file of one kind, or from Python."""
     if door != "pandas":
         as_text = {k: ["" if v is None else v for v in values] for k, values in rows.items()}
         columns = as_text if door == "csv" else rows
@@ -751,7 +751,7 @@ def test_built_in_backbones_take_own_texts_by_default_and_without_a_download(tmp
     experiment = load_experiment(None, own + offline)
     check_fits(experiment)
     assert experiment.model.init == "random" and experiment.budget in (4, 8, 16)
-    # What fits, or is set, stays as it is; so does what is pretrained already.
+    # A budget that fits, or is set, stays as it is; so does a backbone that is pretrained already.
     with complete_folder(BUILTINS[model].folder(tmp_path / "cache"), sealed=True):
         pass
     for words, budget in ([*own, "method=fedit"], "lower"), ([*own, "budget=64"], 64):

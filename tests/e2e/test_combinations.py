@@ -37,7 +37,7 @@ BESIDE = (
     ("glue/sst2", "bert-tiny", "auto"),
 )
 ROWS = {"train": 12, "test": 4}
-#: Where the hub has the test rows of the paper's datasets, and the columns that are read.
+#: Files of the hub with the test rows of the paper's datasets, and the columns that are read.
 PLACES = {
     "uoft-cs/cifar100/cifar100/test": {"img", "fine_label"},
     "ufldl-stanford/svhn/cropped_digits/test": {"image", "label"},

@@ -19,7 +19,7 @@ from trishul_ray.methods.base import method_names
 ODD = ["a" * 300, "../../x", "~nobody/x", "", " ", "a\0b", "{x}", "[x", "null", "-1", "é", "*", "/"]
 NUMBERS = [0, 1, 2, 3, 5, 64, 65, 70, 100, 1000, 10**9, -1, 0.5, 1e-9, 1e9, ".nan", ".inf", "x"]
 
-#: What is tried in each field. The first entries are sound.
+#: Values tried in each field. The first entries are sound.
 FIELDS = {
     "data.name": ["digits", "digits", "learning_rates", "cifar100", "table", "images", *ODD],
     "data.path": ["null", "nowhere", *ODD],

@@ -1,4 +1,4 @@
-"""What every registered codec must satisfy, picked up by itself, and what each of them promises."""
+"""Promises of every registered codec, picked up by itself, and of each of them."""
 
 import math
 from pathlib import Path

@@ -155,7 +155,7 @@ def test_a_round_in_the_ring_is_a_round(method, edge_run):
     np.testing.assert_allclose(other, one, rtol=1e-6, atol=2e-7)
     record = ring.checkpoint.records[1]
     assert record.edge["clipped_entries"] == 0
-    # Where units rest, a client also sends the weight of each.
+    # If units rest, a client also sends the weight of each.
     built = build_method(load_experiment(None, options).method)
     rests = round_units(built, ring.blueprint.layout, 1)
     weights = 0 if rests is None else len(rests) * len(record.clients)

@@ -1,4 +1,4 @@
-"""What is sent in runs: bytes that are real, error feedback, coded broadcasts."""
+"""Messages of runs: bytes that are real, error feedback, coded broadcasts."""
 
 import itertools
 from dataclasses import replace
@@ -317,7 +317,7 @@ def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(e
     before, after = plain.checkpoint.state.shared, coded.checkpoint.state.shared
     assert (before != after).any()
     assert (after != 0).mean() > 0.5
-    # What is scored is the server's state: before the first round, the untouched backbone.
+    # The server's state is scored: before the first round, the untouched backbone.
     assert plain.checkpoint.records[0].scores == coded.checkpoint.records[0].scores
 
 

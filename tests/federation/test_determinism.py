@@ -111,7 +111,7 @@ def test_an_operation_without_a_deterministic_kernel_is_named():
     [
         ("cli", {}),
         ("federation.on_ray.client_actor", {}),
-        # What the user has set stays, and decides alone how threads wait.
+        # A variable that the user has set stays, and decides alone how threads wait.
         ("cli", {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OMP_WAIT_POLICY": "PASSIVE"}),
         ("cli", {"KMP_BLOCKTIME": "0"}),
     ],

@@ -1,4 +1,4 @@
-"""What a run records of its clients' uploads, for the figures."""
+"""Diagnostics of the clients' uploads, for the figures."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_spectra_of_what_is_sent_are_recorded_with_and_without_a_prox(small, inl
     assert rank > 1 and (np.diff(values) <= 0).all() and (values[:, 0] > 0).all()
     assert ("before" in final.checkpoint.spectra) == (method == "trishul")
     if method == "trishul":
-        # Of the same cores, but for the scalars near 1.
+        # Spectra of the same cores, but for the scalars near 1.
         assert final.checkpoint.spectra["after"].shape == values.shape
         np.testing.assert_allclose(values[:, 0], final.checkpoint.spectra["after"][:, 0], rtol=0.2)
 

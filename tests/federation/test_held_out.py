@@ -18,7 +18,7 @@ from trishul_ray.federation.prepare import prepare_run
 
 ON = ["federation.held_out=0.3", "evaluation.per_client=true", "federation.clients=10"]
 CLOCK = ["devices.kind=lognormal", "cohort.extra=1.6"]
-#: What draws cohorts.
+#: Ways to draw cohorts.
 STRATEGIES = {
     "uniform": [],
     "all for one": ["federation.clients_per_round=7", "evaluation.diagnostics_cohort=all"],

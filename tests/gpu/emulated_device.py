@@ -29,7 +29,7 @@ COPIES = {"copy_", "_to_copy", "_copy_from"}
 
 
 class _Module:
-    """What torch asks of the Python module of a device."""
+    """Functions that torch asks of the Python module of a device."""
 
     is_available = is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)

@@ -80,7 +80,7 @@ def server_of(experiment):
 
 
 def trained(server):
-    """What the server has, or what the clients keep of a method that sends nothing."""
+    """State of the server, or of the clients of a method that sends nothing."""
     shared, kept = server.checkpoint.state.shared, server.checkpoint.client_states
     if shared.size:
         return shared

@@ -1,4 +1,4 @@
-"""When the host waits for a GPU: never in a local step; at the end of a client's steps and round.
+"""Waiting of the host for a GPU: never in a local step; at the end of a client's steps and round.
 
 Without a GPU, the emulated device finds the waits, in a process of its own.
 """
@@ -20,8 +20,8 @@ SCRIPT = Path(__file__).with_name("emulated_rounds.py")
 LOW_PRECISION = {"bf16", "decoder bf16"}
 #: The losses, which end the time of the local steps, and the upload.
 END = ["copy to the host at local.py", "copy to the host at messages.py"]
-#: What a client waits for besides, before its first step: which core heads it trains, which the
-#: host decides; and after its last one: statistics of them, sent beside the upload.
+#: Further waits of a client: before its first step for the choice of its core heads, which the host
+#: makes, and after its last one for their statistics, sent beside the upload.
 DECISIONS = {
     "chosen heads": ["copy to the host at ravan.py"],
     "trishul-moving": ["copy to the host at slots.py"],
@@ -31,7 +31,7 @@ STATISTICS = {"trishul-moving": ["blocking copy to the device at statistics.py"]
 
 @pytest.fixture(scope="module")
 def rounds(cache):
-    """What :mod:`emulated_rounds` prints, by configuration."""
+    """Output of :mod:`emulated_rounds`, by configuration."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(cache)], capture_output=True, text=True, timeout=280
     )

@@ -1,4 +1,4 @@
-"""How far cells are: read from results and checkpoints, never from logs."""
+"""Progress of cells, read from results and checkpoints, never from logs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What may hold secrets is not shipped with a job, unless it is named."""
+"""Files that may hold secrets are not shipped with a job, unless they are named."""
 
 import zipfile
 

@@ -64,7 +64,7 @@ def test_a_command_is_submitted_followed_and_not_repeated(
     for path in results:
         assert json.loads(path.read_text())["wall_seconds"] > 0
 
-    # What was shipped: everything but data, results and environments.
+    # Everything was shipped but data, results and environments.
     (folder,) = shipped("mine.yaml")
     assert [path.name for path in folder.iterdir()] == ["mine.yaml"]
 

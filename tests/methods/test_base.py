@@ -1,4 +1,4 @@
-"""What the platform does alike for several methods: limited clients, counted downloads."""
+"""Work of the platform for several methods: limited clients, counted downloads."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name)
 
 
 def carried(server, bench, broadcast, client):
-    """How many entries of the shared broadcast reach a client: those that move what it trains."""
+    """Number of entries of the shared broadcast that reach a client and move its trainables."""
     starts = []
     for seed in (1, 2):
         draw = np.random.default_rng(seed).normal(size=broadcast.shared.shape)

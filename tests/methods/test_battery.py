@@ -1,4 +1,4 @@
-"""What every registered method must satisfy; new methods are picked up automatically."""
+"""Promises of every registered method; new methods are picked up automatically."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import method_class
 
 METHODS = [*SINGLE, *NEWCOMERS]
-#: What every method keeps; "order" is checked with dropout below.
+#: Promises of every method; "order" is checked with dropout below.
 EVERY = [
     methods.starts_pretrained,
     methods.uploads_as_declared,

@@ -27,7 +27,7 @@ OTHER = {
     "adapter.path": "factored",
 }
 BASE = ["model=vit-digits", "model.init=random", "tracking.mlflow=false", "optimizer.lr=0.01"]
-#: What a field needs beside it to have an effect: its init, heads that do not fit, and for
+#: Fields that another one needs to have an effect: its init, heads that do not fit, and for
 #: ``matching`` a matrix that is not square.
 NEEDS = {
     "adapter.matching": ["adapter.targets=[fc1]"],

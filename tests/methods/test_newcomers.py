@@ -1,4 +1,4 @@
-"""What the methods of newcomers/ promise; test_battery.py runs them, too."""
+"""Promises of the methods of newcomers/; test_battery.py runs them, too."""
 
 from dataclasses import replace
 

@@ -191,7 +191,7 @@ def test_a_backbone_is_resolved_once_and_pickles_as_configuration_and_places(sav
     assert backbone.family == "image-classification" and backbone.preprocessing.image_size == 8
     assert backbone.meta_model(None, 3).config.num_labels == 3
     assert backbone.load("image-classification", 4, seed=0).config.num_labels == 4
-    # What a run changes for its task stays out of the architecture that is kept.
+    # Changes for a run's task stay out of the architecture that is cached.
     assert backbone.architecture.to_dict() == before and backbone.architecture.num_labels == 7
     assert len(searched) == 1
     stored = pickle.dumps(backbone)

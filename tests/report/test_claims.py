@@ -288,7 +288,7 @@ def test_the_lead_is_compared_between_partitions():
     assert finding.verdict == "seen"
     gains = [part.number for part in finding.parts]
     assert gains == pytest.approx([1.7 * 1.02, 1.1 * 1.02])
-    # What the sweep leaves out is named, and no part.
+    # A label that the sweep leaves out is named, and is no part.
     best = only(sweep("heterogeneity", axes, value), "best")
     assert len(best.parts) == 1
     assert "Not in the sweep: SCAFFOLD+LoRA, Fed-SB, FedIT" in best.differs

@@ -53,7 +53,7 @@ def data_of(figure, sweep):
 
 
 def of_seeds(function, **labels):
-    """What a figure shows of a formula."""
+    """Text that a figure shows of a formula."""
     return Band.of_runs([function(labels | {"seed": seed}) for seed in SEEDS])
 
 
@@ -357,7 +357,7 @@ def test_words_name_the_similarity_at_the_alpha_that_the_paper_names(tmp_path):
     labels = {"method": "TRISHUL", "partition": "dirichlet(0.05)"}
     mean = of_seeds(similarity, **labels).centre
     assert f"TRISHUL {mean:.4g} at 0.05 (paper 0.35)" in ours.describe()
-    # What is printed is of updates, and of no other x.
+    # The printed number is of updates, and of no other x.
     assert ours.panels[0].lines[-1].paper[0] == 0.35
     assert np.isnan(ours.panels[0].lines[-1].paper[1:]).all()
     assert all(np.isnan(line.paper).all() for line in ours.panels[1].lines)
@@ -514,7 +514,7 @@ def test_covariance_is_of_one_run_that_both_have(tmp_path):
     assert (first.name, second.name) == ("RAVAN", "TRISHUL")
     assert len(first.clients) == len(first.values) == CLIENTS
     assert "seed 1 alone" in data.remarks
-    # What two updates have in common is what the figure shows: a half, and 0.8.
+    # The figure shows the common part of two updates: a half, and 0.8.
     assert first.mean_off_diagonal == pytest.approx(0.5, abs=0.1)
     assert second.mean_off_diagonal == pytest.approx(0.8, abs=0.1)
     words = data.describe()

@@ -25,8 +25,8 @@ def simulate(
     """Values [rows, seeds, columns] around the true ``means`` [rows, columns].
 
     ``noise`` is independent; ``shared`` is what a seed gives a row in all columns; both are times
-    the ``spread`` of each row. What a seed gives a column in all rows is always there: pairs do not
-    see it. With ``test_rows``, values are accuracies on so many rows; a share may be missing.
+    the ``spread`` of each row. The effect of a seed on a column in all rows is always there: pairs
+    do not see it. With ``test_rows``, values are accuracies on so many rows; some may be missing.
     """
     rows, columns = means.shape
     size = (rows, seeds, columns)
@@ -254,7 +254,7 @@ def test_a_row_without_what_is_difficult_is_not_the_best_for_it():
 
 
 def test_a_row_that_is_ahead_in_what_both_have_is_not_called_worse(monkeypatch):
-    """Where runs are missing, it may still not be the best."""
+    """A row with missing runs may still not be the best."""
     monkeypatch.setattr("trishul_ray.report.statistics.best_row", lambda _: 1)
     values = simulate(np.random.default_rng(0), np.array([[1.0] * 8, [0.0] * 8]), 4, noise=0.01)
     (result,) = compare_rows([values]).groups
@@ -290,7 +290,7 @@ def test_the_seeds_needed_decide_four_tables_in_five():
 
     enough = next(seeds for seeds in range(3, 30) if share(seeds) >= POWER)
     assert 5 <= enough <= 9
-    # What three seeds say, whose difference is the true one: both ends of an interval around it.
+    # Three seeds, if their difference is the true one: both ends of an interval around it.
     found = []
     for _ in range(200):
         values = simulate(rng, truth, 3, noise=0.3)

@@ -1,4 +1,4 @@
-"""How runs made the choices that the paper leaves open."""
+"""Choices of runs that the paper leaves open."""
 
 import pytest
 from summaries import invented_summary

@@ -224,7 +224,7 @@ def test_verdicts():
 
 
 def test_most_of_the_papers_comparisons_are_decided_with_three_seeds():
-    """Where the paper's numbers are the truth, with a spread of 0.3 points between seeds."""
+    """The paper's numbers are the truth, with a spread of 0.3 points between seeds."""
     rng, decided, compared, pages = np.random.default_rng(0), 0, 0, 2
     shipped = [sweep for sweep in find_sweeps(["all"], "paper") if sweep.tables]
     for _ in range(pages):

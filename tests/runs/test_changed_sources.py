@@ -1,7 +1,7 @@
-"""What happens to a run when its data or weights change.
+"""Runs whose data or weights change.
 
-Own files are in its id by content: a changed file is another run. What a name of the mirror stands
-for is not: the run is refused, and what has changed is named.
+Own files are in the id by content: a changed file is another run. The content behind a name of the
+mirror is not: the run is refused, and the change is named.
 """
 
 import json

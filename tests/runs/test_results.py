@@ -1,4 +1,4 @@
-"""What result.json records: the best round; processor, kernels and libraries."""
+"""Records of result.json: the best round; processor, kernels and libraries."""
 
 import json
 import os

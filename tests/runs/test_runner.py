@@ -121,7 +121,7 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
     run_experiment(tiny("tracking.mlflow=true"), quiet())
     (original,) = client.search_runs([group.experiment_id])
     assert "trishul.reused" not in original.data.tags
-    # What a comparison needs, in both.
+    # Both have all that a comparison needs.
     for each in (original, run):
         summary = first.summary
         assert each.data.metrics["total/uploaded_bytes"] == summary.uploaded_bytes

@@ -96,7 +96,7 @@ class World:
 
     @contextmanager
     def restored(self):
-        """What is changed within this context, files or what ``patch`` sets, is undone after it."""
+        """Undo after this context all changes of files, and of what ``patch`` sets."""
         with pytest.MonkeyPatch.context() as self.patch:
             yield
         for place in self.place.parent.glob("moved-*"):
@@ -197,7 +197,7 @@ def overwrite(file, content, rng):
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-# What changes a number. Each may return overrides; the world is restored afterwards.
+# Changes that change a number. Each may return overrides; the world is restored afterwards.
 
 
 def fields_with_effect(world):
@@ -330,7 +330,7 @@ def damaged_result(world, rng):
     overwrite(file, bytes(content), rng)
 
 
-# What does not.
+# Changes that do not.
 
 
 def field_without_effect(world, rng):
@@ -412,7 +412,7 @@ def test_every_field_that_can_change_a_number_is_in_the_id(worlds):
         overrides = {name: changed(world, name, rng) for name in names}
         ids = {name: world.load(override).id for name, override in overrides.items() if override}
         assert [name for name, id in ids.items() if id == world.load().id] == []
-        # Those of a section that is off have no other value while its switch is.
+        # Fields of a section that is off have no other value while its switch is off.
         without = {n for n in names if n not in ids and n.split(".")[0] not in EDGE_SECTIONS}
         left = left & without if number else without
     assert left == WITHOUT_ANOTHER_VALUE

@@ -1,4 +1,4 @@
-"""What a plan counts: each run once, in the first sweep that has it."""
+"""Counts of a plan: each run once, in the first sweep that has it."""
 
 import dataclasses
 import io
@@ -17,7 +17,7 @@ BASE = ["dataset=cifar100", "federation.rounds=10"]
 
 
 def result(experiment, seconds, *, gpus=(), cpus=1, rounds=None, wall=None):
-    """What result.json has of the time of a run."""
+    """Times of a run in result.json."""
     per_round = [seconds] * (rounds or experiment.federation.rounds)
     return invented_summary(
         identity=experiment.identity(),

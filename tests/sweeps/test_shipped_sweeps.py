@@ -56,7 +56,7 @@ METHODS = {
 VIT, T5, LLAMA = (
     *("google/vit-base-patch16-224-in21k", "google-t5/t5-base", "meta-llama/Llama-3.2-1B"),
 )
-#: What each label of the paper's records means, by axis: a function of the experiment, its value.
+#: Meaning of each label of the paper's records, by axis: a function of the experiment, its value.
 MEANING = {
     "dataset": lambda e: e.data.name,
     "clients": lambda e: str(e.federation.clients),
@@ -182,7 +182,7 @@ def test_what_no_figure_shows_is_not_scored(profile):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_each_position_shows_seeds_of_one_setting(profile):
-    """What a table averages over is the seed, and nothing else."""
+    """A table averages over the seed, and over nothing else."""
     for sweep in sweeps(profile):
         for table in sweep.tables:
             for labels, cells in positions(sweep, table).items():
@@ -338,7 +338,7 @@ def test_messages_name_what_stands_in_for_a_dataset():
 
 @pytest.mark.slow
 def test_smokes_language_cells_train_and_differ(inline_result, cache, tmp_path):
-    """Of 20 classes or free answers none is right after a few steps; the loss tells cells apart."""
+    """After a few steps no answer is right; the loss tells cells apart."""
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path}", "tracking.mlflow=false"]
     words = [*places, "resources.backend=inline", "evaluation.limit=16"]
     (sweep,) = find_sweeps(["language"], "smoke", words)

@@ -1,4 +1,4 @@
-"""What the store has of the cells of a sweep: only whole, right and up-to-date results are used."""
+"""Results of a sweep's cells in the store: only whole, right and up-to-date ones are used."""
 
 import dataclasses
 import io

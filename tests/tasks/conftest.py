@@ -112,7 +112,7 @@ def questions(text_split):
 
 
 def encoded(split, task):
-    """What the task's encoder makes of a split, with the columns that are carried over."""
+    """Split as encoded by the task, with the columns that are carried over."""
     columns = dict(task.encoder.encode(split, lambda done: None))
     kept = {k: np.array(split.column(k)) for k in ("label", "group") if k in split.columns}
     return {k: torch.from_numpy(v) for k, v in (columns | kept).items()}

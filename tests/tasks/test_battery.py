@@ -1,4 +1,4 @@
-"""What every registered task must satisfy; new tasks are picked up automatically."""
+"""Promises of every registered task; new tasks are picked up automatically."""
 
 import pickle
 import subprocess

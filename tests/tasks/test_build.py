@@ -1,4 +1,4 @@
-"""Which task goes with which dataset and backbone, and the one line for what does not."""
+"""Tasks by dataset and backbone, and the one line for those that do not go together."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which nodes a plan may count on: those that work, and those that an autoscaler may add."""
+"""Nodes that a plan may count on: working ones, and those that an autoscaler may add."""
 
 import yaml
 

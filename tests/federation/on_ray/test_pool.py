@@ -1,4 +1,4 @@
-"""What is said of an actor that failed."""
+"""Messages about an actor that failed."""
 
 import pytest
 from ray.exceptions import RayTaskError

@@ -1,4 +1,4 @@
-"""What actors take over from the driver."""
+"""Settings that actors take over from the driver."""
 
 import os
 

@@ -102,7 +102,7 @@ def test_a_token_is_sent_unless_a_mode_is_set(monkeypatch):
 
 
 def test_ray_ships_what_it_is_asked_for(tmp_path):
-    """What it packs is tested with `find_secrets`."""
+    """Its packages are tested with `find_secrets`."""
     for name in ("a.txt", "b.log", "sub/c.txt", "sub/d.tmp"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -114,5 +114,5 @@ def test_ray_ships_what_it_is_asked_for(tmp_path):
 
 
 def test_a_client_of_jobs_can_ask_for_all_nodes():
-    """What it answers is tested by ``trishul status`` on a real cluster."""
+    """Its answers are tested by ``trishul status`` on a real cluster."""
     assert callable(JobSubmissionClient._do_request)

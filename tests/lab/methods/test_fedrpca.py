@@ -144,7 +144,7 @@ def test_the_mean_is_moved_by_the_sparse_part(executor, tmp_path, beta, weightin
                 factor = mean.norm() / sparse.norm() if beta == "adaptive" else float(beta)
                 expected = expected + (factor - 1) * sparse
             sizes = max(float(one[name].abs().max()) for one in [new, *sent])
-            # Of S, what the two solvers' rounding may differ by.
+            # Difference of S that the two solvers' rounding may make.
             bound = between(4, sizes) + 1e-5 * float(moved.norm())
             torch.testing.assert_close(value.double(), expected, atol=bound, rtol=0)
         share = server.checkpoint.records[-1].diagnostics["sparse_share"]

@@ -131,7 +131,7 @@ def test_rounded_ranks_are_within_a_step_of_the_best_integers(problem, heads, st
     )
     best = max(map(worth, allowed))
     assert worth(ranks) <= best * (1 + 1e-12) <= utility(scores, totals) * (1 + 1e-9)
-    # What greedy steps miss is less than the one that did not fit.
+    # Greedy steps miss less than the step that did not fit.
     steps = [
         a * math.log1p(heads * step / (1 + heads * r))
         for a, r, cap in zip(scores, ranks, caps, strict=True)
